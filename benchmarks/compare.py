@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from orchestrator.service.client.client import Client
-from orchestrator.service.commands.compare import Pins, choose_strategies, comparison_jobs
-from orchestrator.service.commands.hardware import hardware_of
+from orchestrator.service.commands.compare import Pins, choose_strategies, make_comparison_jobs
+from orchestrator.service.commands.hardware import select_hardware
 from orchestrator.service.intake.intake import read_job
 
 RANK_CORRELATION = 0.9  # Spearman's, at least
@@ -94,7 +94,7 @@ def figures() -> list[Figure]:
         wanted = choose_strategies(
             read_job(home.parent / "job.yaml", (), home),
             _written(home, TWELVE),
-            *hardware_of(home, None),
+            *select_hardware(home, None),
         )
         say(f"comparing {len(wanted)} strategies")
         together = _compared(home, TWELVE)
@@ -190,13 +190,13 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
     random.Random(0).shuffle(numbers)
     with closing(Client(home)) as client:
         for number in numbers:
-            (spec,) = comparison_jobs(
+            (spec,) = make_comparison_jobs(
                 read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS
             )
             (job_id,) = client.submit_all([spec.model_dump(mode="json")])["ids"]
-            job, seen = client.job(job_id)
+            job, seen = client.fetch_job(job_id)
             until_s = time.monotonic() + JOB_S
             while job["status"] in ("queued", "running") and time.monotonic() < until_s:
-                job, seen = client.job(job_id, seen)
+                job, seen = client.fetch_job(job_id, seen)
             found[number] = job["attempts"][-1]["step_s"] if job["status"] == "succeeded" else None
     return found

@@ -19,7 +19,7 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import list_plans
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.demo.run import write_demo_files
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.service.intake.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
@@ -41,7 +41,7 @@ def figures() -> list[Figure]:
     declared = read_cluster(None)
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_files(Path(folder))
+        write_demo_files(Path(folder))
         spec = read_job(Path(folder) / JOB)
         taken_s = {
             plan: seconds

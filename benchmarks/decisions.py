@@ -95,7 +95,7 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
             ended += isinstance(event, Released)
             return actions
 
-    controller = Controller(NullJournal(), backend, backend.now, Timed)
+    controller = Controller(NullJournal(), backend, backend.current_time_s, Timed)
     controller.turn(0.0)
     for _ in range(pending + RUNNING):
         controller.submit(next(coming).spec)

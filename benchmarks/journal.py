@@ -115,7 +115,7 @@ def _admissions(folder: Path) -> list[Figure]:
         first = _resident_bytes()
         _through(controller, ENDED - ADMITTED)
         last = _resident_bytes()
-        assert len(journal.ended(1, None)) == 1
+        assert len(journal.list_ended_jobs(1, None)) == 1
         assert not controller.state.jobs
     return [
         at_least(

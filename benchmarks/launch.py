@@ -30,7 +30,9 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         try:
-            backend = RayBackend(home, cluster, partial(embedded_ray.start, home, cluster), Alone())
+            backend = RayBackend(
+                home, cluster, partial(embedded_ray.start_embedded, home, cluster), Alone()
+            )
             try:
                 reader = Reader(backend)
                 reader.await_nodes()
@@ -38,7 +40,7 @@ def figures() -> list[Figure]:
             finally:
                 backend.close()
         finally:
-            embedded_ray.stop(home)
+            embedded_ray.stop_embedded(home)
     ratio = statistics.median(ours) / statistics.median(bare)
     return [
         informs("torchrun to the first step, median", statistics.median(bare), "s"),

@@ -9,9 +9,9 @@ from benchmarks.draws import stream
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.service.commands.simulate import Outcome, Simulated, play, report_on
+from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, simulate_on
 from orchestrator.specs.attempt import Attempt, Pace
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.events import PaceReported
@@ -38,18 +38,18 @@ class Arrival(traces.Arrival):
 class PacedBackend(SimulatedBackend):
     """A simulated cluster whose attempts report their pace, where it is another than was predicted."""
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: SimulatedProcess) -> None:
         super()._start(process)
         planned_s = process.attempt.step_s
         is_as_planned = 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE
         if process.evidence is None and not is_as_planned:
             self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
 
-    def _pace(self, process: Process, steps_done: int) -> None:
+    def _pace(self, process: SimulatedProcess, steps_done: int) -> None:
         if process.evidence is None:
             self._tell(self._paced(process, steps_done))
 
-    def _paced(self, process: Process, steps_done: int) -> PaceReported:
+    def _paced(self, process: SimulatedProcess, steps_done: int) -> PaceReported:
         return PaceReported(
             job_id=process.job.id,
             number=process.attempt.number,
@@ -82,7 +82,10 @@ def simulate(trace: Trace, cluster: ClusterSpec) -> Simulated:
     """Return the result of the trace on the cluster, with the true durations of its jobs."""
     arrivals: list[traces.Arrival] = []
     return as_measured(
-        trace, cluster, arrivals, play(trace, cluster, arrivals, MeasuredBackend(arrivals, cluster))
+        trace,
+        cluster,
+        arrivals,
+        simulate_on(trace, cluster, arrivals, MeasuredBackend(arrivals, cluster)),
     )
 
 
@@ -92,7 +95,7 @@ def as_measured(
     """Return the run with what its jobs would truly have taken alone, and as requested."""
     pairs = zip(arrivals, run.outcomes, strict=True)
     outcomes = tuple(_true_outcome(arrival, outcome, cluster) for arrival, outcome in pairs)
-    return replace(run, outcomes=outcomes, report=report_on(trace, cluster, outcomes))
+    return replace(run, outcomes=outcomes, report=make_report(trace, cluster, outcomes))
 
 
 def _true_outcome(arrival: traces.Arrival, outcome: Outcome, cluster: ClusterSpec) -> Outcome:

@@ -45,12 +45,12 @@ def figures() -> list[Figure]:
         home, job_file = Path(folder, "home"), Path(folder, "job.yaml")
         Path(folder, "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
         job_file.write_text(JOB)
-        lifecycle.start(home, None, None)
+        lifecycle.start_service(home, None, None)
         try:
             _round(home, job_file)  # fills the page cache
             rounds = [_round(home, job_file) for _ in range(ROUNDS)]
         finally:
-            lifecycle.stop(home, force=True)
+            lifecycle.stop_service(home, force=True)
     submit_s, bare_s, recover_s, bare_again_s = (
         statistics.median(times) for times in zip(*rounds, strict=True)
     )
@@ -74,7 +74,7 @@ def _round(home: Path, job_file: Path) -> tuple[float, float, float, float]:
     first, second = (JobFolder(home, job_id).attempt(number) for number in (1, 2))
     submit_s = _when(partial(_trains, first)) - began_s
     recover_s = _when(partial(_trains, second)) - first.oom(0).stat().st_mtime
-    _when(lambda: client.job(job_id)[0]["status"] == "succeeded")
+    _when(lambda: client.fetch_job(job_id)[0]["status"] == "succeeded")
     client.close()
     return submit_s, _bare_start_s(first), recover_s, _bare_start_s(second)
 

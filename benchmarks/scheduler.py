@@ -26,8 +26,8 @@ from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace
-from orchestrator.backends.simulated.traces import Trace, trace_of
-from orchestrator.service.commands.simulate import Simulated, alone_s, report_on
+from orchestrator.backends.simulated.traces import Trace, make_trace
+from orchestrator.service.commands.simulate import Simulated, make_report, time_alone_s
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
@@ -137,12 +137,12 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
         run = simulate(asked, cluster.with_order(order))
         devices = sum(node.devices * node.count for node in cluster.nodes)
         outcomes = tuple(
-            replace(one, alone_s=cluster.launch_cost + alone_s(arrival, devices))
+            replace(one, alone_s=cluster.launch_cost + time_alone_s(arrival, devices))
             for arrival, one in zip(trace.arrivals, run.outcomes, strict=True)
         )
         return replace(
             run,
-            report=report_on(trace, cluster.with_order(order), outcomes),
+            report=make_report(trace, cluster.with_order(order), outcomes),
             outcomes=outcomes,
         )
 
@@ -162,7 +162,7 @@ def shake(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
         spec = arrival.spec.model_copy(update={"steps": steps})
         deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + by_s
         moved.append(replace(arrival, at_s=arrival.at_s + by_s, spec=spec, deadline_s=deadline_s))
-    return trace_of(trace.name, moved)
+    return make_trace(trace.name, moved)
 
 
 def shakes(trace: Trace, count: int) -> list[Trace]:
@@ -243,7 +243,7 @@ def bounds_as_published(name: str, trace: Trace, cluster: ClusterSpec) -> list[F
 def bounds(trace: Trace, cluster: ClusterSpec) -> Measured:
     """What no queue can beat: every job alone, and all work without gaps, on as few devices as waste nothing."""
     devices = sum(node.devices * node.count for node in cluster.nodes)
-    alone = [cluster.launch_cost + alone_s(one, devices) for one in trace.arrivals]
+    alone = [cluster.launch_cost + time_alone_s(one, devices) for one in trace.arrivals]
     completions, end_s = without_gaps(
         [(one.at_s, least_device_s(one, cluster.launch_cost) / devices) for one in trace.arrivals]
     )
@@ -413,7 +413,7 @@ def can_be_met(trace: Trace, cluster: ClusterSpec) -> list[bool]:
     """Whether each job would be in time if it had the cluster for itself."""
     devices = sum(node.devices * node.count for node in cluster.nodes)
     return [
-        one.at_s + cluster.launch_cost + alone_s(one, devices) <= one.deadline_s
+        one.at_s + cluster.launch_cost + time_alone_s(one, devices) <= one.deadline_s
         for one in trace.arrivals
         if one.deadline_s is not None
     ]

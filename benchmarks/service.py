@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.service.client import lifecycle
-from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.endpoint import make_endpoint
 from orchestrator.service.client.logins import Login
-from orchestrator.service.client.sending import read_jobs_for
+from orchestrator.service.client.sending import read_and_upload_jobs
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
@@ -72,7 +72,7 @@ def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
     home = folder / "home"
     home.mkdir()
     endpoint = make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, (), trusts_users=True)
-    lifecycle.start(home, None, None, endpoint)
+    lifecycle.start_service(home, None, None, endpoint)
     try:
         with closing(Client(home)) as owner:
             owner.set_user("ada", "member")
@@ -83,7 +83,7 @@ def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
         )
         yield home, Login(url=url, token=token, certificate=certificate)
     finally:
-        lifecycle.stop(home, force=True)
+        lifecycle.stop_service(home, force=True)
 
 
 def _holder(client: Client) -> str:
@@ -97,8 +97,8 @@ def _holder(client: Client) -> str:
     )
     job_id = client.submit({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
     until_s = time.monotonic() + PATIENCE_S
-    while not client.job(job_id)[0]["attempts"] or not client.log(job_id, 1, 0, 0)[0]:
-        assert time.monotonic() < until_s, client.job(job_id)[0]
+    while not client.fetch_job(job_id)[0]["attempts"] or not client.read_log(job_id, 1, 0, 0)[0]:
+        assert time.monotonic() < until_s, client.fetch_job(job_id)[0]
         time.sleep(0.2)
     return job_id
 
@@ -110,7 +110,7 @@ def _jobs(login: Login, folder: Path) -> list[JobSpec]:
     (project / "train.py").write_text("print('trained')")
     file = project / "job.yaml"
     file.write_text(JOB)
-    return read_jobs_for(login, [file])
+    return read_and_upload_jobs(login, [file])
 
 
 def _submits(client: Client, login: Login, holder: str, jobs: list[JobSpec]) -> list[Figure]:
@@ -155,7 +155,7 @@ def _reading(login: Login, job_id: str) -> Iterator[list[float]]:
         with closing(Client(login)) as client:
             while not over.wait(0.05):
                 began_s = time.perf_counter()
-                client.job(job_id)
+                client.fetch_job(job_id)
                 took_s.append(time.perf_counter() - began_s)
 
     thread = threading.Thread(target=read)
@@ -170,12 +170,12 @@ def _reading(login: Login, job_id: str) -> Iterator[list[float]]:
 def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figure]:
     """Each kind of read, in turn, while FOLLOWERS clients of another process follow a log."""
     reads: dict[str, Callable[[], object]] = {
-        "a job": lambda: client.job(holder),
-        "a queued job": lambda: client.job("lm-2"),
-        "the cluster": client.cluster,
+        "a job": lambda: client.fetch_job(holder),
+        "a queued job": lambda: client.fetch_job("lm-2"),
+        "the cluster": client.fetch_cluster,
         "the teams": client.teams,
-        "a log": lambda: client.log(holder, 1, 0, 0),
-        "the whole queue": client.jobs,
+        "a log": lambda: client.read_log(holder, 1, 0, 0),
+        "the whole queue": client.list_jobs,
     }
     took_s: dict[str, list[float]] = {name: [] for name in reads}
     file = folder / "login.json"
@@ -223,7 +223,7 @@ def _ms(took_s: list[float]) -> float:
 
 def _ends(client: Client, jobs: list[JobSpec]) -> None:
     """ENDED jobs that were submitted and cancelled."""
-    waiting = [job["id"] for job in client.jobs(0) if job["status"] == "queued"]
+    waiting = [job["id"] for job in client.list_jobs(0) if job["status"] == "queued"]
     ended = 0
     while True:
         client.cancel(waiting, whole_arrays=False)
@@ -234,7 +234,7 @@ def _ends(client: Client, jobs: list[JobSpec]) -> None:
 
 
 def _resident_mib(home: Path) -> float:
-    status = Path(f"/proc/{service_file(home)['pid']}/status").read_text()
+    status = Path(f"/proc/{read_service_file(home)['pid']}/status").read_text()
     return (
         next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
         / 2**10

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks.measured import Arrival, Shape
-from orchestrator.backends.simulated.traces import Trace, trace_of
+from orchestrator.backends.simulated.traces import Trace, make_trace
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import Guarantee
 from orchestrator.specs.job.spec import JobSpec
@@ -48,7 +48,7 @@ def read_trace(path: Path) -> Trace:
                     got=", ".join(sorted(columns)),
                     allowed=allowed,
                 )
-            return trace_of(path.stem, list(read(path, _number_rows(path, rows))))
+            return make_trace(path.stem, list(read(path, _number_rows(path, rows))))
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(path)) from None
     except UnicodeDecodeError:

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run one command; ends the process with its exit code."""
     if sys.argv[1:2] == ["launch"] and sys.argv[2:3] not in ([], ["--help"]):
-        from orchestrator.backends.local.watch import main as launch
+        from orchestrator.backends.local.watch import run_launch_command as launch
 
         sys.exit(launch(sys.argv[2:]))
     from orchestrator.cli import main as run

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.service.client.client import LONG_POLL_S
 from orchestrator.service.client.client import Client as Connection
-from orchestrator.service.client.logins import Login, login_of
-from orchestrator.service.client.sending import read_jobs_for
-from orchestrator.service.intake.intake import JobSource, with_zone
+from orchestrator.service.client.logins import Login, find_login
+from orchestrator.service.client.sending import read_and_upload_jobs
+from orchestrator.service.intake.intake import JobSource, add_time_zones
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.cluster import Node
@@ -124,14 +124,14 @@ def _read_to_plan(
     job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
     """Return (job, nodes, observations of them)."""
-    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.commands.hardware import select_hardware
     from orchestrator.service.commands.plan import trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
-    nodes, observations = hardware_of(_service(None), path, gpu)
+    nodes, observations = select_hardware(_service(None), path, gpu)
     scope = partial(trace_scope, nodes)
-    spec = read_job(_source(job), _overrides(overrides), to_run=False, scope=scope)
+    spec = read_job(_source(job), _overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
 
 
@@ -201,16 +201,16 @@ class Client:
 
     def job(self, job_id: str) -> Job:
         """Return a job that was submitted before. Raises ServiceError where there is none."""
-        self._connection.job(job_id)
+        self._connection.fetch_job(job_id)
         return Job(self._connection, job_id)
 
     def queue(self, ended: int = 100) -> list[JobView]:
         """Return the live jobs in the order of `orc queue`, and as many that have ended."""
-        return self._connection.jobs(ended)
+        return self._connection.list_jobs(ended)
 
     def report(self, since_s: float) -> MorningReport:
         """Return what happened since a time in seconds since 1970, as `orc report` tells it."""
-        return self._connection.report(since_s)
+        return self._connection.fetch_morning_report(since_s)
 
     def close(self) -> None:
         """Close the connection; jobs go on."""
@@ -233,7 +233,7 @@ class Client:
         home = self._service if isinstance(self._service, Path) else None
         sources = [_source(job)]
         settings = _overrides(overrides)
-        return read_jobs_for(self._service, sources, settings, home, only_one=only_one)
+        return read_and_upload_jobs(self._service, sources, settings, home, only_one=only_one)
 
     def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
         if self._batch is not None:
@@ -262,7 +262,7 @@ class Job:
 
     def info(self) -> JobView:
         """Return the job's record: status, reason, attempts with plan, prediction and measurement."""
-        return self._connection.job(self.id)[0]
+        return self._connection.fetch_job(self.id)[0]
 
     def status(self) -> str:
         """Return `queued`, `running`, `succeeded`, `failed`, `refused` or `cancelled`."""
@@ -275,12 +275,12 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobView:
         """Wait until the job ends, and return its record. Raises TimeoutError after `timeout` seconds."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
-        job, version = self._connection.job(self.id)
+        job, version = self._connection.fetch_job(self.id)
         while job["status"] not in ENDS:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"{self.id} is {job['status']} after {timeout} s")
-            job, version = self._connection.job(self.id, version, min(LONG_POLL_S, left_s))
+            job, version = self._connection.fetch_job(self.id, version, min(LONG_POLL_S, left_s))
         return job
 
     def result(self, timeout: float | None = None) -> JobView:
@@ -296,30 +296,30 @@ class Job:
 
     def hold(self) -> None:
         """Keep the job from starting. Raises ServiceError where it runs or has ended."""
-        self._connection.change("hold", [self.id])
+        self._connection.change_jobs("hold", [self.id])
 
     def release(self) -> None:
         """Let the job start. Raises ServiceError where it has ended."""
-        self._connection.change("release", [self.id])
+        self._connection.change_jobs("release", [self.id])
 
     def suspend(self) -> None:
         """Make the job save, leave its devices, and wait for `resume`. Raises ServiceError where it has ended."""
-        self._connection.change("suspend", [self.id])
+        self._connection.change_jobs("suspend", [self.id])
 
     def resume(self) -> None:
         """Let the job go on. Raises ServiceError where it has ended."""
-        self._connection.change("resume", [self.id])
+        self._connection.change_jobs("resume", [self.id])
 
     def update(self, **settings: Any) -> None:
         """Change `priority`, `deadline` or `time_limit`. Raises SpecError for others, ServiceError where it ended."""
-        self._connection.update(self.id, with_zone(_overrides(settings)))
+        self._connection.update_job(self.id, add_time_zones(_overrides(settings)))
 
     def retry(self, **overrides: Any) -> Job:
         """Submit it again, as `Client.submit` has overrides; returns the new job. Raises ServiceError before its end.
 
         It continues from its newest checkpoint unless the overrides change the training; `info()` says so.
         """
-        answer = self._connection.retry(self.id, with_zone(_overrides(overrides)))
+        answer = self._connection.retry_job(self.id, add_time_zones(_overrides(overrides)))
         return Job(self._connection, answer["id"])
 
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:
@@ -452,7 +452,7 @@ def _service(service: str | Path | None) -> Path | Login:
     """A home folder, or the login of a URL."""
     target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
     return (
-        login_of(target)
+        find_login(target)
         if isinstance(target, str) and "://" in target
         else Path(target).expanduser()
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
-from orchestrator.backends.attempts.leftovers import clean_up, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, process_mark
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.devices.nvml import NvmlReading
@@ -43,7 +43,7 @@ class LocalNodes:
             for name in node.names
         }
 
-    def live(self) -> dict[str, LiveNode]:
+    def live_nodes(self) -> dict[str, LiveNode]:
         return dict(self.nodes)
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
@@ -105,7 +105,7 @@ class LocalLaunchers:
         self._kind = kind
         self._groups: dict[str, dict[str, Launcher]] = {}  # by the attempt's name
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LocalGroup | str:
         folder = folders.attempt(attempt.number)
@@ -114,7 +114,7 @@ class LocalLaunchers:
                 str(folder.path),
                 str(folders.epoch),
                 attempt.number,
-                mark_of(folder, live[part.node].launch.name),
+                process_mark(folder, live[part.node].launch.name),
                 Watched(
                     node=part.node,
                     devices=part.devices,
@@ -125,14 +125,16 @@ class LocalLaunchers:
             )
             for part in attempt.placement
         }
-        return self.find(attempt)
+        return self.find_launchers(attempt)
 
-    def find(self, attempt: Attempt) -> LocalGroup:
+    def find_launchers(self, attempt: Attempt) -> LocalGroup:
         return LocalGroup(self._groups.get(attempt.name, {}))
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         for launcher in self._groups.pop(attempt.name, {}).values():
             launcher.abort(0.0)
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        clean_up(mark_of(folder, node.launch.name), str(folder.path), list(pids))
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
+        clean_up(process_mark(folder, node.launch.name), str(folder.path), list(pids))

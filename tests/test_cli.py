@@ -405,7 +405,7 @@ def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(
         "name": "c",
         "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}],
     }
-    lifecycle.prepare(shell.home)
+    lifecycle.prepare_home(shell.home)
     (shell.home / "cluster.yaml").write_text(json.dumps(cluster))
     findings = [
         finding
@@ -426,11 +426,11 @@ def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    lifecycle.prepare(home)
+    lifecycle.prepare_home(home)
     token = (home / "token").read_text()
     (home / "token").chmod(0o644)
     home.chmod(0o755)
-    lifecycle.prepare(home)
+    lifecycle.prepare_home(home)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (home, home / "token")]
     assert (modes, (home / "token").read_text()) == ([0o700, 0o600], token)
     assert len(token) >= 32

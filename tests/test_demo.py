@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             timeout=800,
         )
     finally:
-        lifecycle.stop(folder / "home", force=True)
+        lifecycle.stop_service(folder / "home", force=True)
     assert shown.returncode == 0, shown.stdout
     return folder / "home"
 

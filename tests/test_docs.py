@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 
 from docs import generate
 from orchestrator.cli import app, main
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.demo.run import write_demo_files
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import Engine, ParallelLayout, Sharding, ZeroStage
 from orchestrator.specs.cluster import cluster_json_schema
@@ -393,7 +393,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         shutil.copytree(ROOT / name, folder / name, ignore=made_here)
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    write_files(folder / "orc-demo")
+    write_demo_files(folder / "orc-demo")
     shutil.copy(folder / "orc-demo" / "train_bytes.py", folder / "train.py")
     for name, text in READERS_FILES.items():
         (folder / name).write_text(text)

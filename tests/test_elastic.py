@@ -43,7 +43,7 @@ class Night:
         cluster.write_text(
             (ROOT / "clusters" / "two-virtual-devices.yaml").read_text() + "launch_cost: 2s\n"
         )
-        lifecycle.start(self.home, cluster, None)
+        lifecycle.start_service(self.home, cluster, None)
         self.client = Client(self.home)
 
     def submit(self, name: str, gpus: str, steps: int) -> str:
@@ -53,7 +53,7 @@ class Night:
         return self.client.submit(read_job(file).model_dump(mode="json"))
 
     def job(self, job_id: str) -> Job:
-        return dict(self.client.job(job_id)[0])
+        return dict(self.client.fetch_job(job_id)[0])
 
     def trains(self, job_id: str, number: int) -> None:
         until(lambda: len(self.losses(job_id, number)) > 2, f"attempt {number} of {job_id}")
@@ -78,7 +78,7 @@ def night() -> Iterator[Night]:
     with tempfile.TemporaryDirectory(prefix="orc") as folder:
         running = Night(Path(folder))
         yield running
-        lifecycle.stop(running.home, force=True)
+        lifecycle.stop_service(running.home, force=True)
 
 
 @pytest.mark.long

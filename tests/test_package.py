@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from orchestrator.backends.journal.database import SCHEMA
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.demo.run import write_demo_files
 from tests.backends.ray_jobs import until
 from tests.commands import COMMAND_S
 
@@ -153,7 +153,7 @@ def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed) -> None:
-    write_files(installed.folder / "night")
+    write_demo_files(installed.folder / "night")
 
     up = installed.orc("up")
     assert (up["started"], [len(node["free_bytes"]) for node in up["nodes"]]) == (True, [2])

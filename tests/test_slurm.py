@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.demo.run import write_demo_files
 from orchestrator.specs.run import JobFolder
 from tests.backends.local.lines import SCRIPT as TRAINER
 
@@ -117,7 +117,7 @@ def wait_for(what: str, is_so: Callable[[], Any]) -> None:
 
 
 def test_a_second_allocation_goes_on_with_the_queue_of_the_first(run: Run, tmp_path: Path) -> None:
-    write_files(tmp_path / "demo")
+    write_demo_files(tmp_path / "demo")
     (tmp_path / "queue.sbatch").write_text(SCRIPT)
     job = "fits-1"
 

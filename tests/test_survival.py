@@ -20,9 +20,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.ray.embedded import read_state
+from orchestrator.backends.ray.embedded import read_record
 from orchestrator.service.client import lifecycle
-from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
@@ -70,7 +70,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
 """)
         cluster = folder / "cluster.yaml"
         cluster.write_text(EMBEDDED_CLUSTER + "trackers: [mlflow, jsonl]\n")
-        lifecycle.start(self.home, cluster, None)
+        lifecycle.start_service(self.home, cluster, None)
 
     def submit(self) -> str:
         return self.client().submit(read_job(self.job_file).model_dump(mode="json"))
@@ -79,7 +79,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
         return Client(self.home)
 
     def job(self, job_id: str) -> Job:
-        return self.client().job(job_id)[0]
+        return self.client().fetch_job(job_id)[0]
 
     def steps(self, job_id: str, number: int) -> list[int]:
         """Optimizer steps that the attempt has recorded."""
@@ -119,7 +119,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
 
     def launchers(self) -> list[int]:
         """Return the processes of this home's launchers."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         assert state is not None
         hosts = []
         for pid in launcher_hosts():
@@ -134,7 +134,7 @@ def orchestra() -> Iterator[Orchestra]:
     with tempfile.TemporaryDirectory(prefix="orc") as folder:
         running = Orchestra(Path(folder))
         yield running
-        lifecycle.stop(running.home, force=True)
+        lifecycle.stop_service(running.home, force=True)
 
 
 def every_step_once(orchestra: Orchestra, job: Job) -> bool:
@@ -156,7 +156,7 @@ def survivor(orchestra: Orchestra) -> Job:
     """A job that ended after one of its ranks and the tracking server were killed amid its first attempt."""
     job_id = orchestra.submit()
     orchestra.saves(job_id)
-    for pid in MlflowServer(orchestra.home).processes():
+    for pid in MlflowServer(orchestra.home).list_processes():
         os.kill(pid, signal.SIGKILL)
     os.kill(orchestra.rank_pid(job_id, 1), signal.SIGKILL)
     return orchestra.ended(job_id)
@@ -189,10 +189,10 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra:
 def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
-    os.kill(service_file(orchestra.home)["pid"], signal.SIGKILL)
+    os.kill(read_service_file(orchestra.home)["pid"], signal.SIGKILL)
     before = len(orchestra.steps(job_id, 1))
     orchestra.trains(job_id, 1, before + 5)
-    lifecycle.start(orchestra.home, None, None)
+    lifecycle.start_service(orchestra.home, None, None)
     job = orchestra.ended(job_id)
     assert job["status"] == "succeeded", job["reason"]
     assert len(job["attempts"]) == 1
@@ -202,9 +202,9 @@ def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> Non
 def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
-    os.kill(service_file(orchestra.home)["pid"], signal.SIGKILL)
+    os.kill(read_service_file(orchestra.home)["pid"], signal.SIGKILL)
     orchestra.trains(job_id, 1, STEPS)
-    lifecycle.start(orchestra.home, None, None)
+    lifecycle.start_service(orchestra.home, None, None)
     job = orchestra.ended(job_id)
     assert job["status"] == "succeeded", job["reason"]
     assert len(job["attempts"]) == 1
@@ -213,7 +213,7 @@ def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: O
 @pytest.mark.usefixtures("survivor")
 def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Orchestra) -> None:
     """The last test of this file: it looks for the records of all jobs above, too."""
-    jobs = orchestra.client().jobs()
+    jobs = orchestra.client().list_jobs()
     wanted = {
         f"{job['id']}-{attempt['number']}": attempt["outcome"]
         for job in jobs

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from jobs.audio import orpheus
-from orchestrator.service.demo.promises import Promise, fitted, recovered
-from orchestrator.service.demo.run import play
+from orchestrator.service.demo.promises import Promise, has_fitted, has_recovered
+from orchestrator.service.demo.run import run_jobs
 from orchestrator.service.terminal.output import console_on
 
 FOLDER = Path(__file__).parent
@@ -21,31 +21,37 @@ LEAST_RECOVERIES = 3
 
 
 PROMISES: dict[str, Promise] = {
-    "orpheus.yaml": ("does not fit on one device: is planned over both, and fits at once", fitted),
+    "orpheus.yaml": (
+        "does not fit on one device: is planned over both, and fits at once",
+        has_fitted,
+    ),
     "musicgen.yaml": (
         "was measured at shorter pieces: runs out of memory, finishes with a cheaper plan",
-        recovered,
+        has_recovered,
     ),
     "latentsync.yaml": (
         "was measured at a third of the resolution: runs out of memory, finishes",
-        recovered,
+        has_recovered,
     ),
     "rvc.yaml": (
         "was measured without its discriminators: runs out of memory, finishes",
-        recovered,
+        has_recovered,
     ),
-    "parler.yaml": ("meets a long clip after short ones: runs out of memory, finishes", recovered),
+    "parler.yaml": (
+        "meets a long clip after short ones: runs out of memory, finishes",
+        has_recovered,
+    ),
 }
 
 
 def main() -> int:
     orpheus.write(FOLDER / "cache")
     promises = {FOLDER / name: promise for name, promise in PROMISES.items()}
-    jobs, broken = play(promises, HOME, CLUSTER, console_on(sys.stdout))
+    jobs, broken = run_jobs(promises, HOME, CLUSTER, console_on(sys.stdout))
     print(
         f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it."
     )
-    return 1 if broken or sum(map(recovered, jobs)) < LEAST_RECOVERIES else 0
+    return 1 if broken or sum(map(has_recovered, jobs)) < LEAST_RECOVERIES else 0
 
 
 if __name__ == "__main__":

@@ -75,14 +75,18 @@ _SECRET = re.compile(
 )
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a variable has the name of a secret."""
+def is_secret_name(name: str) -> bool:
+    """Return whether an environment variable's name is that of a secret, such as one with TOKEN or
+    PASSWORD.
+    """
     return _SECRET.search(name.upper()) is not None
 
 
-def inherited(environment: Env) -> dict[str, str]:
-    """Return the variables of INHERITED, without those with secret names and proxies whose address has a password."""
-    passed = matching(environment, INHERITED)
+def select_inherited(environment: Env) -> dict[str, str]:
+    """Return the variables named in INHERITED, without those with secret names and proxies whose
+    address has a password.
+    """
+    passed = select_matching(environment, INHERITED)
     return {
         name: value
         for name, value in passed.items()
@@ -90,17 +94,23 @@ def inherited(environment: Env) -> dict[str, str]:
     }
 
 
-def matching(environment: Env, patterns: Iterable[str]) -> dict[str, str]:
-    """Return the variables that match a pattern. A pattern with * never matches secret names."""
+def select_matching(environment: Env, patterns: Iterable[str]) -> dict[str, str]:
+    """Return the variables whose names match a pattern: a name, or a beginning with `*`. A `*`
+    never matches secret names.
+    """
     starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
-    names = {name for name in environment if name.startswith(starts) and not is_secret(name)}
+    names = {name for name in environment if name.startswith(starts) and not is_secret_name(name)}
     return {name: environment[name] for name in sorted((names | {*patterns}) & environment.keys())}
 
 
-def base_env() -> dict[str, str]:
-    """Return variables that ranks inherit. PATH includes the tools of this environment, such as ninja."""
+def base_variables() -> dict[str, str]:
+    """Return the variables that ranks inherit. PATH also has the tools of this Python environment,
+    such as ninja.
+    """
     base = {
-        name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY
+        name: value
+        for name, value in select_inherited(os.environ).items()
+        if name not in CHOSEN_BY_RAY
     }
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base

@@ -29,25 +29,27 @@ log = logging.getLogger(__name__)
 class OutboxRelay(Generic[Body]):
     """Thread that sends every outbox row to one receiver, at least once.
 
-    No method waits for the receiver but, for one request at most, `stop`.
+    No method waits for the receiver, except `stop` for one request at most.
     """
 
-    def __init__(self, name: str, receiver: Receiver[Body], outbox: Outbox[Body]) -> None:
-        """`name` is the receiver's name in the cluster file, and that of its cursor. Nothing is sent before `start`."""
+    def __init__(self, receiver_name: str, receiver: Receiver[Body], outbox: Outbox[Body]) -> None:
+        """Make the relay; `start` starts its thread. `receiver_name` is the receiver's in the cluster file
+        and in the cursors' table.
+        """
         self.problem: str | None = None  # why the last send failed, for people
-        self._name = name
+        self._name = receiver_name
         self._receiver = receiver
         self._outbox = outbox
         self._refusals: dict[str, int] = {}  # by group
         self._refresh_at_s = 0.0
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._senders = ThreadPoolExecutor(receiver.threads, f"send-{name}")
+        self._senders = ThreadPoolExecutor(receiver.threads, f"send-{receiver_name}")
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = start_loop(f"relay-{self._name}", self._run, self._stop)
+        self._thread = start_loop(f"relay-{self._name}", self._run_thread, self._stop)
 
     def stop(self) -> None:
         """End the thread after the current request; undelivered rows stay in the outbox."""
@@ -57,18 +59,18 @@ class OutboxRelay(Generic[Body]):
             self._thread.join(STOP_TIMEOUT_S)
         self._senders.shutdown(wait=False)
 
-    def notify(self) -> None:
-        """Wake the thread, since the outbox has new rows."""
+    def wake(self) -> None:
+        """Wake the thread, because the outbox has new rows."""
         self._wake.set()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         failures = 0
         while not self._stop.is_set():
             try:
                 try:
-                    more = self._deliver()
+                    more = self._deliver_rows()
                 finally:  # a receiver that is away may have to start what it needs
-                    self._refresh()
+                    self._refresh_if_due()
             except Exception as error:  # the thread's edge: the outbox waits, training goes on
                 problem = (
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
@@ -88,9 +90,11 @@ class OutboxRelay(Generic[Body]):
                     self._wake.wait(POLL_S)
                 self._wake.clear()
 
-    def _deliver(self) -> bool:
-        """Send the first rows, each group in one request; True where more rows may wait."""
-        rows = self._outbox.pending(self._name, ROWS)
+    def _deliver_rows(self) -> bool:
+        """Send the first undelivered rows, each group in one request; return whether more rows may
+        wait.
+        """
+        rows = self._outbox.list_pending(self._name, ROWS)
         groups = group_values((self._receiver.group(row[1]), row) for row in rows)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
@@ -104,7 +108,7 @@ class OutboxRelay(Generic[Body]):
                 self._outbox.database.confirm(
                     asks=False
                 )  # a service that was frozen sends nothing old
-                self._send(group, groups[group])
+                self._send_group(group, groups[group])
             except Exception as error:  # a receiver's fault: other groups go on
                 errors.append(error)
             else:
@@ -113,25 +117,25 @@ class OutboxRelay(Generic[Body]):
         for _ in self._senders.map(send, groups):
             pass
         if sent:
-            self._outbox.delivered(self._name, sent)
+            self._outbox.mark_delivered(self._name, sent)
         if errors:
             raise next((error for error in errors if isinstance(error, OSError)), errors[0])
         return len(rows) == ROWS and not self._stop.is_set()
 
-    def _send(self, group: str, rows: list[tuple[int, Body]]) -> None:
-        """Send one group's rows; drop them after REFUSALS_MAX refusals in a row."""
+    def _send_group(self, group_name: str, rows: list[tuple[int, Body]]) -> None:
+        """Send one group's rows; after REFUSALS_MAX refusals in succession, drop them."""
         try:
             self._receiver.send(rows)
         except OSError:
             raise  # the receiver is away
         except Exception:  # a receiver's fault: bad rows are dropped in the end
-            self._refusals[group] = self._refusals.get(group, 0) + 1
-            if self._refusals[group] < REFUSALS_MAX:
+            self._refusals[group_name] = self._refusals.get(group_name, 0) + 1
+            if self._refusals[group_name] < REFUSALS_MAX:
                 raise
-            log.exception("%s refuses %s: its rows are dropped", self._name, group)
-        self._refusals.pop(group, None)
+            log.exception("%s refuses %s: its rows are dropped", self._name, group_name)
+        self._refusals.pop(group_name, None)
 
-    def _refresh(self) -> None:
+    def _refresh_if_due(self) -> None:
         if time.monotonic() >= self._refresh_at_s and not self._stop.is_set():
             self._receiver.refresh()
             self._refresh_at_s = time.monotonic() + REFRESH_S

@@ -23,7 +23,7 @@ Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided 
 
 @frozen
 class Totals:
-    """Row counts of a journal (event log)."""
+    """Counts of rows in a journal (event log), by status or by receiver."""
 
     ended: Mapping[str, int]  # archived jobs by status
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
@@ -35,7 +35,9 @@ class Totals:
 
 @frozen
 class Submission:
-    """The jobs that were submitted under an idempotency key."""
+    """The ids of the jobs that were submitted under one idempotency key, and the digest of the
+    request.
+    """
 
     digest: str  # SHA-256 of what was asked
     ids: tuple[str, ...]  # of its jobs
@@ -43,7 +45,9 @@ class Submission:
 
 @frozen
 class Lookups:
-    """Callbacks by which a tracker queries the service, from any thread."""
+    """Functions by which a tracker reads jobs and sweeps of the service, callable from any
+    thread.
+    """
 
     state: Callable[[], State]  # the newest
     job: Callable[[str], Job | None]  # live or ended, by id
@@ -60,62 +64,79 @@ class Backend(Protocol):
         """End an attempt. Unknown and ended attempts are no error."""
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Resume an attempt that the journal lists as live: watch it, report its end, or start it if it never began."""
+        """Resume an attempt that the journal lists as live: watch it and report its end. Start it
+        if it never began.
+        """
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Return the events since the last call; wait at most `timeout_s` for the first."""
 
     def wake(self) -> None:
-        """Let `events` return at once, in another thread."""
+        """Make a waiting `events` call of another thread return at once."""
 
     def close(self) -> None:
-        """Stop watching; running attempts continue."""
+        """Stop watching the attempts; running attempts continue."""
 
 
 class EventLog(Protocol):
     """Durable log of events. Every method may be called from any thread."""
 
-    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
-        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is None without one.
+    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is
+        None if there is none.
 
-        Each event comes with its decisions as text (`decisions`); None where they were not stored.
+        Each event comes with its decisions as text (`format_decisions`); None where they were not
+        stored.
         """
 
-    def as_kept(self, event: Event) -> Event:
-        """Return an event as the log will read it back. Raises SpecError where it cannot."""
+    def round_trip_event(self, event: Event) -> Event:
+        """Return an event as the log will read it back. Raises SpecError where it could not be read
+        back.
+        """
 
-    def unreadable(self) -> str | None:
-        """Return a sentence on which rows cannot be read; None where all can."""
+    def describe_unreadable_rows(self) -> str | None:
+        """Return a sentence that counts the rows that cannot be read; None where all can be
+        read.
+        """
 
-    def live(self) -> Jobs:
+    def load_live_jobs(self) -> Jobs:
         """Return the live jobs at the newest snapshot."""
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Append events, decisions, ended jobs and tracker records in one transaction.
+        """Append events, their decisions, ended jobs and tracker records in one transaction.
 
-        Raises UncertainError where its success is unknown. Any other exception says nothing about it.
+        Raises UncertainError where it is unknown whether the transaction succeeded. Any other
+        exception does not tell that either.
         """
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return normally while this process owns the journal and may act. Raises ServiceError otherwise.
+        """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
         With `asks` false the call never waits, and raises in doubt.
         """
 
-    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """Return {key: submission} for the known idempotency keys among these."""
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:
+        """Return {idempotency key: submission} for those of these keys under which jobs were
+        submitted.
+        """
 
-    def snapshot(self, state: State) -> None:
-        """Store the state after all appended events; `load` then replays only later ones."""
+    def store_snapshot(self, state: State) -> None:
+        """Store the state after all appended events, so that a later load replays only newer
+        events.
+        """
 
-    def job(self, job_id: str) -> Job | None:
-        """Return an ended job that has left the state; None where there is none."""
+    def find_ended_job(self, job_id: str) -> Job | None:
+        """Return an ended job that is no longer in the state; None where there is no such job."""
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
+    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
+        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+        that ended before that job.
+        """
 
-    def totals(self) -> Totals:
-        """Return counts of ended jobs and of records that wait for trackers."""
+    def count_rows(self) -> Totals:
+        """Return counts of ended jobs, and of the rows that trackers and targets of notices have
+        yet to receive.
+        """
 
     def began_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
@@ -131,21 +152,24 @@ class Receiver(Protocol[Sent]):
     threads: int = 1  # that may call `send` at once, each with rows of another group
 
     def group(self, body: Sent) -> str:
-        """Return the group of a row; only rows of one group are sent together."""
+        """Return the name of the row's group; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
-        """Store rows of one group, oldest first. On return they are stored.
+        """Store rows (number, body) of one group, oldest first; on return they are stored.
 
-        The same row may come again, with the same id. Raises OSError while the receiver is unavailable: the rows come
-        again for as long as it takes. Rows that raise another exception five times are dropped.
+        The same row may come again with the same number. Raises OSError while the receiver is
+        unavailable: the rows come again until it is available. Rows that raise another exception
+        five times are dropped.
         """
 
     def refresh(self) -> None:
-        """Do periodic work, every few seconds: send curves of running attempts, supervise a server."""
+        """Do periodic work; called every few seconds. A tracker sends curves of running attempts,
+        or supervises its server.
+        """
         return
 
     def shut_down(self) -> None:
-        """End the processes that the receiver started, as `orc down` asks."""
+        """End the processes that the receiver started; `orc down` calls it."""
         return
 
 
@@ -156,16 +180,20 @@ class Tracker(Receiver[Record], Protocol):
     """
 
     def group(self, body: Record) -> str:
-        """Return the id of the job."""
+        """Return the id of the record's job."""
         return body.job.id
 
 
-def decisions(actions: Sequence[Action]) -> str:
-    """Return decisions as text: one line for each attempt to start or to end."""
-    return "\n".join(_decision(action) for action in actions if isinstance(action, Launch | Stop))
+def format_decisions(actions: Sequence[Action]) -> str:
+    """Return the decisions among these actions as text: one line for each attempt to start or to
+    end.
+    """
+    return "\n".join(
+        _format_decision(action) for action in actions if isinstance(action, Launch | Stop)
+    )
 
 
-def _decision(action: Launch | Stop) -> str:
+def _format_decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from orchestrator.backends.environment import is_secret
+from orchestrator.backends.environment import is_secret_name
 from orchestrator.specs.attempt import Evidence
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.job.spec import JobSpec
@@ -19,28 +19,37 @@ SHORTEST_BY_NAME = 8  # of what is a secret by its variable's name alone: `MAX_T
 Hide = Callable[[str], str]
 
 
-def hider(spec: JobSpec, environment: Env) -> Hide:
-    """Return a function that replaces values of the job's secrets and variables in a text by their names."""
-    return _hider([*_secrets(spec, environment), *((value, name) for name, value in spec.env)])
+def make_hider(spec: JobSpec, environment: Env) -> Hide:
+    """Return a function that replaces the values of the job's secrets in a text by their variables'
+    names.
+    """
+    return _make_replacer(
+        [*_list_secrets(spec, environment), *((value, name) for name, value in spec.env)]
+    )
 
 
 def without_secrets(evidence: Evidence, spec: JobSpec, environment: Env) -> Evidence:
-    """Return the evidence with values of the job's secrets replaced by their names."""
-    return _hide_in(evidence, _hider(_secrets(spec, environment)))
+    """Return the evidence with the values of the job's secrets replaced by their variables'
+    names.
+    """
+    return _hide_in_value(evidence, _make_replacer(_list_secrets(spec, environment)))
 
 
-def hidden_bytes(spec: JobSpec, environment: Env) -> tuple[bytes, ...]:
-    """Return the values of the job's secrets, for `mask`."""
-    values = {value.encode(errors="surrogateescape") for value, _ in _secrets(spec, environment)}
+def list_secret_values(spec: JobSpec, environment: Env) -> tuple[bytes, ...]:
+    """Return the values of the job's secrets as bytes, for `mask`."""
+    values = {
+        value.encode(errors="surrogateescape") for value, _ in _list_secrets(spec, environment)
+    }
     return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
 
 
-def mask(text: bytes, values: Sequence[bytes]) -> bytes:
-    """Return the text with each byte of a secret replaced by an asterisk, so that offsets stay valid.
+def mask_secrets(text: bytes, secret_values: Sequence[bytes]) -> bytes:
+    """Return the text with each byte of a secret replaced by an asterisk, so that offsets stay
+    valid.
 
-    A secret that the text's end cuts off is masked, too.
+    A secret that is cut off at the text's end is also masked.
     """
-    for value in values:
+    for value in secret_values:
         text = text.replace(value, b"*" * len(value))
         cut = next(
             (n for n in range(len(value) - 1, SHORTEST_HIDDEN - 1, -1) if text.endswith(value[:n])),
@@ -50,29 +59,36 @@ def mask(text: bytes, values: Sequence[bytes]) -> bytes:
     return text
 
 
-def _secrets(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
-    """Return (value, name) of the job's secrets, and of every variable of service or job that is named like one."""
+def _list_secrets(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
+    """Return (value, name) of the job's declared secrets, and of every variable with the name of a
+    secret.
+
+    The variables are those of the service and of the job.
+    """
     by_name = [
-        (value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)
+        (value, name) for name, value in (*environment.items(), *spec.env) if is_secret_name(name)
     ]
     named = [(environment.get(name, ""), name) for name in spec.secrets]
     return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]
 
 
-def _hide_in(value: Any, hide: Hide) -> Any:
+def _hide_in_value(value: Any, hide: Hide) -> Any:
     if type(value) is str:  # an enumeration is no text
         return hide(value)
     if type(value) is tuple:
-        return tuple(_hide_in(part, hide) for part in value)
+        return tuple(_hide_in_value(part, hide) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
-            **{field.name: _hide_in(getattr(value, field.name), hide) for field in fields(value)},
+            **{
+                field.name: _hide_in_value(getattr(value, field.name), hide)
+                for field in fields(value)
+            },
         )
     return value
 
 
-def _hider(values: list[tuple[str, str]]) -> Hide:
+def _make_replacer(values: list[tuple[str, str]]) -> Hide:
     values = values + [
         (json.dumps(value)[1:-1], name) for value, name in values
     ]  # as they stand in JSON

@@ -10,9 +10,11 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def load_text_template(package: str, name: str, **filters: Callable[..., object]) -> Template:
-    """Return the template `NAME.jinja` of a package. Nothing is escaped; an unknown name is an error.
+    """Return the Jinja template `NAME.jinja` of a package. Nothing is escaped; an undefined
+    variable raises an error.
 
-    Its filters are `filters`, `bytes` and `seconds`, which show `-` or their argument for None.
+    It has the filters in `filters` and two more, `bytes` and `seconds`, which show None as `-` or
+    as their argument.
     """
     environment = Environment(
         loader=PackageLoader(package, ""),

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ThreadFault:
-    """The last exception that ended a thread."""
+    """The last exception that ended a thread, with its time and number."""
 
     error: str
     at_s: float  # of the monotonic clock
@@ -28,32 +28,38 @@ class ThreadFault:
 
 
 class ThreadFaults:
-    """Faults of all threads of this process, by the thread's name. Every method is thread-safe."""
+    """The exceptions that ended threads of this process, by thread name. Every method is
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._faults: dict[str, ThreadFault] = {}
 
-    def note(self, name: str, error: BaseException, *, is_running: bool = False) -> None:
-        """Note that an exception ended a thread; `is_running`: its work goes on."""
+    def record_fault(
+        self, thread_name: str, error: BaseException, *, is_running: bool = False
+    ) -> None:
+        """Record that this exception ended a thread; with `is_running`, the thread is started
+        again.
+        """
         text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
         with self._lock:
-            times = self._faults[name].times + 1 if name in self._faults else 1
-            self._faults[name] = ThreadFault(text, time.monotonic(), times, is_running)
+            times = self._faults[thread_name].times + 1 if thread_name in self._faults else 1
+            self._faults[thread_name] = ThreadFault(text, time.monotonic(), times, is_running)
 
     def problem(self) -> str | None:
-        """Return a sentence on the threads that ended unexpectedly; None while all is well."""
+        """Return a sentence on the threads that ended unexpectedly; None where there are none."""
         now_s = time.monotonic()
         with self._lock:
             sentences = [
-                _in_words(name, fault)
+                _describe_fault(name, fault)
                 for name, fault in sorted(self._faults.items())
                 if not fault.is_running or now_s - fault.at_s < WELL_AFTER_S
             ]
         return "; ".join(sentences) or None
 
 
-def _in_words(name: str, fault: ThreadFault) -> str:
+def _describe_fault(name: str, fault: ThreadFault) -> str:
     what = f"the thread {name} of the service ended unexpectedly: {fault.error}"
     if fault.is_running:
         return f"{what}; it was started again ({fault.times} times)"
@@ -63,23 +69,31 @@ def _in_words(name: str, fault: ThreadFault) -> str:
 FAULTS = ThreadFaults()
 
 
-def start_loop(name: str, run: Callable[[], None], stop: threading.Event) -> threading.Thread:
-    """Start a thread that calls `run`, and calls it again after each exception until `stop` is set."""
-    thread = threading.Thread(target=keep_running, args=(name, run, stop), name=name, daemon=True)
+def start_loop(
+    thread_name: str, run: Callable[[], None], stop: threading.Event
+) -> threading.Thread:
+    """Start and return a thread that calls `run`, and calls it again after each exception until
+    `stop` is set.
+    """
+    thread = threading.Thread(
+        target=run_until_stopped, args=(thread_name, run, stop), name=thread_name, daemon=True
+    )
     thread.start()
     return thread
 
 
-def keep_running(name: str, run: Callable[[], None], stop: threading.Event) -> None:
-    """Call `run` until it returns; after an exception note the fault, wait, and call it again."""
+def run_until_stopped(thread_name: str, run: Callable[[], None], stop: threading.Event) -> None:
+    """Call `run` until it returns. After an exception record the fault, wait, and call it again,
+    until `stop` is set.
+    """
     pause_s = AGAIN_FIRST_S
     while not stop.is_set():
         began_s = time.monotonic()
         try:
             run()
         except Exception as error:  # the edge of a thread: its work is taken over
-            log.exception("thread %s", name)
-            FAULTS.note(name, error, is_running=True)
+            log.exception("thread %s", thread_name)
+            FAULTS.record_fault(thread_name, error, is_running=True)
         else:
             return
         if time.monotonic() - began_s > WELL_AFTER_S:

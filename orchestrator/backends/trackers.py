@@ -6,20 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
-from orchestrator.backends.mlflow.tracker import tracker_of
+from orchestrator.backends.mlflow.tracker import make_tracker
 from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.specs.errors import SpecError, closest
 
 # Each is made for a home.
 TRACKERS: Mapping[str, Callable[[Path, Lookups], Tracker]] = {
-    "mlflow": tracker_of,
+    "mlflow": make_tracker,
     "jsonl": JsonLinesTracker,
 }
 
 
-def check_trackers(names: Sequence[str], source: str) -> None:
-    """Raise SpecError at a name that no tracker has; `source` is the cluster file with the names."""
-    for name in names:
+def check_trackers(tracker_names: Sequence[str], source: str) -> None:
+    """Raise SpecError for the first name that no tracker has. `source` is the cluster file's name,
+    for the error.
+    """
+    for name in tracker_names:
         if name not in TRACKERS:
             near = closest(name, TRACKERS)
             hint = f"did you mean {near!r}?" if near else ""

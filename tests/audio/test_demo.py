@@ -17,7 +17,7 @@ from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.service.client import lifecycle
-from orchestrator.service.demo.promises import recovered
+from orchestrator.service.demo.promises import has_recovered
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.job.spec import JobSpec
 
@@ -60,7 +60,7 @@ def test_orpheus_is_never_whole_on_a_device(tmp_path: Path) -> None:
 
 
 def test_enough_jobs_are_to_recover() -> None:
-    assert sum(promised is recovered for _, promised in PROMISES.values()) >= LEAST_RECOVERIES
+    assert sum(promised is has_recovered for _, promised in PROMISES.values()) >= LEAST_RECOVERIES
 
 
 @pytest.mark.long
@@ -76,5 +76,5 @@ def test_the_demo_recovers_from_real_out_of_memory_failures(tmp_path: Path) -> N
             timeout=800,
         )
     finally:
-        lifecycle.stop(tmp_path, force=True)
+        lifecycle.stop_service(tmp_path, force=True)
     assert shown.returncode == 0, shown.stdout

@@ -52,15 +52,15 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_LIBRARY_PATH", str(nvml_library))
             patch.setenv("NVIDIA_FAKE_STATE", str(state))
-            address = embedded_ray.start(home, CLUSTER)
+            address = embedded_ray.start_embedded(home, CLUSTER)
         yield Embedded(home, address, state)
     finally:
-        embedded_ray.stop(home)
+        embedded_ray.stop_embedded(home)
 
 
 @pytest.fixture(scope="session")
 def reader(embedded: Embedded) -> Iterator[Reader]:
-    connection.connect(
+    connection.connect_to_ray(
         embedded.address, embedded.home
     )  # as the backend's agent: tests look at what it did
     backend = RayBackend(embedded.home, CLUSTER, lambda: embedded.address, Alone())

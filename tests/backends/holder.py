@@ -52,13 +52,13 @@ class WaitingGroup(LocalGroup):
 
 
 class WaitingLaunchers(LocalLaunchers):
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LocalGroup | str:
         wait_at("place")
-        return super().place(attempt, folders, live)
+        return super().create_launchers(attempt, folders, live)
 
-    def find(self, attempt: Attempt) -> LocalGroup:
+    def find_launchers(self, attempt: Attempt) -> LocalGroup:
         return WaitingGroup(self._groups.get(attempt.name, {}))
 
 

@@ -30,11 +30,11 @@ def append_until_killed(folder: Path) -> None:
     """Append events from the journal's last on, one record each, and write down each one that was answered."""
     answered = os.open(folder / "answered", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     journal = Journal(f"sqlite:///{folder}/journal.db")
-    for number in itertools.count(len(list(journal.events()))):
+    for number in itertools.count(len(list(journal.iterate_events()))):
         journal.append([(TimerFired(at_s=number), [record(number)])])
         os.write(answered, f"{number}\n".encode())
         if number % 7 == 0:
-            journal.snapshot(State(at_s=number))
+            journal.store_snapshot(State(at_s=number))
 
 
 def append_until_the_disk_is_full(folder: Path) -> None:

@@ -14,9 +14,9 @@ def wait_delivered(relay: OutboxRelay[Any], timeout_s: float) -> bool:
     It looks twice: the relay's thread may deliver the row that the first look has read.
     """
     deadline_s = time.monotonic() + timeout_s
-    while any(relay._outbox.pending(relay._name, 1) for _ in range(2)):
+    while any(relay._outbox.list_pending(relay._name, 1) for _ in range(2)):
         if time.monotonic() > deadline_s:
             return False
-        relay.notify()
+        relay.wake()
         time.sleep(0.05)
     return True

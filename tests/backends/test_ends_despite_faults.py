@@ -21,8 +21,8 @@ from orchestrator.backends.attempts import evidence as evidence_module
 from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.evidence import Ending, collect
-from orchestrator.backends.attempts.leftovers import clean_up, mark_of
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence
+from orchestrator.backends.attempts.leftovers import clean_up, process_mark
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.scheduling.failures.classify import classify_end
@@ -58,9 +58,9 @@ POISONS = (
 FAULTS: dict[str, tuple[object, str]] = {
     "the ending is written": (watch, "write_ending"),
     "an earlier ending is read": (watch, "read_ending"),
-    "evidence is collected": (watch, "collect"),
+    "evidence is collected": (watch, "collect_evidence"),
     "secrets are hidden": (watch, "without_secrets"),
-    "the user is looked up": (watch, "access_of"),
+    "the user is looked up": (watch, "file_access"),
     "results are looked for": (evidence_module, "find_results"),
     "checkpoints are looked for": (evidence_module, "find_checkpoints"),
     "reports are read": (evidence_module, "read_reports"),
@@ -205,7 +205,7 @@ def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
 ) -> None:
     folder = AttemptFolder(tmp_path)
     folder.run.write_text(text)
-    mark = mark_of(folder, "n0")
+    mark = process_mark(folder, "n0")
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
     try:
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
@@ -237,7 +237,7 @@ def leave(
     path = folder.path / name
     path.unlink(missing_ok=True)
     path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-    return collect(spec or script_spec(), attempt(), jobs, Ending())
+    return collect_evidence(spec or script_spec(), attempt(), jobs, Ending())
 
 
 def names_of(folder: AttemptFolder) -> list[str]:
@@ -324,4 +324,4 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path, kind: str) -> None:
         heartbeat.symlink_to("/proc/self/environ")
     else:
         heartbeat.mkdir()
-    assert collect(script_spec(), attempt(), jobs, Ending()).heartbeats == ()
+    assert collect_evidence(script_spec(), attempt(), jobs, Ending()).heartbeats == ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.attempts.evidence import Ending, collect, scan_log
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence, scan_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify_end
@@ -44,7 +44,7 @@ def left_behind(home: Path, log: str, spec: JobSpec | None = None) -> Evidence:
     folder.path.mkdir(parents=True)
     folder.log(0).write_text(log)
     folder.exit_code(0).write_text("1")
-    return collect(spec or script_spec(), attempt(), jobs, Ending())
+    return collect_evidence(spec or script_spec(), attempt(), jobs, Ending())
 
 
 def test_a_cause_far_from_the_end_of_a_log_is_found(tmp_path: Path) -> None:
@@ -153,9 +153,10 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
     assert evidence.checkpoint_step == 4
     assert steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
     jobs = JobFolder(tmp_path, "lm-1")
-    assert collect(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step is None, (
-        "it trains nothing"
-    )
+    assert (
+        collect_evidence(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step
+        is None
+    ), "it trains nothing"
 
 
 def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: Path) -> None:
@@ -172,9 +173,11 @@ def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: 
     (output / "link").symlink_to(tmp_path / "elsewhere")
     jobs = JobFolder(tmp_path, "lm-1")
     names = ("ckpt_10.pt", "ckpt_20.pt", "ckpt_30.pt", "ckpt_40.pt")
-    assert collect(script_spec(), attempt(), jobs, Ending()).unmatched == names
+    assert collect_evidence(script_spec(), attempt(), jobs, Ending()).unmatched == names
     for changes in ({"resume": {"checkpoints": "ckpt_*"}}, {"workdir": str(tmp_path)}):
-        assert collect(script_spec(**changes), attempt(), jobs, Ending()).unmatched == (), changes
+        assert (
+            collect_evidence(script_spec(**changes), attempt(), jobs, Ending()).unmatched == ()
+        ), changes
 
 
 def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending" / "tracker.md"
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
     with closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as opened:
-        opened.outbox.register(["csv"])
+        opened.outbox.register_receivers(["csv"])
         yield opened
 
 

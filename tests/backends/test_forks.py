@@ -23,9 +23,9 @@ from orchestrator.backends.attempts.forks import (
 )
 from orchestrator.backends.attempts.launcher import RUN_AS, Launcher, LauncherStatus
 from orchestrator.backends.attempts.leftovers import clean_up
-from orchestrator.backends.attempts.process_census import marked_processes
+from orchestrator.backends.attempts.process_census import iterate_marked_processes
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.backends.environment import base_env, matching
+from orchestrator.backends.environment import base_variables, select_matching
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.run import AttemptFolder, GuardSettings, write_json
 from orchestrator.training.guard import fork_server
@@ -239,7 +239,7 @@ def test_a_forked_rank_and_its_daemons_are_processes_of_the_attempt(tmp_path: Pa
     status = start(launcher, tmp_path, STRANDED)
     rank, daemon = pid_of(tmp_path, "rank"), pid_of(tmp_path, "daemon")
     assert status["pids"] == {0: rank}
-    marked = {int(entry.name) for entry in marked_processes(mark_of(tmp_path), ())}
+    marked = {int(entry.name) for entry in iterate_marked_processes(mark_of(tmp_path), ())}
     assert marked == {rank, daemon}
     launcher.abort(0)
     assert await_end(launcher)["exit_codes"] == {0: -signal.SIGKILL}
@@ -383,7 +383,7 @@ def test_variables_of_every_kind_of_device_are_known() -> None:
         traits = kind.traits
         names = {name for name, _ in (*traits.variables, *traits.default_variables)}
         names |= {traits.visible_variable} - {""}
-        assert names - LATE <= set(matching(dict.fromkeys(names, ""), EARLY))
+        assert names - LATE <= set(select_matching(dict.fromkeys(names, ""), EARLY))
 
 
 GETENV = """
@@ -430,7 +430,7 @@ def test_nothing_reads_a_late_variable_while_torch_is_imported(tmp_path: Path) -
     traced = f'exec 9>>"$0"; LD_PRELOAD={library} exec "$@"'
     subprocess.run(
         ["sh", "-c", traced, names, *command],
-        env={**base_env(), **late},
+        env={**base_variables(), **late},
         cwd=PACKAGE,
         check=True,
         timeout=WAIT_S,
@@ -455,7 +455,7 @@ fork_server.main()
 def test_a_server_ends_when_idle_and_when_memory_is_short(setting: tuple[str, str]) -> None:
     name = f"orc-forks-test-{os.getpid()}-{setting[0]}"
     command = [sys.executable, "-c", ENDS, name, *setting]
-    subprocess.run(command, cwd=PACKAGE, env=base_env(), check=True, timeout=WAIT_S)
+    subprocess.run(command, cwd=PACKAGE, env=base_variables(), check=True, timeout=WAIT_S)
     assert f"@{name}\n" in Path("/proc/net/unix").read_text()
     until(lambda: f"@{name}\n" not in Path("/proc/net/unix").read_text(), "the server ended")
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from orchestrator.backends.journal import journal as journal_module
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.commands.replay import read_events, read_state
+from orchestrator.service.commands.replay import iterate_events, read_state
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.attempt import (
     Attempt,
@@ -250,39 +250,39 @@ def test_every_event_record_and_state_comes_back_equal(
         event = replace(event, request=replace(event.request, name=uuid4().hex))
     record = Record(job=job, attempt=attempt)
     journal.append([(event, [record])])
-    *_, last = journal.events()
-    ((row, stored),) = journal.outbox.pending("mlflow", 10)
-    journal.outbox.delivered("mlflow", [row])
-    journal.snapshot(state)
+    *_, last = journal.iterate_events()
+    ((row, stored),) = journal.outbox.list_pending("mlflow", 10)
+    journal.outbox.mark_delivered("mlflow", [row])
+    journal.store_snapshot(state)
 
     assert last == event
     assert stored == record
-    assert journal.load() == (state, ())
+    assert journal.load_state_and_events() == (state, ())
     assert hash(stored.job.spec) == hash(record.job.spec)
 
 
 def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
     event = Finished(job_id="a", number=1, at_s=float("nan"), evidence=Evidence())
     journal.append([(event, ())])
-    (stored,) = journal.events()
+    (stored,) = journal.iterate_events()
     assert stored.at_s != stored.at_s
 
 
 def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Journal) -> None:
-    assert journal.load() == (None, ())
+    assert journal.load_state_and_events() == (None, ())
     for at_s in range(4):
         journal.append([(TimerFired(at_s=at_s), ())])
         if at_s < 3:
-            journal.snapshot(State(at_s=at_s))
-            journal.snapshot(State(at_s=at_s + 0.5))
-    assert journal.load() == (State(at_s=2.5), ((TimerFired(at_s=3), ""),))
-    assert [event.at_s for event in journal.events()] == [0, 1, 2, 3]
+            journal.store_snapshot(State(at_s=at_s))
+            journal.store_snapshot(State(at_s=at_s + 0.5))
+    assert journal.load_state_and_events() == (State(at_s=2.5), ((TimerFired(at_s=3), ""),))
+    assert [event.at_s for event in journal.iterate_events()] == [0, 1, 2, 3]
 
 
 def test_snapshots_are_bounded(file_journal: Journal) -> None:
     for at_s in range(9):
         file_journal.append([(TimerFired(at_s=at_s), ())])
-        file_journal.snapshot(State(at_s=at_s))
+        file_journal.store_snapshot(State(at_s=at_s))
     with closing(sqlite3.connect(file_journal.name)) as other:
         assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (1,)
 
@@ -298,7 +298,7 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(
 ) -> None:
     state = State(jobs={str(number): job(number) for number in range(1000)})
     file_journal.append([(TimerFired(at_s=0), ())])
-    file_journal.snapshot(state)
+    file_journal.store_snapshot(state)
     with closing(sqlite3.connect(file_journal.name)) as other:
         other.execute("CREATE TABLE written (id TEXT)")
         for change in ("INSERT", "UPDATE"):
@@ -307,25 +307,25 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(
             )
         other.commit()
         changed = state.jobs.with_job(job(7, reason="waits")).without("j-9").with_job(job(1000))
-        file_journal.snapshot(replace(state, jobs=changed))
+        file_journal.store_snapshot(replace(state, jobs=changed))
         assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [
             ("j-1000",),
             ("j-7",),
         ]
-    assert file_journal.load()[0] == replace(state, jobs=changed)
+    assert file_journal.load_state_and_events()[0] == replace(state, jobs=changed)
 
 
 def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal: Journal) -> None:
     ended = [job(number, status=JobStatus.SUCCEEDED) for number in (3, 1, 2, 5, 4)]
     journal.append([(TimerFired(at_s=job.order), [Archive(job=job)]) for job in ended])
-    assert journal.job("j-2") == ended[2]
-    assert journal.job("j-9") is None
-    assert journal.ended(2) == [ended[4], ended[3]]
-    assert journal.ended(2, before="j-5") == [ended[2], ended[1]]
-    assert journal.ended(2, before="j-3") == []
+    assert journal.find_ended_job("j-2") == ended[2]
+    assert journal.find_ended_job("j-9") is None
+    assert journal.list_ended_jobs(2) == [ended[4], ended[3]]
+    assert journal.list_ended_jobs(2, before="j-5") == [ended[2], ended[1]]
+    assert journal.list_ended_jobs(2, before="j-3") == []
     with pytest.raises(ServiceError, match=r"(?i)unique"):
         journal.append([(TimerFired(at_s=9), [Archive(job=ended[0])])])
-    assert len(list(journal.events())) == 5, "the event of a refused archive was kept"
+    assert len(list(journal.iterate_events())) == 5, "the event of a refused archive was kept"
 
 
 def records_of(*orders: int) -> list[Record]:
@@ -336,7 +336,7 @@ def records_of(*orders: int) -> list[Record]:
 
 
 def waiting(journal: Journal, tracker: str) -> list[int]:
-    return [record.job.order for _, record in journal.outbox.pending(tracker, 99)]
+    return [record.job.order for _, record in journal.outbox.list_pending(tracker, 99)]
 
 
 def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(
@@ -344,24 +344,24 @@ def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(
 ) -> None:
     journal.append([(TimerFired(at_s=0), records_of(0, 1))])
     journal.append([(TimerFired(at_s=1), records_of(2, 3, 4))])
-    first = journal.outbox.pending("mlflow", 3)
+    first = journal.outbox.list_pending("mlflow", 3)
     assert [record for _, record in first] == records_of(0, 1, 2)
-    journal.outbox.delivered("mlflow", [number for number, _ in first])
+    journal.outbox.mark_delivered("mlflow", [number for number, _ in first])
     assert waiting(journal, "mlflow") == [3, 4]
-    journal.outbox.delivered(
-        "mlflow", [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    journal.outbox.mark_delivered(
+        "mlflow", [number for number, _ in journal.outbox.list_pending("mlflow", 99)]
     )
     journal.append([(TimerFired(at_s=2), records_of(0))])
-    assert journal.outbox.pending("mlflow", 99)[0][0] > 5, "a row's number was given twice"
+    assert journal.outbox.list_pending("mlflow", 99)[0][0] > 5, "a row's number was given twice"
 
 
 def test_each_tracker_gets_every_row_and_a_row_stays_until_all_have_it(journal: Journal) -> None:
-    journal.outbox.register(["mlflow", "jsonl"])
+    journal.outbox.register_receivers(["mlflow", "jsonl"])
     journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
-    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
-    journal.outbox.delivered("jsonl", rows)
+    rows = [number for number, _ in journal.outbox.list_pending("mlflow", 99)]
+    journal.outbox.mark_delivered("jsonl", rows)
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([0, 1, 2], [])
-    journal.outbox.delivered("mlflow", rows[:1])
+    journal.outbox.mark_delivered("mlflow", rows[:1])
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
     assert kept_rows(journal) == rows[1:], "rows that every tracker has are removed, and no other"
 
@@ -370,19 +370,19 @@ def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds
     journal: Journal,
 ) -> None:
     journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
-    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
-    journal.outbox.delivered("mlflow", rows[:1])
-    journal.outbox.register(["mlflow", "jsonl"])
+    rows = [number for number, _ in journal.outbox.list_pending("mlflow", 99)]
+    journal.outbox.mark_delivered("mlflow", rows[:1])
+    journal.outbox.register_receivers(["mlflow", "jsonl"])
     assert waiting(journal, "jsonl") == [1, 2]
-    journal.outbox.delivered("jsonl", rows[1:])
-    journal.outbox.register(
+    journal.outbox.mark_delivered("jsonl", rows[1:])
+    journal.outbox.register_receivers(
         ["jsonl", "mlflow"]
     )  # as at every start: cursors stand where they stood
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
-    journal.outbox.register(["jsonl"])
+    journal.outbox.register_receivers(["jsonl"])
     assert kept_rows(journal) == [], "a tracker that was taken out still holds rows"
     journal.append([(TimerFired(at_s=1), records_of(3))])
-    journal.outbox.register(["jsonl", "mlflow"])
+    journal.outbox.register_receivers(["jsonl", "mlflow"])
     assert waiting(journal, "mlflow") == [3]
 
 
@@ -393,13 +393,13 @@ def test_what_ran_comes_first_and_a_cursor_stands_before_the_oldest_row_that_a_t
         replace(record, job=replace(record.job, attempts=(ATTEMPT,))) for record in records_of(2, 3)
     ]
     journal.append([(TimerFired(at_s=0), [*records_of(0, 1), *ran])])
-    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    rows = [number for number, _ in journal.outbox.list_pending("mlflow", 99)]
     assert waiting(journal, "mlflow") == [2, 3, 0, 1]
-    journal.outbox.delivered("mlflow", [rows[0], rows[3]])
+    journal.outbox.mark_delivered("mlflow", [rows[0], rows[3]])
     assert waiting(journal, "mlflow") == [3, 0]
-    assert journal.totals().undelivered == {"mlflow": 2}
+    assert journal.count_rows().undelivered == {"mlflow": 2}
     assert len(kept_rows(journal)) == 4, "a row that a tracker may be sent again is gone"
-    journal.outbox.delivered("mlflow", [rows[2]])
+    journal.outbox.mark_delivered("mlflow", [rows[2]])
     assert (waiting(journal, "mlflow"), kept_rows(journal)) == ([3], [rows[1]])
 
 
@@ -417,7 +417,7 @@ def test_more_events_than_one_page_come_back_in_order(
     monkeypatch.setattr(journal_module, "PAGE", 3)
     for at_s in range(7):
         journal.append([(TimerFired(at_s=at_s), ())])
-    assert [event.at_s for event in journal.events()] == list(range(7))
+    assert [event.at_s for event in journal.iterate_events()] == list(range(7))
 
 
 def test_a_closed_journal_refuses_instead_of_writing_beside_its_next_owner(address: str) -> None:
@@ -445,9 +445,9 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    times = [event.at_s for event in journal.events()]
+    times = [event.at_s for event in journal.iterate_events()]
     assert sorted(times) == [100 * thread + number for thread in range(4) for number in range(20)]
-    assert [record.job.order for _, record in journal.outbox.pending("mlflow", 99)] == times
+    assert [record.job.order for _, record in journal.outbox.list_pending("mlflow", 99)] == times
 
 
 def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> None:
@@ -461,7 +461,7 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
     began = time.monotonic()
     with closing(Journal(url(tmp_path))) as again:
         took_s = time.monotonic() - began
-        assert again.load() == (None, ((TimerFired(at_s=1), ""),))
+        assert again.load_state_and_events() == (None, ((TimerFired(at_s=1), ""),))
     assert took_s < 4, "0.014 s on an idle machine; a lock that stays is waited for 5 s"
     assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, (
         "others may read the jobs' environments"
@@ -495,7 +495,7 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
     event = TimerFired(at_s=1.0)
     with closing(Journal(address)) as service:
         service.append([(event, ())])
-        assert [stored for stored, _ in read_events(address)] == [event]
+        assert [stored for stored, _ in iterate_events(address)] == [event]
         assert read_state(address).at_s == 1.0
         with (
             closing(Journal(address, reads_only=True)) as reader,
@@ -503,7 +503,7 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
         ):
             reader.append([(event, ())])
         service.append([(TimerFired(at_s=2.0), ())])  # it has never lost its lease
-        assert len(list(service.events())) == 2
+        assert len(list(service.iterate_events())) == 2
 
 
 def test_the_newest_revision_is_the_one_the_journal_asks_for() -> None:
@@ -550,9 +550,11 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
         assert writers.stdout.readline() == "-9\n", "the writer had ended by itself"
 
         with closing(Journal(url(tmp_path))) as journal:
-            times = [event.at_s for event in journal.events()]
-            orders = [record.job.order for _, record in journal.outbox.pending("mlflow", 100_000)]
-            state, tail = journal.load()
+            times = [event.at_s for event in journal.iterate_events()]
+            orders = [
+                record.job.order for _, record in journal.outbox.list_pending("mlflow", 100_000)
+            ]
+            state, tail = journal.load_state_and_events()
         assert times == list(range(len(times)))
         assert orders == times, "an event without its outbox row, or the other way round"
         assert [event.at_s for event, _ in tail] == times[len(times) - len(tail) :]
@@ -571,8 +573,8 @@ def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
     assert int(number) > 0
     assert "Free the disk" in message
     with closing(Journal(url(tmp_path))) as journal:
-        assert [event.at_s for event in journal.events()] == list(range(int(number)))
-        assert len(journal.outbox.pending("mlflow", 1000)) == int(number)
+        assert [event.at_s for event in journal.iterate_events()] == list(range(int(number)))
+        assert len(journal.outbox.list_pending("mlflow", 1000)) == int(number)
 
 
 def test_placements_keep_their_order(journal: Journal) -> None:
@@ -586,4 +588,4 @@ def test_placements_keep_their_order(journal: Journal) -> None:
             )
         ]
     )
-    assert journal.outbox.pending("mlflow", 1)[0][1].attempt.placement == placement
+    assert journal.outbox.list_pending("mlflow", 1)[0][1].attempt.placement == placement

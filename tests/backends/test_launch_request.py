@@ -14,7 +14,7 @@ from orchestrator.backends.attempts.launch_request import (
     LaunchNode,
     LaunchRequest,
     add_guard,
-    launch_request,
+    build_launch_request,
 )
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.choices import Engine
@@ -48,7 +48,7 @@ def request(
         attempt = replace(
             attempt, plan=replace(attempt.plan, engine=Engine.TORCH, sequence_length=128)
         )
-    return launch_request(job, attempt, HOME, nodes(device), master_port=29999, python=PYTHON)
+    return build_launch_request(job, attempt, HOME, nodes(device), master_port=29999, python=PYTHON)
 
 
 def envs(launch: LaunchRequest) -> list[dict[str, str]]:
@@ -82,7 +82,7 @@ def on_one_node(spec: JobSpec, *devices: int) -> LaunchRequest:
         attempt = replace(
             attempt, plan=replace(attempt.plan, engine=Engine.TORCH, sequence_length=128)
         )
-    return launch_request(launch.job, attempt, HOME, nodes(), master_port=1, python=PYTHON)
+    return build_launch_request(launch.job, attempt, HOME, nodes(), master_port=1, python=PYTHON)
 
 
 def test_a_gang_on_one_node_meets_on_the_loopback_interface() -> None:
@@ -225,7 +225,7 @@ def request_of(
     """Launch on two nodes of two devices, or on one node where the launcher knows no other."""
     placement = BOTH[:1] if launch in ("self", "dora") else BOTH
     start = launch_of("j", script(launch=launch, command=command, gpus=4, **changes), placement)
-    return launch_request(
+    return build_launch_request(
         start.job,
         start.attempt,
         HOME,
@@ -347,7 +347,7 @@ def test_what_goes_before_a_restart_runs_in_the_environment_of_the_script(tmp_pa
             command=command, workdir=str(tmp_path), resume={"before": "python carry.py"}, knobs={}
         )
         start = launch_of("j", spec, BOTH)
-        made = launch_request(
+        made = build_launch_request(
             start.job, start.attempt, HOME, nodes(), master_port=1, python=PYTHON, resume_from="/c"
         )
         assert made.before == (runs, "carry.py")
@@ -360,7 +360,7 @@ def test_what_goes_before_a_restart_is_told_the_checkpoint_and_the_arguments() -
     )
     start = launch_of("j", spec, BOTH)
     made = [
-        launch_request(
+        build_launch_request(
             start.job,
             start.attempt,
             HOME,

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import launcher as module
-from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.durable import read_attempt_number, write_durably
 from orchestrator.backends.attempts.launcher import (
     Launcher,
-    free_port,
-    oom_kills,
+    count_oom_kills,
+    find_free_port,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, process_mark
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
@@ -138,7 +138,7 @@ def test_an_attempt_older_than_the_epoch_is_refused(folder: AttemptFolder) -> No
 def test_ranks_end_when_a_newer_attempt_appears(folder: AttemptFolder) -> None:
     launcher = launcher_of(folder, number=1)
     launcher.start(ranks_of("deaf"), "/")
-    assert read_epoch(folder.path.parents[1] / "epoch") == 0
+    assert read_attempt_number(folder.path.parents[1] / "epoch") == 0
     write_durably(folder.path.parents[1] / "epoch", "2")
     assert await_end(launcher)["exit_codes"] == {0: -9}
 
@@ -203,10 +203,12 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
 def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_path: Path) -> None:
     """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
     first_home, two = tmp_path / "one", tmp_path / "two"
-    marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)}
+    marks = {
+        process_mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)
+    }
     assert len(marks) == 2
-    assert connection.namespace(first_home) != connection.namespace(two)
-    assert connection.namespace(first_home) == connection.namespace(first_home)
+    assert connection.home_namespace(first_home) != connection.home_namespace(two)
+    assert connection.home_namespace(first_home) == connection.home_namespace(first_home)
 
 
 def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
@@ -274,10 +276,10 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
 
 
 def test_ports_are_below_the_ephemeral_range_and_differ() -> None:
-    ports = {free_port() for _ in range(20)}
+    ports = {find_free_port() for _ in range(20)}
     assert len(ports) > 10
     assert all(port < 32768 for port in ports)
 
 
 def test_the_kernels_counter_is_read() -> None:
-    assert oom_kills() >= 0
+    assert count_oom_kills() >= 0

@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, base_of, main, task_of
+from orchestrator.backends.mlflow.log_model import (
+    MODEL_TAG,
+    PENDING,
+    copy_output,
+    find_base_model,
+    find_task,
+)
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
@@ -107,7 +113,7 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
         timeout=400,
     )
     assert again.stdout.splitlines() == ["LlamaForCausalLM", "1"], again.stderr[-2000:]
-    main(str(server.home), server.uri, run.info.run_id, "tuned-1", str(output))
+    copy_output(str(server.home), server.uri, run.info.run_id, "tuned-1", str(output))
     assert model_tag(server, "tuned-1") == model_id, "copied again, it is the same model"
 
 
@@ -173,15 +179,15 @@ def test_adapters_that_nothing_here_can_load_are_artifacts(
     from mlflow import MlflowClient
 
     made, _ = adapters(tmp_path)
-    assert base_of(made) == (tmp_path / "llama", "text-generation")
+    assert find_base_model(made) == (tmp_path / "llama", "text-generation")
     if without == "peft":
         monkeypatch.setitem(sys.modules, "peft", None)
     else:
         (tmp_path / "llama").rename(tmp_path / "elsewhere")
-        assert base_of(made) is None
+        assert find_base_model(made) is None
     client = MlflowClient(server.uri)
     run = client.create_run(client.create_experiment(f"without {without}"))
-    main(str(server.home), server.uri, run.info.run_id, "lora-1", str(made))
+    copy_output(str(server.home), server.uri, run.info.run_id, "lora-1", str(made))
     paths = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")]
     assert "output/adapter_model.safetensors" in paths
     assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"
@@ -231,13 +237,13 @@ def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_c
 ) -> None:
     whole = tmp_path / "whole"
     tiny_hf.model("llama").save_pretrained(whole)
-    assert task_of(whole) is None, "words need a tokenizer"
+    assert find_task(whole) is None, "words need a tokenizer"
     tiny_hf.tokenizer().save_pretrained(whole)
-    assert task_of(whole) == "text-generation"
+    assert find_task(whole) == "text-generation"
     (whole / "config.json").write_text('{"architectures": ["Mystery"]}')
-    assert task_of(whole) is None
+    assert find_task(whole) is None
     (whole / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     for path in whole.glob("*.safetensors"):
         path.unlink()
-    assert task_of(whole) is None
-    assert task_of(tmp_path / "absent") is None
+    assert find_task(whole) is None
+    assert find_task(tmp_path / "absent") is None

@@ -95,7 +95,7 @@ def test_folder_and_socket_file_are_open_to_their_user_alone(server: MlflowServe
 
 
 def test_the_server_is_one_process_that_listens_on_no_port(server: MlflowServer) -> None:
-    (process,) = server.processes()
+    (process,) = server.list_processes()
     opened = {
         os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir() if entry.is_symlink()
     }
@@ -147,10 +147,10 @@ def test_a_server_of_an_earlier_version_ends_and_its_records_stay(tmp_path: Path
         older.wait(60)
         eventually(lambda: not serves(), 60)  # its worker ends a moment after it
         eventually(newer.ensure_running, 120)
-        newer.check()
+        newer.check_serves_records()
         text = MlflowClient(newer.uri).download_artifacts(run_id, "note.txt", str(tmp_path))
         assert Path(text).read_text() == "words"
-        assert len(newer.processes()) == 1
+        assert len(newer.list_processes()) == 1
     finally:
         newer.stop()
         older.wait(60)
@@ -199,7 +199,7 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
             for _ in range(outbox_relay.REFUSALS_MAX + 1):
                 relay.problem = None
                 say(journal, new_job("waits"))
-                relay.notify()
+                relay.wake()
                 eventually(lambda: relay.problem is not None)
                 assert (
                     "as it is started (status 404): install a version that the support matrix names"
@@ -207,8 +207,8 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
                 )
         finally:
             relay.stop()
-        assert len(journal.outbox.pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
-        assert MlflowServer(home).processes() == ()
+        assert len(journal.outbox.list_pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
+        assert MlflowServer(home).list_processes() == ()
 
 
 def test_the_server_runs_while_it_is_needed_and_no_longer(
@@ -219,14 +219,14 @@ def test_the_server_runs_while_it_is_needed_and_no_longer(
     tracker = HomeMlflow(tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
     try:
         tracker.refresh()
-        assert server.processes() == ()
+        assert server.list_processes() == ()
         want_server(tmp_path)
         with pytest.raises(ConnectionError):
             tracker.refresh()  # it has only been started
-        assert server.processes()
+        assert server.list_processes()
         monkeypatch.setattr(mlflow_server, "KEPT_S", 0.0)
         tracker.refresh()
-        assert server.processes() == ()
+        assert server.list_processes() == ()
     finally:
         tracker.shut_down()
 
@@ -243,13 +243,13 @@ def test_a_server_that_does_not_start_says_why_in_what_the_doctor_shows(
         ConnectionError,
         match=r"does not answer.*server\.log ends with:.*No module named no_such_module",
     ):
-        server.check()
+        server.check_serves_records()
 
 
 def test_a_server_that_was_killed_starts_again_on_its_socket_file(server: MlflowServer) -> None:
-    (process,) = server.processes()
+    (process,) = server.list_processes()
     os.kill(process, signal.SIGKILL)
-    eventually(lambda: process not in server.processes())
+    eventually(lambda: process not in server.list_processes())
     assert (server.folder / SOCKET).exists(), "it had no time to remove it"
     server._not_before_s = 0.0
     assert not server.ensure_running()
@@ -304,11 +304,11 @@ def test_a_server_that_is_killed_while_it_makes_its_database_starts_again(after_
             running.ensure_running()
             eventually((running.folder / "mlflow.db").exists, 60)
             threading.Event().wait(after_s)  # the moment of the kill
-            for pid in running.processes():
+            for pid in running.list_processes():
                 os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not running.processes(), 10)
+            eventually(lambda: not running.list_processes(), 10)
             eventually(running.ensure_running, 120)
             assert health(running) == 200
-            running.check()  # raises where it does not serve the folder's records
+            running.check_serves_records()  # raises where it does not serve the folder's records
         finally:
             running.stop()

@@ -21,13 +21,13 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow import contact as mlflow_contact
 from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow.contact import EXPERIMENT
-from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
+from orchestrator.backends.mlflow.content import compare_url, job_run_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
-from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url, job_url
+from orchestrator.backends.mlflow.tracker import MlflowTracker, find_comparison_url, find_job_url
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups
-from orchestrator.backends.redaction import hider
+from orchestrator.backends.redaction import make_hider
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import (
@@ -172,7 +172,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
         yield running
     finally:
         running.stop()
-        assert not running.processes()
+        assert not running.list_processes()
 
 
 @pytest.fixture
@@ -291,10 +291,10 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     parent, oom, rerun = by_number["0"], by_number["1"], by_number["2"]
     assert [run.info.status for run in (parent, oom, rerun)] == ["FINISHED", "FAILED", "FINISHED"]
     assert {run.data.tags["mlflow.parentRunId"] for run in (oom, rerun)} == {parent.info.run_id}
-    assert (job_url(server.home, ADDRESS, new_job("gpt-1").key, 1) or "").endswith(
+    assert (find_job_url(server.home, ADDRESS, new_job("gpt-1").key, 1) or "").endswith(
         f"/runs/{parent.info.run_id}?workflowType=machine_learning"
     )
-    assert job_url(server.home, ADDRESS, "gpt-1@none", 1) is None
+    assert find_job_url(server.home, ADDRESS, "gpt-1@none", 1) is None
     assert parent.data.metrics == {"attempts": 2.0, "total_s": 250.0}
     assert parent.data.params["global_batch_size"] == "8"
     assert parent.data.tags["status"] == "succeeded"
@@ -476,8 +476,10 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         for job_id in jobs[:3]:
             say(journal, new_job(job_id, running[job_id]))
-        eventually(lambda: all(number > 1 for number, _ in journal.outbox.pending("mlflow", 1)))
-        before = server.processes()
+        eventually(
+            lambda: all(number > 1 for number, _ in journal.outbox.list_pending("mlflow", 1))
+        )
+        before = server.list_processes()
         for process in before:
             os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
         for job_id in jobs:
@@ -494,11 +496,11 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
             )
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
-    waiting = journal.outbox.pending("mlflow", 1000)
+    waiting = journal.outbox.list_pending("mlflow", 1000)
     assert len(waiting) >= 2 * len(jobs), "rows were forgotten that no server took"
 
     eventually(server.ensure_running, 120)
-    assert not set(before) & set(server.processes())
+    assert not set(before) & set(server.list_processes())
     with monkeypatch.context() as patch, tracking(journal, server):
         patch.setattr(
             journal.outbox, "delivered", lambda *_: None
@@ -598,24 +600,24 @@ def test_a_record_that_mlflow_refuses_holds_nobody_up(
 def test_a_new_service_finds_the_server_of_the_old_one(server: MlflowServer) -> None:
     again = MlflowServer(server.home)
     assert again.uri == server.uri
-    before = server.processes()
+    before = server.list_processes()
     assert again.ensure_running()
-    assert again.processes() == before
+    assert again.list_processes() == before
 
 
 def test_a_server_that_hangs_is_given_time_and_then_replaced(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(server.processes())
+    before = set(server.list_processes())
     for process in before:
         os.kill(process, signal.SIGSTOP)
     assert not server.ensure_running()
-    assert set(server.processes()) == before
+    assert set(server.list_processes()) == before
     with monkeypatch.context() as patch:
         patch.setattr(mlflow_server, "HUNG_S", 0.0)
         assert not server.ensure_running()
     eventually(server.ensure_running, 120)
-    assert not before & set(server.processes())
+    assert not before & set(server.list_processes())
 
 
 @pytest.mark.parametrize("kind", ["refuses", "never answers"])
@@ -633,14 +635,14 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         began_s = time.monotonic()
         tracker.start()
         say(journal, new_job("waits"))
-        tracker.notify()
+        tracker.wake()
         assert time.monotonic() - began_s < 0.5
         eventually(lambda: tracker.problem is not None)
         assert not wait_delivered(tracker, 0.1)
         stopped_s = time.monotonic()
         tracker.stop()
         assert time.monotonic() - stopped_s < 3
-    assert [record.job.id for _, record in journal.outbox.pending("mlflow", 9)] == ["waits"]
+    assert [record.job.id for _, record in journal.outbox.list_pending("mlflow", 9)] == ["waits"]
 
 
 def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:
@@ -679,12 +681,12 @@ def test_lines_that_say_no_number_of_a_step_are_passed_over(bad: str) -> None:
 
 
 def test_texts_hide_secrets_and_variables_and_keep_their_names() -> None:
-    hide = hider(SPEC, {"TRACKER_TEST_TOKEN": SECRET})
+    hide = make_hider(SPEC, {"TRACKER_TEST_TOKEN": SECRET})
     assert hide(f"a {SECRET} b {VARIABLE} c 1") == "a [TRACKER_TEST_TOKEN] b [API_URL] c 1"
     leaky = dataclasses.replace(
         new_job("leaky", reason=SECRET), spec=SPEC.model_copy(update={"command": ("x", SECRET)})
     )
-    tags = job_content(leaky, hide, "").tags
+    tags = job_run_content(leaky, hide, "").tags
     assert not [value for value in tags.values() if "hunter2" in value]
     assert "API_URL" in tags["job_spec"]
 
@@ -692,12 +694,12 @@ def test_texts_hide_secrets_and_variables_and_keep_their_names() -> None:
 def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() -> None:
     from mlflow.utils import mlflow_tags
 
-    hide = hider(SPEC, {})
+    hide = make_hider(SPEC, {})
     source = CodeSource(
         commit="a" * 40, branch="main", repo_url="https://example.org/project", dirty=True
     )
     spec = SPEC.model_copy(update={"source": source, "user": "ada"})
-    tags = job_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
+    tags = job_run_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
     assert {
         name: tags[name] for name in tags if name.startswith(("mlflow.source", "mlflow.user"))
     } == {
@@ -709,7 +711,7 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
         mlflow_tags.MLFLOW_GIT_BRANCH: "main",
         mlflow_tags.MLFLOW_GIT_REPO_URL: "https://example.org/project",
     }
-    unknown = job_content(new_job("unknown"), hide, "").tags
+    unknown = job_run_content(new_job("unknown"), hide, "").tags
     assert not [name for name in unknown if "git" in name or name == "mlflow.user"]
 
 
@@ -754,7 +756,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         (parent_id,) = {run.data.tags["mlflow.parentRunId"] for run in trials}
         assert client.get_run(parent_id).info.status == "RUNNING"
         key = trials[0].data.tags["orc.comparison"]
-        assert comparison_url(server.home, ADDRESS, key, 3) is None, "a strategy is missing"
+        assert find_comparison_url(server.home, ADDRESS, key, 3) is None, "a strategy is missing"
     with tracking(
         journal, server, job=newest.get
     ) as tracker:  # a new service, which was told of none of them
@@ -782,7 +784,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     assert note.startswith(
         "**Only plain on 1 (micro 8x1) finished. plain on 1 (micro 2x4) ran out of memory"
     )
-    assert str(comparison_url(server.home, ADDRESS, key, 3)) in note
+    assert str(find_comparison_url(server.home, ADDRESS, key, 3)) in note
     rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
     assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]
     assert [row["loss"] is None for row in rows] == [False, True, True]
@@ -812,7 +814,7 @@ def test_records_of_running_jobs_are_in_time_beside_thousands_of_jobs_that_never
             name = f"running-{number}"
             submitted_s = time.monotonic()
             say(journal, new_job(name, attempt(name, 1)))
-            relay.notify()
+            relay.wake()
             eventually(lambda name=name: "1" in runs(server, name))  # type: ignore[misc]
             late_s.append(time.monotonic() - submitted_s)
         assert wait_delivered(relay, 600)

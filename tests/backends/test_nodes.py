@@ -9,7 +9,7 @@ import pytest
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
-from orchestrator.backends.ray.nodes import live_nodes
+from orchestrator.backends.ray.nodes import select_live_nodes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.backends.ray_jobs import DEVICE
 from tests.local_cluster import LocalNodes
@@ -42,7 +42,7 @@ def ray_node(
 
 
 def test_a_node_is_known_by_its_label_else_by_its_host() -> None:
-    live = live_nodes(
+    live = select_live_nodes(
         spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")]
     )
     assert {name: node.id for name, node in live.items()} == {"a": "1", "y": "2"}
@@ -51,11 +51,11 @@ def test_a_node_is_known_by_its_label_else_by_its_host() -> None:
 
 def test_dead_nodes_and_nodes_without_devices_do_not_count() -> None:
     entries = [ray_node("1", node="a", alive=False), ray_node("2", node="b", devices=0)]
-    assert live_nodes(spec(node_spec("a")), entries) == {}
+    assert select_live_nodes(spec(node_spec("a")), entries) == {}
 
 
 def test_two_nodes_of_one_host_are_two() -> None:
-    live = live_nodes(spec(node_spec("h")), [ray_node("1234567"), ray_node("7654321")])
+    live = select_live_nodes(spec(node_spec("h")), [ray_node("1234567"), ray_node("7654321")])
     assert sorted(live) == ["h", "h-765432"]
 
 
@@ -66,18 +66,22 @@ def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> 
         ray_node("2", node="b"),
         ray_node("3", node="unheard-of"),
     ]
-    assert {name: node.launch.device.name for name, node in live_nodes(both, entries).items()} == {
+    assert {
+        name: node.launch.device.name for name, node in select_live_nodes(both, entries).items()
+    } == {
         "a": "h200",
         "b": "h200",
     }
-    assert live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
+    assert (
+        select_live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
+    )
 
 
 def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_to_the_byte() -> (
     None
 ):
     cluster = spec(node_spec("a"))
-    node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
+    node = select_live_nodes(cluster, [ray_node("1", node="a")])["a"]
     watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 1), ("a", 0)]
 
     def see(*free: int | None) -> None:
@@ -87,27 +91,27 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
             )
             for index, free_or_none in enumerate(free)
         )
-        watch.see(node, NvmlReading(devices=tuple(devices)), 0.0)
+        watch.record_reading(node, NvmlReading(devices=tuple(devices)), 0.0)
 
     see(1001, None)
-    assert watch.free_before(parts) == (), "one of them is lost"
+    assert watch.free_bytes_before(parts) == (), "one of them is lost"
     see(1002, 2002)
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
     see(3, 4)
-    assert watch.free_before(parts) == (2002, 1002), "in the order of the ranks"
+    assert watch.free_bytes_before(parts) == (2002, 1002), "in the order of the ranks"
 
 
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
     cluster = spec(node_spec("a"))
-    node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
+    node = select_live_nodes(cluster, [ray_node("1", node="a")])["a"]
     watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 0), ("a", 1)]
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
 
     def idle_for_s(at_s: float, *busy: int | None) -> float:
         devices = tuple(
             NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy)
         )
-        watch.see(node, NvmlReading(devices=devices), at_s)
+        watch.record_reading(node, NvmlReading(devices=devices), at_s)
         return watch.idle_for_s(parts)
 
     assert idle_for_s(0.0, 0, 0) == 0.0, "nothing has computed yet: it may be loading"
@@ -116,7 +120,7 @@ def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_te
     assert idle_for_s(30.0, 100, 100) == 0.0
     assert idle_for_s(40.0, 100, 0) == 10.0, "one rank is gone, the other waits for it"
     assert idle_for_s(50.0, None, None) == 10.0, "who does not tell is no idler for it"
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
     assert idle_for_s(60.0, 0, 0) == 0.0, "another attempt"
 
 
@@ -146,7 +150,7 @@ def test_what_cannot_be_read_is_a_fact_of_the_device_also_while_it_is_busy(
     nodes = BreakingNodes(cluster)
     watch = NodeWatch(cluster, nodes)
     for parts in ((), [("a", 0), ("a", 1)]):
-        watch.occupy(parts)
+        watch.occupy_devices(parts)
         for nodes.reading in (reading, NvmlReading(devices=(OK, OK_TOO))):
             watch._probed_at_s.clear()
             (current,) = watch.refresh()

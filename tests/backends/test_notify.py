@@ -22,8 +22,8 @@ from orchestrator.backends.journal import outbox
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify import addresses, targets, webhook
 from orchestrator.backends.notify.addresses import is_public
-from orchestrator.backends.notify.notice import Notice, notice, notices_of
-from orchestrator.backends.notify.targets import Target, targets_of
+from orchestrator.backends.notify.notice import Notice, derive_notices, make_notice
+from orchestrator.backends.notify.targets import Target, make_targets
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind
@@ -115,11 +115,11 @@ def hooks_of(
     urls: dict[str, str], allow: Sequence[str] = ("localhost",), **settings: Any
 ) -> dict[str, Target]:
     environment = {f"URL_{name.upper()}": url for name, url in urls.items()} | {"SECRET": SECRET}
-    return targets_of(spec_of(*urls, allow=allow, **settings), "c", environment)
+    return make_targets(spec_of(*urls, allow=allow, **settings), "c", environment)
 
 
 def trial(key: str = "a", at_s: float | None = None) -> Notice:
-    return notice(
+    return make_notice(
         "failed", key, time.time() if at_s is None else at_s, "a title", "a text", {"job": "lm-1"}
     )
 
@@ -164,7 +164,7 @@ def test_a_lost_node_and_a_final_failure_are_told_and_the_same_decision_gives_th
     is_left: bool, kinds: list[str]
 ) -> None:
     decided = [lost_node(is_left)]
-    first, again = [*notices_of(decided)], [*notices_of(decided)]
+    first, again = [*derive_notices(decided)], [*derive_notices(decided)]
     assert [notice.kind for notice in first] == kinds
     assert [notice.id for notice in first] == [notice.id for notice in again]
     assert len({notice.id for notice in first}) == len(kinds)
@@ -175,7 +175,7 @@ def test_a_success_and_a_restart_are_not_told() -> None:
         id="a", spec=SPEC, order=1, submitted_at_s=0, attempts=(end_attempt(attempt("a", 1)),)
     )
     event = Finished(job_id="a", number=1, evidence=Evidence(), at_s=9.0)
-    assert [*notices_of([(event, [Record(job=done, attempt=done.last)])])] == []
+    assert [*derive_notices([(event, [Record(job=done, attempt=done.last)])])] == []
 
 
 def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(
@@ -191,7 +191,7 @@ def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(
         status=JobStatus.FAILED,
         reason="hush-hush my-variable",
     )
-    (notice,) = notices_of([(TimerFired(at_s=1.0), [Record(job=failed)])])
+    (notice,) = derive_notices([(TimerFired(at_s=1.0), [Record(job=failed)])])
     assert "hush-hush" not in repr(notice)
     assert "my-variable" not in repr(notice)
     assert "[TOKEN] [URL]" in notice.text
@@ -203,8 +203,8 @@ def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(
 @contextmanager
 def open_journal(path: Path, *names: str) -> Iterator[Journal]:
     with closing(Journal(f"sqlite:///{path}/journal.db")) as journal:
-        journal.outbox.register(["mlflow"])
-        journal.notices.register(names)
+        journal.outbox.register_receivers(["mlflow"])
+        journal.notices.register_receivers(names)
         yield journal
 
 
@@ -242,13 +242,15 @@ def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_res
 ) -> None:
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
-        ((row, _),) = journal.notices.pending("a", 9)
-        journal.notices.delivered("a", [row])
+        ((row, _),) = journal.notices.list_pending("a", 9)
+        journal.notices.mark_delivered("a", [row])
         fail(journal, "lm-1")
-        assert journal.notices.pending("a", 9) == []
+        assert journal.notices.list_pending("a", 9) == []
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1", "lm-2")
-        assert [notice.data["job"] for _, notice in journal.notices.pending("a", 9)] == ["lm-2"]
+        assert [notice.data["job"] for _, notice in journal.notices.list_pending("a", 9)] == [
+            "lm-2"
+        ]
 
 
 def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
@@ -257,17 +259,17 @@ def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
     monkeypatch.setattr(outbox, "NOTICES_MAX", 3)
     with open_journal(tmp_path) as journal:
         fail(journal, "a")
-        journal.notices.register(["hook"])
+        journal.notices.register_receivers(["hook"])
         fail(journal, "b", "c", "d")
         fail(journal, "e")
-        assert [notice.data["job"] for _, notice in journal.notices.pending("hook", 9)] == [
+        assert [notice.data["job"] for _, notice in journal.notices.list_pending("hook", 9)] == [
             "c",
             "d",
             "e",
         ]
-        journal.notices.register([])
-        journal.notices.register(["hook"])
-        assert journal.notices.pending("hook", 9) == []
+        journal.notices.register_receivers([])
+        journal.notices.register_receivers(["hook"])
+        assert journal.notices.list_pending("hook", 9) == []
 
 
 def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_service_in_between(
@@ -280,7 +282,7 @@ def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_servic
             fail(journal, "lm-1", "lm-2")
             until(lambda: relay.problem is not None)
             assert "very-private" not in str(relay.problem)
-        assert len(journal.notices.pending("a", 9)) == 2
+        assert len(journal.notices.list_pending("a", 9)) == 2
     with (
         open_journal(tmp_path, "a") as journal,
         relay_notices(journal, hooks_of({"a": hook.url})) as (relay,),
@@ -321,7 +323,7 @@ def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) ->
         fail(journal, "lm-1", "lm-2")
         assert wait_delivered(good, PATIENCE_S)
         until(lambda: bad.problem is not None)
-        assert len(journal.notices.pending("bad", 9)) == 2
+        assert len(journal.notices.list_pending("bad", 9)) == 2
     assert len(hook.got) == 2
 
 
@@ -331,13 +333,13 @@ def test_a_target_without_its_variable_is_a_problem_before_any_notice() -> None:
         ({"URL_A": "https://h/"}, "SECRET"),
         ({"SECRET": "s"}, "URL_A"),
     ):
-        problem = targets_of(spec_of("a"), "c", dict(environment))["a"].problem
+        problem = make_targets(spec_of("a"), "c", dict(environment))["a"].problem
         assert (
             problem
             == f"no notice reaches a: the service was started without the variable {missing}"
         )
     assert (
-        targets_of(spec_of("a"), "c", {"URL_A": "https://h/", "SECRET": "s"})["a"].problem is None
+        make_targets(spec_of("a"), "c", {"URL_A": "https://h/", "SECRET": "s"})["a"].problem is None
     )
 
 
@@ -380,7 +382,7 @@ def test_a_webhook_is_one_that_the_standards_own_library_verifies(hook: Hook) ->
     "secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_ not base64 very-private"]
 )
 def test_a_signing_secret_that_is_none_is_refused_and_not_repeated(hook: Hook, secret: str) -> None:
-    target = targets_of(spec_of("a"), "c", {"URL_A": hook.url, "SECRET": secret})["a"]
+    target = make_targets(spec_of("a"), "c", {"URL_A": hook.url, "SECRET": secret})["a"]
     with pytest.raises(ConnectionError) as refused:
         target.deliver([trial()])
     assert "very-private" not in str(refused.value)
@@ -492,7 +494,7 @@ def test_a_host_with_one_private_address_among_public_ones_is_denied(
         for address in ("1.1.1.1", "10.0.0.1")
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
-    with pytest.raises(addresses.Refused):
+    with pytest.raises(addresses.AddressRefused):
         addresses.resolve_host("two.example", 443, ())
 
 
@@ -541,7 +543,7 @@ def test_no_url_and_no_secret_is_in_journal_log_or_problem(
     caplog.set_level(logging.DEBUG)
     hook.status = 500
     environment = {"URL_A": hook.url, "SECRET": SECRET}
-    targets = targets_of(spec_of("a"), "c", environment)
+    targets = make_targets(spec_of("a"), "c", environment)
     assert environment == {}, "a job would inherit it"
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
@@ -598,7 +600,7 @@ def test_apprise_delivers_a_mail_and_notices_that_wait_together_share_one(tmp_pa
     try:
         url = f"mailto://127.0.0.1:{port}?from=orc@example.org&to=team@example.org&mode=insecure"
         spec = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
-        targets = targets_of(spec, "night", {"MAIL": url})
+        targets = make_targets(spec, "night", {"MAIL": url})
         with open_journal(tmp_path, "mail") as journal:
             fail(journal, "lm-1", "lm-2", "lm-3")
             with relay_notices(journal, targets) as (relay,):
@@ -624,7 +626,7 @@ def test_an_apprise_target_that_cannot_be_reached_says_so_without_its_url(
     caplog.set_level(logging.DEBUG)
     spec = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
     with pytest.raises(ConnectionError) as refused:
-        targets_of(spec, "c", {"MAIL": url})["mail"].deliver([trial()])
+        make_targets(spec, "c", {"MAIL": url})["mail"].deliver([trial()])
     assert url not in str(refused.value) + caplog.text
     assert "example.org" not in str(refused.value) + caplog.text
 

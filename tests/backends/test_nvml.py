@@ -149,9 +149,9 @@ def test_no_failure_of_the_driver_is_an_exception(
 
     for name in ("nvmlInit", "nvmlDeviceGetCount", "nvmlShutdown"):
         monkeypatch.setattr(nvml.pynvml, name, fail if name == call else lambda: 0)
-    reading = nvml.devices()
+    reading = nvml.read_nvml()
     assert (reading.error is None) == (call == "nvmlShutdown")
-    assert nvml.rates(nvml.NvmlDevice(index=0)) is None
+    assert nvml.read_rates(nvml.NvmlDevice(index=0)) is None
 
 
 def test_a_driver_that_does_not_answer_is_data_and_may_come_back(ask: Ask) -> None:
@@ -164,7 +164,7 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
         raise nvml.pynvml.NVMLError_LibraryNotFound
 
     monkeypatch.setattr(nvml.pynvml, "nvmlInit", missing)
-    reading = nvml.devices()
+    reading = nvml.read_nvml()
     assert reading.devices == ()
     assert reading.error is not None
 
@@ -181,4 +181,4 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
 def test_small_changes_of_free_memory_are_no_news(
     reported: int | None, read: int, tells: int
 ) -> None:
-    assert nodes.debounced_bytes(reported, read) == tells
+    assert nodes.debounce_free_bytes(reported, read) == tells

@@ -52,7 +52,7 @@ class Flaky(Tracker):
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
     with closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as opened:
-        opened.outbox.register(["flaky", "jsonl"])
+        opened.outbox.register_receivers(["flaky", "jsonl"])
         yield opened
 
 
@@ -121,12 +121,12 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
                 monkeypatch.setattr(ownership, "SURE", 0.0)
 
     with closing(Journal(postgres.new_database())) as journal:
-        journal.outbox.register(["flaky"])
+        journal.outbox.register_receivers(["flaky"])
         say(journal, "first", "second")
         tracker = Frozen()
         with relay_rows(journal, "flaky", tracker) as relay:
             while relay.problem is None and len(tracker.kept) < 2:
-                relay.notify()
+                relay.wake()
             assert [job_id for _, job_id in tracker.kept] == ["first"]
             assert relay.problem is not None
             assert "another service may own it" in relay.problem
@@ -147,7 +147,10 @@ def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(
         assert away.failed.wait(30)
         assert wait_delivered(lines, 30)
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
-    assert [record.job.id for _, record in journal.outbox.pending("flaky", 9)] == ["bad", "good"]
+    assert [record.job.id for _, record in journal.outbox.list_pending("flaky", 9)] == [
+        "bad",
+        "good",
+    ]
 
 
 def test_a_record_is_one_line_with_an_id_and_shows_no_secret(
@@ -191,7 +194,7 @@ def test_records_are_on_the_disk_before_the_cursor_moves(
 
     def record_waiting(descriptor: int) -> None:
         fsync(descriptor)
-        waiting_at_sync.append(len(journal.outbox.pending("jsonl", 9)))
+        waiting_at_sync.append(len(journal.outbox.list_pending("jsonl", 9)))
 
     monkeypatch.setattr(os, "fsync", record_waiting)
     with relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as relay:

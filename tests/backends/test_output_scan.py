@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts import output_scan
-from orchestrator.backends.attempts.output_scan import search, search_as
+from orchestrator.backends.attempts.output_scan import search, search_as_user
 from orchestrator.backends.attempts.script_output import find_results
 from orchestrator.specs.globs import parse_glob
 from orchestrator.specs.run import JobFolder
@@ -50,7 +50,7 @@ def test_a_search_is_bounded_in_names_and_says_so(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_scan, "ENTRIES_MAX", 5)
-    bounds = output_scan.Bounds(entries=5)
+    bounds = output_scan.SearchBudget(entries=5)
     with pytest.raises(output_scan.OutOfBounds):
         list(output_scan.iterate_matches(str(tree), parse_glob("**/*.pt"), bounds))
     for name in range(200):
@@ -93,6 +93,6 @@ def test_a_search_has_the_rights_of_the_jobs_user(tmp_path: Path) -> None:
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o111)
     patterns = ["open.pt", f"{secret}/*", "secret/key.pem"]
-    assert len(search_as(sys.executable, None, str(tmp_path), patterns).matches) == 3
-    result = search_as(sys.executable, NOBODY, str(tmp_path), patterns)
+    assert len(search_as_user(sys.executable, None, str(tmp_path), patterns).matches) == 3
+    result = search_as_user(sys.executable, NOBODY, str(tmp_path), patterns)
     assert [match.path for match in result.matches] == [str(tmp_path / "open.pt")], result.problems

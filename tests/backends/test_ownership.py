@@ -72,7 +72,7 @@ def test_a_leader_that_was_stopped_beyond_its_lease_never_acts_again(
         assert PASSWORD not in errors
         taken += acts(new, 5)  # the old one's end did not disturb it
     with closing(Journal(database)) as journal:
-        numbers = [int(event.at_s) for event in journal.events()]
+        numbers = [int(event.at_s) for event in journal.iterate_events()]
     first_of_new = numbers.index(SECOND)
     assert all(number < SECOND for number in numbers[:first_of_new])
     assert all(number >= SECOND for number in numbers[first_of_new:]), "both wrote"
@@ -100,7 +100,7 @@ def test_a_living_leader_keeps_others_out_and_is_named(
         assert PASSWORD not in str(refused.value)
         first.append([(TimerFired(at_s=1), ())])
     with closing(Journal(database)) as second:  # at once: the lease was given up
-        assert [event.at_s for event in second.events()] == [1]
+        assert [event.at_s for event in second.iterate_events()] == [1]
         with pytest.raises(ServiceError, match="is closed in this process"):
             first.confirm()
 
@@ -116,7 +116,7 @@ def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(
         old.kill()
         with closing(standby.result(30)) as journal:
             journal.append([(TimerFired(at_s=SECOND), ())])
-            assert [int(event.at_s) for event in journal.events()][-1] == SECOND
+            assert [int(event.at_s) for event in journal.iterate_events()][-1] == SECOND
 
 
 def test_a_standby_that_is_stopped_ends_its_wait(
@@ -153,7 +153,7 @@ def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(datab
         with pytest.raises(UncertainError, match="amid a commit"):
             journal.append([(TimerFired(at_s=2), ())])
         deaf.clear()
-        assert [event.at_s for event in journal.events()] == [1, 2]
+        assert [event.at_s for event in journal.iterate_events()] == [1, 2]
         with pytest.raises(ServiceError) as refused, journal.database.transaction() as connection:
             connection.execute(sa.text("SELECT no such thing"))
         assert not isinstance(refused.value, UncertainError), "nothing of this was kept, for sure"

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.progress import LogCounter, Progress
-from orchestrator.backends.attempts.script_output import find_results, list_lost, newest_checkpoint
+from orchestrator.backends.attempts.script_output import (
+    find_newest_checkpoint,
+    find_results,
+    iterate_lost_state,
+)
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern
@@ -36,7 +40,7 @@ def test_a_counter_follows_a_growing_log_over_half_lines_and_progress_bars(tmp_p
     ):
         with log.open("ab") as file:
             file.write(text)
-        counter.follow([log, tmp_path / "none"])
+        counter.read_new_lines([log, tmp_path / "none"])
         assert counter.counts == counts
 
 
@@ -163,14 +167,16 @@ def test_the_newest_checkpoint_is_by_step_not_by_time_and_whole(tmp_path: Path) 
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-a/c-10.pt")
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-a/c-10.pt")
     (tmp_path / "run-a/c-10.pt").write_text("")
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-b/c-9.pt")
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-b/c-9.pt")
 
 
 def test_a_restart_tells_what_it_lost() -> None:
     spec = script(resume={"step": r"c-(\d+)", "loses": ["the optimizer"]})
-    assert list(list_lost(spec, None, (1, 5), 9)) == [], "it was not to go on from anything"
-    assert list(list_lost(spec, "c-7", (8, 9), 7)) == ["the optimizer"]
+    assert list(iterate_lost_state(spec, None, (1, 5), 9)) == [], (
+        "it was not to go on from anything"
+    )
+    assert list(iterate_lost_state(spec, "c-7", (8, 9), 7)) == ["the optimizer"]
     began_again = "everything: it began at 1 again, after 7, with c-7 there"
-    assert list(list_lost(spec, "c-7", (1, 9), None)) == ["the optimizer", began_again]
+    assert list(iterate_lost_state(spec, "c-7", (1, 9), None)) == ["the optimizer", began_again]

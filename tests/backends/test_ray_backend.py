@@ -63,7 +63,7 @@ def free_of(reader: Reader) -> tuple[int, ...]:
 def nothing_is_left(launch: Launch) -> bool:
     return (
         launch.attempt.name not in group_names()
-        and not ray_launchers.RayLaunchers().find(launch.attempt).nodes
+        and not ray_launchers.RayLaunchers().find_launchers(launch.attempt).nodes
     )
 
 
@@ -280,7 +280,7 @@ def test_a_driver_that_hangs_is_a_reading_with_an_error_and_leaves_no_process(
     )
     embedded.nvml_state.write_text("hang\n")
     try:
-        reading = agent.Calls().read_devices(node_id, "gpu")
+        reading = agent.AgentCalls().read_devices(node_id, "gpu")
     finally:
         pid = int(Path(f"{embedded.nvml_state}.hangs").read_text())
         embedded.nvml_state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
@@ -464,7 +464,7 @@ def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(
     if nodes["n2"] in alive(list(nodes.values())):  # another test may have ended it
         os.kill(nodes["n2"], signal.SIGKILL)
         until(lambda: not alive([nodes["n2"]]), "n2 is gone")
-    assert embedded_ray.start(embedded.home, CLUSTER) == embedded.address
+    assert embedded_ray.start_embedded(embedded.home, CLUSTER) == embedded.address
     again = {
         name: pid
         for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]
@@ -487,7 +487,7 @@ def names_of_last(reader: Reader) -> list[str]:
 def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with pytest.raises(ServiceError, match="no Ray answers"):
-        connection.connect("127.0.0.1:9", tmp_path)
+        connection.connect_to_ray("127.0.0.1:9", tmp_path)
     assert time.monotonic() - began_s < 10
 
 

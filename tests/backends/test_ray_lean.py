@@ -28,7 +28,7 @@ lean.UNUSED_PORT = "no number"
 
 def _commands(home: Path) -> list[str]:
     """Return the command lines of all processes of the home's Ray."""
-    state = embedded_ray.read_state(home)
+    state = embedded_ray.read_record(home)
     assert state is not None
     commands = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -58,7 +58,7 @@ def test_a_ray_without_one_of_the_functions_is_left_as_it_is_and_says_which(
 ) -> None:
     before = services.start_ray_process
     monkeypatch.delattr(_raylet, "persist_port")
-    assert lean.make_lean() == "Ray has no persist_port"
+    assert lean.patch_ray() == "Ray has no persist_port"
     assert services.start_ray_process is before
 
 
@@ -71,12 +71,12 @@ def test_a_node_whose_lean_start_fails_starts_with_all_of_rays_processes(
     home = tmp_path / "home"
     one_node = type(CLUSTER)(name="alone", nodes=CLUSTER.nodes[:1])
     try:
-        address = embedded_ray.start(home, one_node)
+        address = embedded_ray.start_embedded(home, one_node)
         commands = _commands(home)
-        assert embedded_ray.find(home) == address
+        assert embedded_ray.find_local_address(home) == address
         assert any("dashboard/agent.py" in command for command in commands)
     finally:
-        embedded_ray.stop(home)
+        embedded_ray.stop_embedded(home)
 
 
 def test_no_code_of_ours_passes_a_runtime_env() -> None:

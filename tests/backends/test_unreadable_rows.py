@@ -155,7 +155,7 @@ def test_text_that_utf8_cannot_say_is_replaced_before_anything_is_decided_on_it(
         event = Submitted(
             job_id="s-1", order=1, spec=SCRIPT.model_copy(update={"family": "a\ud800b"}), at_s=1.0
         )
-        stored = journal.as_kept(event)
+        stored = journal.round_trip_event(event)
         journal.append([(stored, ())])
         assert list(journal.events()) == [stored]
         assert stored.spec.family == "a?b"
@@ -296,9 +296,9 @@ def test_an_account_that_cannot_be_read_admits_nobody_and_hides_no_other(path: P
         other.execute("UPDATE users SET role = 'emperor' WHERE name = 'ada'")
     with journal_of(path) as journal:
         accounts = Accounts(journal.database.transaction, lambda: 2.0)
-        assert accounts.principal(secrets["ada"]) is None
-        assert accounts.principal(secrets["bob"]).role is Role.MEMBER
-        assert [user.name for user in accounts.users()] == ["bob"]
+        assert accounts.find_principal_by_token(secrets["ada"]) is None
+        assert accounts.find_principal_by_token(secrets["bob"]).role is Role.MEMBER
+        assert [user.name for user in accounts.list_users()] == ["bob"]
         accounts.remove_user("ada")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.backends.attempts.workdir import link_all_but, rewrite_config
+from orchestrator.backends.attempts.workdir import link_all_except, rewrite_config
 from orchestrator.specs.errors import OrchestratorError
 
 LATENTSYNC = """\
@@ -86,10 +86,10 @@ def test_the_working_directory_is_the_users_but_for_the_one_file(tmp_path: Path)
     (source / "configs" / "deep").mkdir(parents=True)
     for name in ("train.py", "configs/config.yaml", "configs/other.yaml", "configs/deep/x"):
         (source / name).write_text(name)
-    place = link_all_but(source, "configs/config.yaml", target)
+    place = link_all_except(source, "configs/config.yaml", target)
     place.write_text("ours")
     assert (
-        link_all_but(source, "configs/config.yaml", target)
+        link_all_except(source, "configs/config.yaml", target)
         == place
         == target / "configs" / "config.yaml"
     )

@@ -185,7 +185,9 @@ class Night:
         while time.monotonic() < began_s + ASKED_S:
             with contextlib.suppress(AssertionError):  # no service yet
                 self.answered.append(
-                    self.cluster.ask(lambda client: client.submit(spec, key=key), "an answer", 2.0)
+                    self.cluster.ask(
+                        lambda client: client.submit(spec, idempotency_key=key), "an answer", 2.0
+                    )
                 )
                 self.waits_s.append(time.monotonic() - began_s)
                 return
@@ -414,7 +416,10 @@ def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
             contextlib.suppress(ServiceError, SQLAlchemyError),
             closing(Journal(made.dsn, reads_only=True)) as journal,
         ):
-            result[0][:], result[1][:] = journal.ended(1_000_000), journal.events()
+            result[0][:], result[1][:] = (
+                journal.list_ended_jobs(1_000_000),
+                journal.iterate_events(),
+            )
             submitted_ids = {event.job_id for event in result[1] if isinstance(event, Submitted)}
             return submitted_ids == {job.id for job in result[0]}
         return False

@@ -29,7 +29,7 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.lifecycle import prepare
+from orchestrator.service.client.lifecycle import prepare_home
 from orchestrator.service.client.logins import Login
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event
@@ -227,14 +227,14 @@ class Cluster:
         """Return the job once it has ended."""
 
         def job() -> Any:
-            record = self.ask(lambda client: client.job(job_id)[0], f"news of {job_id}")
+            record = self.ask(lambda client: client.fetch_job(job_id)[0], f"news of {job_id}")
             return record if record["status"] not in ("queued", "running") else None
 
         return until(job, f"the end of {job_id}", patience_s, 0.5)
 
     def events(self) -> list[Event]:
         with closing(Journal(self.dsn, reads_only=True)) as journal:
-            return list(journal.events())
+            return list(journal.iterate_events())
 
     def sql(self, statement: str, address: str | None = None) -> list[tuple[Any, ...]]:
         """Rows of a statement on the primary, or on the server at `address`."""
@@ -402,7 +402,7 @@ def cluster(*, standby_database: bool = True, own_disk: bool = False) -> Iterato
         database = f"{head.address.rpartition('.')[0]}.100"
         addresses = {"head": database, "n2": machines["n2"].address}
         made = Cluster(hosts=machines, home=head.shared / "home", addresses=addresses)
-        prepare(made.home)
+        prepare_home(made.home)
         token = secrets.token_hex(32)
         for host in machines.values():
             host.run("ip", "route", "add", "default", "dev", "e0")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.attempts.durable import read_epoch
+from orchestrator.backends.attempts.durable import read_attempt_number
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.journal.ownership import LEASE_S
 from orchestrator.service import demo
@@ -236,7 +236,7 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(
         lambda: (
             "n2"
             in cluster.ask(
-                lambda client: [node["name"] for node in client.cluster()["nodes"]], "n2"
+                lambda client: [node["name"] for node in client.fetch_cluster()["nodes"]], "n2"
             )
         ),
         "n2",
@@ -329,9 +329,16 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
     assert not late, f"the holder that was cut off acted: {late}"
     for job in jobs:
         only_after_a_loss(job)
-        assert read_epoch(JobFolder(cluster.home, job["id"]).epoch) == len(job["attempts"])
+        assert read_attempt_number(JobFolder(cluster.home, job["id"]).epoch) == len(job["attempts"])
     with closing(Journal(cluster.dsn, reads_only=True)) as journal:
-        assert overlaps(journalled_spans(list(journal.ended(1000)), list(journal.events()))) == []
+        assert (
+            overlaps(
+                journalled_spans(
+                    list(journal.list_ended_jobs(1000)), list(journal.iterate_events())
+                )
+            )
+            == []
+        )
 
 
 def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(
@@ -364,7 +371,7 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
     cluster = hosts_of_our_own
 
     def told() -> tuple[list[str], list[str]]:
-        jobs = cluster.ask(lambda client: client.jobs(1000), "the jobs")
+        jobs = cluster.ask(lambda client: client.list_jobs(1000), "the jobs")
         wanted = [f"{job['id']}-{attempt['number']}" for job in jobs for attempt in job["attempts"]]
         client = MlflowClient(cluster.mlflow)
         experiments = [
@@ -379,4 +386,4 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
 
     until(lambda: (both := told())[0] == both[1], f"one record per attempt {told()}")
     with closing(cluster.client(cluster.serving() or "n0")) as client:
-        assert all(job["status"] == "succeeded" for job in client.jobs(1000))
+        assert all(job["status"] == "succeeded" for job in client.list_jobs(1000))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.demo.run import write_demo_files
 from tests.k8s.control_plane import NAMESPACE, ControlPlane, control_plane, eventually, install
 from tests.k8s.kubelet import Kubelet, RunningPod, kubelet
 from tests.k8s.manifests import Manifest
@@ -150,7 +150,7 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(
     running.kubelet.execute(service, container, "orc", "user", "set", "ada", "--role", "member")
     token = running.kubelet.execute(service, container, "orc", "token", "create", "ada")
     demo = running.folder / "demo"  # no pod sees it: the client uploads what the job needs
-    write_files(demo)
+    write_demo_files(demo)
 
     running.orc("login", SERVER, "--ca", str(running.authority), token=token)
     job_id = running.orc("--server", SERVER, "submit", str(demo / "foreign.yaml"))

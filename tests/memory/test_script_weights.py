@@ -90,7 +90,7 @@ def answer_of_folder(
     def scope(spec: JobSpec) -> TraceScope:
         return TraceScope(cuda=(True,), plan=parse_plan(spec, list(plan.items())))
 
-    spec = read_job(file, home=folder, to_run=False, scope=scope)
+    spec = read_job(file, home=folder, to_run=False, trace_scope=scope)
     node = {"name": "node", "devices": 1, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
     return estimate_plan(spec, list(plan.items()), idle_nodes(cluster))

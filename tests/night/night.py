@@ -34,10 +34,10 @@ from typing import Any
 import httpx
 import yaml
 
-from orchestrator.backends.mlflow.server import HOST, socket_path
-from orchestrator.backends.ray.embedded import read_state
+from orchestrator.backends.mlflow.server import HOST, short_socket_path
+from orchestrator.backends.ray.embedded import read_record
 from orchestrator.sdk import Client as Sdk
-from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER
 from orchestrator.service.terminal.follow import ENDS
 from orchestrator.specs.errors import ServiceError
@@ -256,7 +256,7 @@ class Night:
 
     def submit_by_form(self, file: Path) -> str:
         """Return the id of a job that the button of the Submit page has sent. Raises ServiceError."""
-        url = f"http://127.0.0.1:{service_file(self.home)['port']}"
+        url = f"http://127.0.0.1:{read_service_file(self.home)['port']}"
         headers = {"Authorization": f"Bearer {(self.home / 'token').read_text()}"}
         with httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False) as browser:
             try:
@@ -289,7 +289,7 @@ class Night:
         if fault.kind == "reboot":
             self.reboot()
         elif fault.kind == "kill the service":
-            os.kill(int(service_file(self.home)["pid"]), signal.SIGKILL)
+            os.kill(int(read_service_file(self.home)["pid"]), signal.SIGKILL)
             self.orc_up()
         elif fault.kind == "full disk":
             used = _output("df", "--block-size=1", "--output=used", str(self.home)).split()[-1]
@@ -339,7 +339,7 @@ class Night:
 
     def reboot(self) -> None:
         """Kill every process of the home, as a reboot does, and start the service again."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
         for _ in range(20):
             pids = []
@@ -356,7 +356,7 @@ class Night:
 
     def kill_server(self, name: str) -> None:
         """Kill the processes of the home whose command has a name."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
         for pid, command, environment in _processes():
             if name in command and any(mark in command + environment for mark in marks):
@@ -373,7 +373,7 @@ class Night:
     def views(self) -> dict[str, Any]:
         """Return the service's jobs by id; {} while it does not answer."""
         with contextlib.suppress(ServiceError), closing(Client(self.home)) as client:
-            return {job["id"]: job for job in client.jobs(ended=1000)}
+            return {job["id"]: job for job in client.list_jobs(ended_max=1000)}
         return {}
 
     def run(self, jobs: Sequence[DrawnJob], faults: Sequence[DrawnFault]) -> None:
@@ -415,11 +415,11 @@ class Night:
         until(lambda: failed <= {notice.job for notice in self.notices()}, "all notices", RECORD_S)
         with closing(Client(self.home)) as client:
             until(
-                lambda: not any(node["busy"] for node in client.cluster()["nodes"]),
+                lambda: not any(node["busy"] for node in client.fetch_cluster()["nodes"]),
                 "free devices",
                 RECORD_S,
             )
-            nodes = client.cluster()["nodes"]
+            nodes = client.fetch_cluster()["nodes"]
         processes = self.processes()
         ended = self.orc("report", "--since", "12h", "--json")
         assert ended.returncode == 0, ended.stderr
@@ -467,7 +467,7 @@ class Night:
     @contextmanager
     def mlflow(self) -> Iterator[httpx.Client]:
         """Connect to the home's MLflow; importing its client takes seconds. Raises OSError."""
-        with socket_path(self.home / "mlflow") as path:
+        with short_socket_path(self.home / "mlflow") as path:
             transport = httpx.HTTPTransport(uds=path)
             with httpx.Client(transport=transport, base_url=MLFLOW, timeout=30.0) as client:
                 yield client

@@ -27,8 +27,8 @@ from orchestrator.planning.render import accelerate_config, deepspeed_config, sc
 from orchestrator.planning.request import read_request, read_script
 from orchestrator.planning.search import Hardware, frontier, list_plans
 from orchestrator.planning.ways_out import Unfit
-from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.commands.fit import fit_rows
+from orchestrator.service.commands.cards import parse_cards
+from orchestrator.service.commands.fit import iterate_fit_rows
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.terminal.fit_table import fit_panel
 from orchestrator.service.terminal.plan_tables import plan_panel
@@ -431,10 +431,10 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
 ) -> None:
     spec = script(**{"gpus": 1, "profile": PROFILE} | more)
     (row, *_) = (
-        row for row in fit_rows([("as a script", spec)]) if row["device"] == "rtx4090-24gb"
+        row for row in iterate_fit_rows([("as a script", spec)]) if row["device"] == "rtx4090-24gb"
     )
     assert (row["step_s"] is not None) == is_timed
-    nodes = idle_nodes(cluster_of_cards("rtx4090"))
+    nodes = idle_nodes(parse_cards("rtx4090"))
     output = io.StringIO()
     Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
     assert ("time not known until the first attempt" in output.getvalue()) != is_timed
@@ -447,7 +447,9 @@ def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(
     knobs = KNOBS | {"zero_stage": {"flag": "--shard"}}
     profile = {"parameters": 4_000_000_000, "layers": 20, "activations_per_sample": "4MiB"}
     spec = script(gpus={"min": 1, "max": most}, profile=profile, knobs=knobs)
-    rows = [row for row in fit_rows([("as a script", spec)]) if row["device"] == "rtx3090-24gb"]
+    rows = [
+        row for row in iterate_fit_rows([("as a script", spec)]) if row["device"] == "rtx3090-24gb"
+    ]
     assert (rows[0]["devices"] or 0) > 2
     output = io.StringIO()
     Console(file=output, width=200).print(fit_panel(spec, rows, is_assumed=False))

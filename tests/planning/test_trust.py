@@ -21,7 +21,7 @@ from orchestrator.planning.trust import (
     ratio_spread,
     trust,
 )
-from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.choices import (
@@ -158,7 +158,7 @@ SMALL = {
 
 def test_a_family_that_nobody_measured_leaves_room_and_names_the_tighter_plan() -> None:
     spec = read_job(FINETUNE, [("gpus", "2")], to_run=False)
-    reply = plan_job(spec, idle_nodes(cluster_of_cards("2xrtx3090-24gb")))
+    reply = plan_job(spec, idle_nodes(parse_cards("2xrtx3090-24gb")))
     assert reply["chosen"] is not None
     taken = reply["frontier"][reply["chosen"]]
     assert taken["needed_bytes"] <= TIGHT * taken["capacity_bytes"]
@@ -176,7 +176,7 @@ def test_a_model_that_fills_its_card_is_not_moved_to_the_host_for_room() -> None
         "global_batch_size": 64,
         "precision": "bf16",
     }
-    reply = plan_job(job_from_data(job, "test"), idle_nodes(cluster_of_cards("rtx3090-24gb")))
+    reply = plan_job(job_from_data(job, "test"), idle_nodes(parse_cards("rtx3090-24gb")))
     assert reply["chosen"] is not None
     assert reply["frontier"][reply["chosen"]]["settings"]["offload"] == "none"
 

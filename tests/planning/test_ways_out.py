@@ -14,7 +14,7 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.intake.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import idle_nodes
@@ -28,7 +28,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 
 def cards(text: str) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(text)))
+    (group,) = group_equal_nodes(idle_nodes(parse_cards(text)))
     return group.hardware
 
 

@@ -72,11 +72,11 @@ def jobs() -> Iterator[JobSpec]:
 def write_journal(path: Path) -> dict[str, Any]:
     """Play a day into a new journal; return what can be read of it."""
     with closing(Journal(f"sqlite:///{path}")) as journal:
-        journal.outbox.register(["mlflow", "jsonl"])
-        journal.notices.register(["mail"])
+        journal.outbox.register_receivers(["mlflow", "jsonl"])
+        journal.notices.register_receivers(["mail"])
         backend = FaultyBackend(CLUSTER, seed=3, hazards=STORM, repeat_chance=0.3)
-        controller = Controller(journal, backend, backend.now)
-        accounts = Accounts(journal.database.transaction, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
+        accounts = Accounts(journal.database.transaction, backend.current_time_s)
         accounts.set_user("ada", Role.MEMBER)
         accounts.create_token("ada", None)
         controller.turn(0.0)
@@ -89,9 +89,9 @@ def write_journal(path: Path) -> dict[str, Any]:
                 break
             controller.turn(TURN_S)
         for receiver in ("mlflow", "jsonl"):
-            numbers = [number for number, _ in journal.outbox.pending(receiver, 10_000)]
-            journal.outbox.delivered(receiver, numbers[:-RECORDS_LEFT])
-        journal.snapshot(controller.state)
+            numbers = [number for number, _ in journal.outbox.list_pending(receiver, 10_000)]
+            journal.outbox.mark_delivered(receiver, numbers[:-RECORDS_LEFT])
+        journal.store_snapshot(controller.state)
         controller.submit(script("newest", gpus=4))  # an event that no snapshot has
     return read_journal(path)
 
@@ -99,16 +99,16 @@ def write_journal(path: Path) -> dict[str, Any]:
 def read_journal(path: Path) -> dict[str, Any]:
     """Return what a service of this version makes of a journal, and what it cannot read."""
     with closing(Journal(f"sqlite:///{path}")) as journal:
-        journal.read_all()
+        journal.find_unreadable_rows()
         backend = FaultyBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         live = {
             job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()
         }
         ended = {job.id: [job.status.value, len(job.attempts)] for job in controller.ended(1000)}
         users = [
             [user.name, user.role.value]
-            for user in Accounts(journal.database.transaction, backend.now).users()
+            for user in Accounts(journal.database.transaction, backend.current_time_s).list_users()
         ]
         return {
             "live": live,
@@ -116,8 +116,10 @@ def read_journal(path: Path) -> dict[str, Any]:
             "submitted": controller.state.submitted,
             "observations": len(controller.state.observations),
             "users": users,
-            "records": len(journal.outbox.pending("jsonl", 10_000)),
-            "unreadable": [[row.table, row.row, row.reason] for row in journal.set_aside.rows()],
+            "records": len(journal.outbox.list_pending("jsonl", 10_000)),
+            "unreadable": [
+                [row.table, row.row, row.reason] for row in journal.set_aside.list_rows()
+            ],
         }
 
 

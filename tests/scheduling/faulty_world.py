@@ -10,7 +10,7 @@ from functools import partial
 
 from benchmarks.draws import stream
 from benchmarks.measured import PacedBackend
-from orchestrator.backends.simulated.process import SIGTERM, Process
+from orchestrator.backends.simulated.process import SIGTERM, SimulatedProcess
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import (
@@ -58,7 +58,7 @@ REHEARSED = {
 
 
 @dataclass(slots=True, kw_only=True)
-class FaultyProcess(Process):
+class FaultyProcess(SimulatedProcess):
     """The true course of an attempt that may fail, with its memory."""
 
     peak_bytes: int  # true allocated peak
@@ -291,7 +291,7 @@ class FaultyBackend(PacedBackend):
         self._hold(faulty, faulty.peak_bytes)
         return faulty
 
-    def _decide(self, process: Process) -> None:
+    def _decide(self, process: SimulatedProcess) -> None:
         """Schedule the start and the end of an attempt."""
         starting_s, ending, step = self._fate(process)
         if self._down.intersection(process.nodes):
@@ -305,7 +305,7 @@ class FaultyBackend(PacedBackend):
                 running_s += process.job.spec.hang_timeout
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
-    def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
+    def _fate(self, process: SimulatedProcess) -> tuple[float, FailureKind | None, int]:
         """Return (seconds until it starts, how it ends by itself, step after which it ends)."""
         assert isinstance(process, FaultyProcess)
         draw = self._stream("fate", process.attempt.name)
@@ -339,7 +339,7 @@ class FaultyBackend(PacedBackend):
                 return kind, step
         return None, last_step
 
-    def _paced(self, process: Process, steps_done: int) -> PaceReported:
+    def _paced(self, process: SimulatedProcess, steps_done: int) -> PaceReported:
         assert isinstance(process, FaultyProcess)
         report = super()._paced(process, steps_done)
         if steps_done < LEARNED_STEPS:
@@ -347,13 +347,13 @@ class FaultyBackend(PacedBackend):
         peak_bytes = min(process.peak_bytes, process.capacity_bytes)
         return replace(report, pace=replace(report.pace, peak_bytes=peak_bytes))
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: SimulatedProcess) -> None:
         super()._start(process)
         is_learned = any(ran_out_of_memory(attempt) for attempt in process.job.attempts)
         if process.evidence is None and is_learned:
             self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
 
-    def _meet(self, process: Process, ending: FailureKind | None, step: int) -> None:
+    def _meet(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
         """End the attempt as decided; a lost node ends every attempt on it."""
         if process.evidence is not None:
             return
@@ -377,11 +377,11 @@ class FaultyBackend(PacedBackend):
         self._down.discard(node)
         self._nodes_changed = True
 
-    def _end_now(self, process: Process, ending: FailureKind) -> None:
+    def _end_now(self, process: SimulatedProcess, ending: FailureKind) -> None:
         """End the attempt after the steps that its running time allows."""
         self._end(process, ending, self._step_of(process))
 
-    def _end(self, process: Process, ending: FailureKind | None, step: int) -> None:
+    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
         is_first = process.evidence is None
         super()._end(process, ending, step)
         if is_first and ending is FailureKind.MEMORY_CONTENTION:
@@ -390,7 +390,7 @@ class FaultyBackend(PacedBackend):
 
     def _evidence(
         self,
-        process: Process,
+        process: SimulatedProcess,
         ending: FailureKind | None,
         *,
         step: int,
@@ -409,16 +409,16 @@ class FaultyBackend(PacedBackend):
 
     _symptoms = staticmethod(evidence_of)  # tests show other symptoms
 
-    def _release_s(self, process: Process) -> float:
+    def _release_s(self, process: SimulatedProcess) -> float:
         return self._stream("release", process.attempt.name).uniform(*self.release_s)
 
-    def _release(self, process: Process) -> None:
+    def _release(self, process: SimulatedProcess) -> None:
         assert isinstance(process, FaultyProcess)
         self._hold(process, -process.peak_bytes)
         self._tell_nodes()
         super()._release(process)
 
-    def _crowd(self, process: Process, foreign_bytes: int) -> None:
+    def _crowd(self, process: SimulatedProcess, foreign_bytes: int) -> None:
         """Let a foreign process occupy memory of the attempt's first device for a while."""
         device = process.devices[0]
         self._foreign_bytes[device] = foreign_bytes
@@ -430,13 +430,13 @@ class FaultyBackend(PacedBackend):
         self._foreign_bytes.pop(device, None)
         self._nodes_changed = True
 
-    def _hold(self, process: Process, more_bytes: int) -> None:
+    def _hold(self, process: SimulatedProcess, more_bytes: int) -> None:
         """Account for memory that an attempt takes from its devices, or gives back."""
         if more_bytes:
             self._used_bytes.update(dict.fromkeys(process.devices, more_bytes))
             self._nodes_changed = True
 
-    def _retell(self, process: Process) -> None:
+    def _retell(self, process: SimulatedProcess) -> None:
         """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
             self._tell(process.started())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from typing import Any
 
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.scheduling.queue.fair_share import FORGOTTEN_DEVICE_S, decayed_device_s_by_user
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import AttemptStatus, FailureKind
@@ -22,7 +22,7 @@ GENERAL_LAWS = (*laws_of_attempts.LAWS, *laws_of_moves.LAWS, *laws_of_turns.LAWS
 
 def violations(
     transitions: Sequence[Transition],
-    processes: Mapping[str, Process] | None = None,
+    processes: Mapping[str, SimulatedProcess] | None = None,
     *,
     complete: bool = False,
 ) -> list[str]:
@@ -101,9 +101,9 @@ def _unfinished(state: State) -> Iterator[str]:
             yield f"{job.id} never gave its devices back"
 
 
-def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
+def _world(state: State, processes: Mapping[str, SimulatedProcess]) -> Iterator[str]:
     """The core believes what the world saw, and the world never held two gangs on one device."""
-    last_on: dict[tuple[str, int], Process] = {}
+    last_on: dict[tuple[str, int], SimulatedProcess] = {}
     for name, process in processes.items():
         for device in process.devices:
             earlier = last_on.get(device)

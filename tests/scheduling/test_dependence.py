@@ -133,7 +133,7 @@ def controller() -> Controller:
         cluster=CLUSTERS[2], jobs=(), cancels=(), hazards=CALM, repeat_chance=0.0, seed=1
     )
     backend = backend_of(scenario)
-    service = Controller(MemoryJournal(), backend, backend.now)
+    service = Controller(MemoryJournal(), backend, backend.current_time_s)
     service.turn(0.0)
     return service
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.measured import simulate
 from benchmarks.peers import Peer, sjf
-from orchestrator.service.commands.job_list import read_list
+from orchestrator.service.commands.job_list import read_job_list
 from orchestrator.specs.parse import parse_cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "queue-policy.md"
@@ -26,7 +26,7 @@ def test_the_policy_that_the_docs_show_starts_the_shortest_job_first(tmp_path: P
         " {at: 3s, file: middle.yaml}]\n"
     )
     job_list, cluster = (
-        read_list(tmp_path / "list.yaml", tmp_path),
+        read_job_list(tmp_path / "list.yaml", tmp_path),
         parse_cluster(CLUSTER, "cluster"),
     )
 

@@ -23,7 +23,7 @@ from orchestrator.scheduling.reports.forecast import (
     make_quick_forecast,
     with_measured_paces,
 )
-from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, outcomes_of
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, list_outcomes
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, Pace, RankEnd
 from orchestrator.specs.events import (
@@ -66,15 +66,15 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
             cluster_of(1, 10.0),
         )
         backend = MeasuredBackend(trace.arrivals, cluster)
-        controller = Controller(NullJournal(), backend, backend.now)
+        controller = Controller(NullJournal(), backend, backend.current_time_s)
         controller.turn(0.0)
         controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])
-        expected, begun_s = make_forecast(controller.state), backend.now()
+        expected, begun_s = make_forecast(controller.state), backend.current_time_s()
         ids = list(controller.state.jobs)
         while controller.state.jobs:
             controller.turn(FOREVER_S)
         for job_id, outcome in zip(
-            ids, outcomes_of(trace, cluster, backend.processes), strict=True
+            ids, list_outcomes(trace, cluster, backend.processes), strict=True
         ):
             prediction = expected[job_id]
             assert prediction.start_range_s is not None

@@ -242,7 +242,7 @@ def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
-    true_load = MemoryJournal.load
+    true_load = MemoryJournal.load_state_and_events
     patch.setattr(MemoryJournal, "load", lambda self: (true_load(self)[0], true_load(self)[1][:-1]))
 
 

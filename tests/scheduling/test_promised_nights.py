@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from benchmarks.measured import Arrival, misjudge, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Trace, trace_of
+from orchestrator.backends.simulated.traces import Trace, make_trace
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome
@@ -135,7 +135,7 @@ def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:
             Arrival(at_s=at_s, spec=spec.model_copy(update=fields), rigid_devices=width)
         )
         at_s += draw.expovariate(load * devices / ((LAUNCH_S + seconds) * width))
-    return trace_of("night", arrivals), cluster_of(nodes, LAUNCH_S, per_node)
+    return make_trace("night", arrivals), cluster_of(nodes, LAUNCH_S, per_node)
 
 
 def outcomes_of(seed: int) -> tuple[Outcome, ...]:
@@ -212,7 +212,7 @@ def test_a_stream_of_promises_starves_nobody() -> None:
         spec = job_spec_from_trace("short", {1: draw.uniform(30.0, 90.0)}, 10)
         stream.append(Arrival(at_s=at_s, spec=spec.model_copy(update={"guarantee": Guarantee()})))
         at_s += draw.expovariate(1.5 * 4 / (LAUNCH_S + 600.0))
-    outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4)).outcomes
+    outcomes = simulate(make_trace("stream", stream), cluster_of(1, LAUNCH_S, 4)).outcomes
     (its,) = [outcome for outcome in outcomes if outcome.name == "wide"]
     assert its.started_at_s is not None
     limit_s = its.submitted_at_s + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)

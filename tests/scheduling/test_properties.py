@@ -185,7 +185,7 @@ def test_every_law_holds_on_the_real_journal(
     scenario = replace(random_scenario(random.Random(seed), jobs=6), cancels=())
     backend, url = backend_of(scenario), f"sqlite:///{tmp_path}/journal.db"
     journal = Journal(url)
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _, spec, fault in scenario.jobs:
         controller.submit(spec, fault)
     for turn in range(1, 1000):
@@ -197,11 +197,11 @@ def test_every_law_holds_on_the_real_journal(
             journal.close()
             backend.close()
             journal = Journal(url)
-            controller = Controller(journal, backend, backend.now)
+            controller = Controller(journal, backend, backend.current_time_s)
             assert controller.state == before
-    transitions = history(journal.events())
+    transitions = history(journal.iterate_events())
     assert transitions[-1].state == controller.state
-    assert [job.id for job in journal.ended(99)] == [
+    assert [job.id for job in journal.list_ended_jobs(99)] == [
         job.id for job in reversed(archived(transitions))
     ]
     assert violations(transitions, backend.processes, complete=True) == []

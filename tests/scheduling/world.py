@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from orchestrator.backends.ports import Submission, Totals, decisions
+from orchestrator.backends.ports import Submission, Totals, format_decisions
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
@@ -47,7 +47,7 @@ class MemoryJournal:
     kill_before: set[int] = field(default_factory=set)
     kill_after: set[int] = field(default_factory=set)
 
-    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         state, count = self.newest or (None, 0)
         return state, list(zip(self.events, self.decided, strict=True))[count:]
 
@@ -62,7 +62,7 @@ class MemoryJournal:
         for event, actions in decided:
             assert len(self.events) < EVENTS_MAX, "events beget events"
             self.events.append(event)
-            self.decided.append(decisions(actions))
+            self.decided.append(format_decisions(actions))
             self.records += [action for action in actions if isinstance(action, Record)]
             for action in actions:
                 if isinstance(action, Archive):
@@ -72,34 +72,34 @@ class MemoryJournal:
         if self.kill_after.intersection(rows):
             raise Killed
 
-    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:
         ids: dict[RequestKey, tuple[str, ...]] = {}
         for event in self.events:
             if (
                 isinstance(event, Submitted)
                 and event.request is not None
-                and event.request.name in keys
+                and event.request.name in idempotency_keys
             ):
                 ids[event.request] = (*ids.get(event.request, ()), event.job_id)
         return {key.name: Submission(digest=key.digest, ids=jobs) for key, jobs in ids.items()}
 
-    def as_kept(self, event: Event) -> Event:
+    def round_trip_event(self, event: Event) -> Event:
         return event
 
-    def unreadable(self) -> str | None:
+    def describe_unreadable_rows(self) -> str | None:
         return None
 
-    def live(self) -> Jobs:
+    def load_live_jobs(self) -> Jobs:
         return Jobs()
 
-    def job(self, job_id: str) -> Job | None:
+    def find_ended_job(self, job_id: str) -> Job | None:
         return self.archived.get(job_id)
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:
+    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
         jobs = list(self.archived.values())[::-1]
         return jobs[[job.id for job in jobs].index(before) + 1 if before else 0 :][:limit]
 
-    def totals(self) -> Totals:
+    def count_rows(self) -> Totals:
         return Totals(
             ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
         )
@@ -107,7 +107,7 @@ class MemoryJournal:
     def began_at_s(self) -> float | None:
         return self.events[0].at_s if self.events else None
 
-    def snapshot(self, state: State) -> None:
+    def store_snapshot(self, state: State) -> None:
         self.newest = (state, len(self.events))
 
 
@@ -525,18 +525,18 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: FaultyBackend) -> 
         ]
         + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _) in enumerate(scenario.changes)]
     )
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(TURNS_MAX):
         try:
-            while errands and errands[0][0] <= backend.now():
+            while errands and errands[0][0] <= backend.current_time_s():
                 run_errand(controller, scenario, *errands[0][1:])
                 errands.pop(0)
             if not errands and settled(controller.state):
                 return whole(controller.state, journal.archived)
-            controller.turn(errands[0][0] - backend.now() if errands else HOUR_S)
+            controller.turn(errands[0][0] - backend.current_time_s() if errands else HOUR_S)
         except Killed:
             backend.close()
-            controller = Controller(journal, backend, backend.now)
+            controller = Controller(journal, backend, backend.current_time_s)
     waiting = [
         f"{job.id}: {job.status} ({job.reason})"
         for job in controller.state.jobs.values()

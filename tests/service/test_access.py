@@ -84,7 +84,7 @@ def test_a_token_admits_until_it_ends_and_never_after(world: World, ends: str) -
     if ends == "expiry":
         world.now_s += 3600.0
     elif ends == "revocation":
-        world.accounts.revoke_token(world.accounts.tokens()[-1].id)
+        world.accounts.revoke_token(world.accounts.list_tokens()[-1].id)
     else:
         world.accounts.remove_user("ada")
     assert client.get("/jobs").status_code == 401

@@ -144,9 +144,9 @@ def test_health_needs_no_token(world: World) -> None:
 
 def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -> None:
     job_id = world.submit()
-    assert [event.job_id for event in world.journal.events() if event.type == "submitted"] == [
-        job_id
-    ]
+    assert [
+        event.job_id for event in world.journal.iterate_events() if event.type == "submitted"
+    ] == [job_id]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -
 def test_nothing_is_stored_of_a_refused_job(
     world: World, body: dict[str, Any], message: str
 ) -> None:
-    before = list(world.journal.events())
+    before = list(world.journal.iterate_events())
     answer = world.client.post("/jobs", json=body)
     assert answer.status_code == 422
     assert message in answer.json()["error"]
-    assert list(world.journal.events()) == before
+    assert list(world.journal.iterate_events()) == before
     assert world.client.get("/jobs").json() == {"jobs": [], "next": None}
 
 
@@ -532,11 +532,11 @@ def test_a_drained_node_shows_its_remaining_jobs_and_a_restart_keeps_it_drained(
     assert world.client.post(f"/nodes/{node['name']}/drain", json={}).status_code == 200
     (node,) = world.client.get("/cluster").json()["nodes"]
     assert (node["drained"], node["jobs"]) == (True, [job_id])
-    events = len(list(world.journal.events()))
+    events = len(list(world.journal.iterate_events()))
     assert world.client.post(f"/nodes/{node['name']}/drain", json={}).status_code == 200
-    assert len(list(world.journal.events())) == events, "nothing new was asked"
-    world.journal.snapshot(world.controller.state)
-    state, tail = world.journal.load()
+    assert len(list(world.journal.iterate_events())) == events, "nothing new was asked"
+    world.journal.store_snapshot(world.controller.state)
+    state, tail = world.journal.load_state_and_events()
     assert (state is not None and state.drained, tail) == ((node["name"],), ())
     assert world.client.post(f"/nodes/{node['name']}/drain", json={"undo": True}).status_code == 200
     assert world.controller.state.drained == ()

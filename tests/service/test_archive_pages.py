@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.service.pages.archive import ENDED_MAX, FRESH, Archive
+from orchestrator.service.pages.archive import ENDED_MAX, FRESH, ArchivedJobs
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
 from tests.service.worlds import JOB
@@ -35,18 +35,18 @@ class Journal:
 
 def test_every_new_job_is_there_and_what_was_read_is_not_read_again() -> None:
     journal = Journal(50)
-    archive = Archive(journal.ended)
+    archive = ArchivedJobs(journal.ended)
     for count in (0, 1, FRESH, 100):
         journal.add(count)
-        assert [job.id for job in archive.newest()] == [job.id for job in journal.jobs[::-1]]
+        assert [job.id for job in archive.list_newest()] == [job.id for job in journal.jobs[::-1]]
     journal.reads = 0
-    archive.newest()
+    archive.list_newest()
     assert journal.reads <= FRESH
 
 
 def test_the_archive_is_bounded_in_what_it_has_and_in_what_it_reads() -> None:
     journal = Journal(10)
-    archive = Archive(journal.ended)
+    archive = ArchivedJobs(journal.ended)
     journal.add(3 * ENDED_MAX)
-    assert len(archive.newest()) == ENDED_MAX
+    assert len(archive.list_newest()) == ENDED_MAX
     assert journal.reads <= ENDED_MAX + 10

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal import accounts
-from orchestrator.service.commands.job_list import read_list
+from orchestrator.service.commands.job_list import read_job_list
 from orchestrator.service.server.access import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -199,7 +199,7 @@ def test_a_malformed_list_of_jobs_is_one_clear_error(count: int, tmp_path: Path)
 
     def read(text: str) -> object:
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        return read_list(path, tmp_path)
+        return read_job_list(path, tmp_path)
 
     assert sum(1 for _ in refuse_mutations(count, [LIST_OF_JOBS], read)) == count
 
@@ -254,7 +254,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
         "/nodes/virtual/drain",
         "/jobs/a-1/retry",
     )
-    events, refused = len(list(world.journal.events())), 0
+    events, refused = len(list(world.journal.iterate_events())), 0
     for number in range(count):
         draw = random.Random(number)
         path = draw.choice(paths)
@@ -267,7 +267,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
             answer.text[:500],
         )
         now = (
-            len(list(world.journal.events()))
+            len(list(world.journal.iterate_events()))
             if answer.status_code == 200 or number % 50 == 0
             else events
         )
@@ -278,7 +278,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
             assert now == events, (number, path)
             assert answer.json()["error"].strip(), number
     assert refused > 0.5 * count
-    assert len(list(world.journal.events())) == events
+    assert len(list(world.journal.iterate_events())) == events
     world.journal.close()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.commands.backup import JOURNAL, MANIFEST, back_up, restore
+from orchestrator.service.commands.backup import JOURNAL, MANIFEST, restore_backup, write_backup
 from orchestrator.service.commands.replay import read_state
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
@@ -60,9 +60,9 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
     client = world.by(Role.OPERATOR)
     token = client.headers["authorization"].removeprefix("Bearer ")
     archive, home = tmp_path / "a.orc", tmp_path / "new" / "home"
-    back_up(world.home, archive)
+    write_backup(world.home, archive)
     state, ended = world.controller.state, [job.id for job in world.controller.ended(9)]
-    restored = restore(archive, home)
+    restored = restore_backup(archive, home)
     assert read_state(str(home / JOURNAL)) == state
     assert (home / "cluster.yaml").read_text() == "name: kept\n"
     assert (
@@ -84,8 +84,8 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
         )
     with closing(Journal(f"sqlite:///{home / JOURNAL}")) as journal:
         accounts = Accounts(journal.database.transaction, lambda: world.now_s)
-        principal = accounts.principal(token)
-        assert [job.id for job in journal.ended(9)] == ended
+        principal = accounts.find_principal_by_token(token)
+        assert [job.id for job in journal.list_ended_jobs(9)] == ended
     assert principal is not None
     assert (principal.name, principal.role) == ("ada", Role.OPERATOR)
     assert not (home / "token").exists(), "a new home has a token of its own"
@@ -101,8 +101,8 @@ def test_a_job_that_ran_keeps_its_checkpoints_where_the_machine_has_the_old_home
         saved = world.home / "jobs" / running[0] / folder / "step-4"
         saved.mkdir(parents=True)
         (saved / "weights").write_text("of step 4")
-    back_up(world.home, tmp_path / "a.orc")
-    restored = restore(tmp_path / "a.orc", tmp_path / "new")
+    write_backup(world.home, tmp_path / "a.orc")
+    restored = restore_backup(tmp_path / "a.orc", tmp_path / "new")
     assert restored.anew == running[1:]
     for folder in ("checkpoints", "output"):
         file = tmp_path / "new/jobs" / running[0] / folder / "step-4/weights"
@@ -110,7 +110,7 @@ def test_a_job_that_ran_keeps_its_checkpoints_where_the_machine_has_the_old_home
     log = JobFolder(tmp_path / "new", running[0]).attempt(1).log(0).read_text()
     assert "goes on from the newest checkpoint" in log
     world.home.rename(tmp_path / "gone")
-    restored = restore(tmp_path / "a.orc", tmp_path / "elsewhere")
+    restored = restore_backup(tmp_path / "a.orc", tmp_path / "elsewhere")
     assert restored.anew == running
     assert (
         "begins anew" in JobFolder(tmp_path / "elsewhere", running[0]).attempt(1).log(0).read_text()
@@ -121,7 +121,7 @@ def test_a_job_that_ran_keeps_its_checkpoints_where_the_machine_has_the_old_home
 def test_no_token_is_in_an_archive(world: World, tmp_path: Path) -> None:
     secret, record = world.accounts.create_token(_user(world.accounts), None)
     (world.home / "token").write_text("home-token-4711")
-    back_up(world.home, tmp_path / "a.orc")
+    write_backup(world.home, tmp_path / "a.orc")
     with zipfile.ZipFile(tmp_path / "a.orc") as packed:
         assert set(packed.namelist()) == {MANIFEST, JOURNAL, "cluster.yaml"}
         content = b"".join(packed.read(name) for name in packed.namelist())
@@ -149,9 +149,9 @@ def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(
     try:
         for number in range(5):
             before = world.controller.state.submitted
-            back_up(world.home, tmp_path / f"{number}.orc")
+            write_backup(world.home, tmp_path / f"{number}.orc")
             after = world.controller.state.submitted
-            restore(tmp_path / f"{number}.orc", tmp_path / f"home{number}")
+            restore_backup(tmp_path / f"{number}.orc", tmp_path / f"home{number}")
             state = read_state(str(tmp_path / f"home{number}" / JOURNAL))
             assert before <= state.submitted <= after
             assert len(state.jobs) == state.submitted
@@ -164,15 +164,15 @@ def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(
 def test_a_home_that_is_not_empty_and_a_file_that_exists_are_left_alone(
     world: World, tmp_path: Path
 ) -> None:
-    back_up(world.home, tmp_path / "a.orc")
+    write_backup(world.home, tmp_path / "a.orc")
     content = (tmp_path / "a.orc").read_bytes()
     with pytest.raises(SpecError, match="the file exists"):
-        back_up(world.home, tmp_path / "a.orc")
+        write_backup(world.home, tmp_path / "a.orc")
     assert (tmp_path / "a.orc").read_bytes() == content
     with pytest.raises(SpecError, match="the home is not empty"):
-        restore(tmp_path / "a.orc", world.home)
+        restore_backup(tmp_path / "a.orc", world.home)
     (tmp_path / "empty").mkdir()
-    restore(tmp_path / "a.orc", tmp_path / "empty")
+    restore_backup(tmp_path / "a.orc", tmp_path / "empty")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".orc-")], (
         "something was left behind"
     )
@@ -181,7 +181,7 @@ def test_a_home_that_is_not_empty_and_a_file_that_exists_are_left_alone(
 def test_a_journal_in_postgresql_is_refused_with_what_backs_it_up(tmp_path: Path) -> None:
     (tmp_path / "journal_url").write_text(f"postgresql+psycopg://orc:{PASSWORD}@db/orc")
     with pytest.raises(SpecError) as refused:
-        back_up(tmp_path, tmp_path / "a.orc")
+        write_backup(tmp_path, tmp_path / "a.orc")
     assert "pg_dump" in str(refused.value)
     assert PASSWORD not in str(refused.value)
 
@@ -225,7 +225,7 @@ def _no_digest(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
 def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(
     world: World, tmp_path: Path, change: Change
 ) -> None:
-    back_up(world.home, tmp_path / "a.orc")
+    write_backup(world.home, tmp_path / "a.orc")
     with zipfile.ZipFile(tmp_path / "a.orc") as packed:
         files = {name: packed.read(name) for name in packed.namelist()}
     manifest = json.loads(files.pop(MANIFEST))
@@ -235,7 +235,7 @@ def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(
             packed.writestr(name, content)
     message = "newer version" if change in (_newer, _newer_format) else "not a whole backup"
     with pytest.raises(SpecError, match=message):
-        restore(tmp_path / "b.orc", tmp_path / "new")
+        restore_backup(tmp_path / "b.orc", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.orc", "b.orc", "home"]
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(
 def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.orc").write_bytes(content)
     with pytest.raises(SpecError, match="not a whole backup"):
-        restore(tmp_path / "a.orc", tmp_path / "new")
+        restore_backup(tmp_path / "a.orc", tmp_path / "new")
 
 
 @pytest.mark.long
@@ -322,13 +322,13 @@ def test_a_damaged_archive_is_one_error_or_restores_the_whole_and_nothing_is_lef
     """Changed bytes may matter to nobody, such as a time in a header: what is restored is then the whole."""
     busy(world)
     archive = tmp_path / "a.orc"
-    back_up(world.home, archive)
+    write_backup(world.home, archive)
     whole, home, refused = archive.read_bytes(), tmp_path / "new", 0
     state = read_state(str(world.home / JOURNAL))
     for name, content in damaged(whole):
         archive.write_bytes(content)
         with contextlib.suppress(SpecError):
-            restore(archive, home)
+            restore_backup(archive, home)
         refused += not home.exists()
         if home.exists():
             assert read_state(str(home / JOURNAL)) == state, name
@@ -345,7 +345,7 @@ def test_an_archive_of_another_compression_with_changed_bytes_is_one_error_or_re
     archive, other, home = tmp_path / "a.orc", tmp_path / "b.orc", tmp_path / "new"
     state = read_state(str(world.home / JOURNAL))
     refusals, restored = list[str](), 0
-    back_up(world.home, archive)
+    write_backup(world.home, archive)
     with zipfile.ZipFile(archive) as source, zipfile.ZipFile(other, "w", method) as target:
         for name in source.namelist():
             target.writestr(name, source.read(name))
@@ -353,7 +353,7 @@ def test_an_archive_of_another_compression_with_changed_bytes_is_one_error_or_re
     for offset in range(40, len(whole) - 300, len(whole) // 40):
         other.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
         try:
-            restore(other, home)
+            restore_backup(other, home)
         except SpecError as error:
             refusals.append(str(error))
         else:
@@ -366,4 +366,4 @@ def test_an_archive_of_another_compression_with_changed_bytes_is_one_error_or_re
 
 def test_what_is_no_file_is_no_backup(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="not a whole backup"):
-        restore(tmp_path, tmp_path / "new")
+        restore_backup(tmp_path, tmp_path / "new")

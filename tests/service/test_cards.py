@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.terminal.output import console_on
@@ -35,7 +35,7 @@ JOB = Path(__file__).parents[2] / "jobs/finetune/llama3_8b_lora.yaml"
 def test_cards_make_nodes_with_a_network(
     text: str, nodes: int, devices: int, network: float
 ) -> None:
-    cluster = cluster_of_cards(text)
+    cluster = parse_cards(text)
     (node,) = cluster.nodes
     assert (node.count, node.devices, cluster.network_bandwidth) == (nodes, devices, network)
 
@@ -49,7 +49,7 @@ def test_cards_make_nodes_with_a_network(
     ],
 )
 def test_cards_have_the_host_memory_that_is_typed(text: str, host: int) -> None:
-    (node,) = cluster_of_cards(text).nodes
+    (node,) = parse_cards(text).nodes
     assert node.host_memory == host
 
 
@@ -69,13 +69,13 @@ def test_a_plan_says_that_host_memory_is_assumed_where_none_is_typed(
 )  # fmt: skip
 def test_other_numbers_and_networks_are_one_error(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        cluster_of_cards(text)
+        parse_cards(text)
     assert "--gpu" in str(caught.value)
 
 
 def test_a_plan_says_its_hardware_and_what_each_number_of_devices_takes(tmp_path: Path) -> None:
     spec = read_job(JOB, [("gpus", "1-16")], to_run=False)
-    plans = plan_job(spec, idle_nodes(cluster_of_cards("16xh100-80gb@400Gb")))
+    plans = plan_job(spec, idle_nodes(parse_cards("16xh100-80gb@400Gb")))
     with (tmp_path / "text").open("w") as file:
         console_on(file).print(plan_panel(plans))
     text = (tmp_path / "text").read_text()

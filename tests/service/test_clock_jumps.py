@@ -38,7 +38,7 @@ class JumpingWorld(MortalBackend):
         self.launched: list[str] = []
 
     def clock(self) -> float:
-        return self.now() + self.offset_s
+        return self.current_time_s() + self.offset_s
 
     def launch(self, action: Launch) -> None:
         self.launched.append(action.attempt.name)
@@ -82,7 +82,7 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(
         for kind in (Finished, Released):
             ends = [
                 (event.job_id, event.number)
-                for event in journal.events()
+                for event in journal.iterate_events()
                 if isinstance(event, kind)
             ]
             assert sorted(ends) == sorted(

@@ -19,13 +19,13 @@ from rich.console import Console
 
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.frontier_png import figure
+from orchestrator.backends.mlflow.frontier_png import draw_figure
 from orchestrator.cli import main
 from orchestrator.scheduling.reports.comparison_rows import LossCurve
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
-from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
-from orchestrator.service.pages.compare import comparisons
+from orchestrator.service.commands.compare import STEPS, choose_strategies, make_comparison_jobs
+from orchestrator.service.pages.compare import comparison_rows
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
@@ -137,7 +137,9 @@ def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_th
     None
 ):
     spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
-    jobs = comparison_jobs(spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
+    jobs = make_comparison_jobs(
+        spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None
+    )
     assert [job.training.max_steps for job in jobs] == [STEPS, STEPS]
     assert all(job.degrade.keeps_plan and job.deadline is None for job in jobs)
     assert {job.family_name for job in jobs} == {spec.family_name}
@@ -177,12 +179,12 @@ def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_e
 def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> None:
     spec = decoder_spec(gpus=2)
     wanted = choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
-    jobs = comparison_jobs(spec, wanted, None, 3)
+    jobs = make_comparison_jobs(spec, wanted, None, 3)
     assert [job.plan for job in jobs] == [*wanted, *wanted, *wanted]
     assert [job.training.seed for job in jobs] == [0, 0, 1, 1, 2, 2]
     assert {job.member.of for job in jobs if job.member} == {6}
     with pytest.raises(SpecError, match="too many repeats"):
-        comparison_jobs(spec, wanted, None, 11)
+        make_comparison_jobs(spec, wanted, None, 11)
 
 
 def compared_view() -> ComparisonView:
@@ -311,7 +313,7 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
     view = compared_view()
     assert view["picture"] is not None
     picture = replace(picture_from_view(view["picture"]), capacity_bytes=80 * 2**30)
-    drawn = figure("Strategies", picture, "")
+    drawn = draw_figure("Strategies", picture, "")
     assert drawn.axes[0].get_ylim()[1] < 2 * max(point.needed_bytes for point in picture.points)
     texts = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert [f"{number} {row['strategy']}" for number, row in enumerate(view["rows"], 1)] == texts[
@@ -325,30 +327,30 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
 
 
 def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> None:
-    specs = comparison_jobs(decoder_spec(), [(("dp", 1),), (("dp", 2),)], None, 3)
+    specs = make_comparison_jobs(decoder_spec(), [(("dp", 1),), (("dp", 2),)], None, 3)
     jobs = [
         replace(job(spec, f"lm-{order}", order), array="lm-1")
         for order, spec in enumerate(specs, 1)
     ]
-    assert [row["strategies"] for row in comparisons(jobs)] == [2]
+    assert [row["strategies"] for row in comparison_rows(jobs)] == [2]
     assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_short_file_is_compared_over_its_own_steps() -> None:
     spec = decoder_spec(training={"max_steps": 12})
-    assert [job.training.max_steps for job in comparison_jobs(spec, [()], None)] == [12]
-    assert [job.training.max_steps for job in comparison_jobs(spec, [()], 20)] == [20]
+    assert [job.training.max_steps for job in make_comparison_jobs(spec, [()], None)] == [12]
+    assert [job.training.max_steps for job in make_comparison_jobs(spec, [()], 20)] == [20]
 
 
 def test_a_script_ends_when_it_says() -> None:
     with pytest.raises(SpecError, match="a script says itself when it ends"):
-        comparison_jobs(script_spec(), [()], 30)
-    assert comparison_jobs(script_spec(), [()], None, 2)[0].command == script_spec().command
+        make_comparison_jobs(script_spec(), [()], 30)
+    assert make_comparison_jobs(script_spec(), [()], None, 2)[0].command == script_spec().command
 
 
 def test_a_script_with_one_strategy_is_told_what_would_give_another() -> None:
     with pytest.raises(SpecError, match="one strategy only") as error:
-        comparison_jobs(script_spec(), [()], None)
+        make_comparison_jobs(script_spec(), [()], None)
     assert "model: {factory: model.py:build}" in str(error.value)
     assert "deepspeed_config" in str(error.value)
 
@@ -370,7 +372,7 @@ def test_every_strategy_of_a_script_pins_only_what_the_script_can_be_told(
     spec = JobSpec.model_validate({**data, "knobs": knobs, "gpus": gpus})
     for choice in ("all", "frontier"):
         choices = choose_strategies(spec, choice, idle_nodes(CLUSTER), ())
-        for member in comparison_jobs(spec, choices, None, 2):
+        for member in make_comparison_jobs(spec, choices, None, 2):
             assert JobSpec.model_validate(member.model_dump(mode="json")) == member
 
 
@@ -378,7 +380,7 @@ def test_learning_rates_of_a_script_are_told_by_its_knob() -> None:
     data = {"name": "own", "command": "python train.py", "global_batch_size": 8, "gpus": 1}
     knobs = {"learning_rate": {"flag": "--lr", "default": 0.1}}
     spec = JobSpec.model_validate({**data, "knobs": knobs})
-    jobs = comparison_jobs(spec, [()], None, 1, (1e-2, 1e-3))
+    jobs = make_comparison_jobs(spec, [()], None, 1, (1e-2, 1e-3))
     assert [job.learning_rate for job in jobs] == [1e-2, 1e-3]
 
 
@@ -458,7 +460,7 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
         assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, (
             "it is shown again"
         )
-        assert client.cluster()["observations"], "what was measured calibrates"
+        assert client.fetch_cluster()["observations"], "what was measured calibrates"
     with pytest.raises(SystemExit):
         main(("compare", burst["job_id"]))
     shown = capsys.readouterr().out
@@ -504,7 +506,7 @@ def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_m
     None
 ):
     spec = decoder_spec()
-    jobs = comparison_jobs(spec, [(("dp", 1),), (("dp", 2),)], 10, 2, (1e-3, 1e-4, 1e-3))
+    jobs = make_comparison_jobs(spec, [(("dp", 1),), (("dp", 2),)], 10, 2, (1e-3, 1e-4, 1e-3))
     assert [(dict(job.plan)["dp"], job.training.learning_rate) for job in jobs[:4]] == [
         (1, 1e-3),
         (1, 1e-4),
@@ -514,7 +516,7 @@ def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_m
     assert [job.training.seed for job in jobs] == [0] * 4 + [1] * 4
     assert [job.member.repeat for job in jobs if job.member] == [1] * 4 + [2] * 4
     with pytest.raises(SpecError, match="nothing tells the script its rate"):
-        comparison_jobs(script_spec(), [()], None, 1, (1e-3,))
+        make_comparison_jobs(script_spec(), [()], None, 1, (1e-3,))
 
 
 def test_a_cancelled_comparison_leaves_the_files_of_the_last_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.client.client import service_file
+from orchestrator.service.client.client import read_service_file
 from tests.service.test_compare_elsewhere import JOB, STRATEGIES
 from tests.service.test_reach import Machine
 
@@ -62,7 +62,7 @@ def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole
         return [job["id"] for job in here.orc("queue")["jobs"] if job["status"] == "succeeded"]
 
     (first,) = eventually(list_succeeded, "no strategy ends")
-    os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
+    os.kill(read_service_file(here.folder / "home")["pid"], signal.SIGKILL)
     assert here.orc("up")["started"]
     eventually(lambda: len(list_succeeded()) == 2, "the other strategy does not end")
 

@@ -89,7 +89,9 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
     assert controller.submit(script("lm")) == "lm-1"
     assert controller.submit(script("lm")) == "lm-2"
     assert [
-        (event.job_id, event.at_s) for event in journal.events() if isinstance(event, Submitted)
+        (event.job_id, event.at_s)
+        for event in journal.iterate_events()
+        if isinstance(event, Submitted)
     ] == [
         ("lm-1", 5.0),
         ("lm-2", 5.0),
@@ -107,14 +109,14 @@ def test_a_submission_that_is_sent_again_under_its_key_is_the_same_jobs(
     )
     jobs = [(script("lm"), None), (script("other"), None)]
     with closing(Journal(url)) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
         if again == "after it ended":
             turn_until(controller, lambda: settled(controller.state))
         if again != "after a restart":
             assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
     with closing(Journal(url)) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
         with pytest.raises(SpecError, match="another submission came under this key"):
             controller.submit(script("lm"), None, replace(key, digest="d2"))
@@ -170,7 +172,7 @@ def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_mor
         Spy(),
     )
     with closing(Silent(url)) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         controller.turn(1.0)
         journal.is_silent = True
         with pytest.raises(UncertainError):
@@ -182,7 +184,7 @@ def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_mor
             controller.run(threading.Event())
         assert backend.asked == []
     with closing(Journal(url)) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         assert controller.submit(script("lm"), None, key) == "lm-1"
         turn_until(controller, lambda: settled(controller.state))
         assert [job.id for job in controller.ended(9)] == ["lm-1"]
@@ -195,7 +197,7 @@ def test_no_action_is_performed_that_is_not_in_the_journal() -> None:
                 raise ServiceError("no space left")
 
     backend = Spy()
-    controller = Controller(FullDisk(), backend, backend.now)
+    controller = Controller(FullDisk(), backend, backend.current_time_s)
     controller.turn(1.0)
     before = controller.state
     with pytest.raises(ServiceError, match="no space left"):
@@ -207,12 +209,12 @@ def test_no_action_is_performed_that_is_not_in_the_journal() -> None:
 
 def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: settled(controller.state))
     assert controller.job(job_id).status is JobStatus.SUCCEEDED
     assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
-    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 100)] == [
+    assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 100)] == [
         JobStatus.RUNNING,
         JobStatus.RUNNING,
         JobStatus.SUCCEEDED,
@@ -222,7 +224,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
 def test_a_job_that_never_started_costs_one_record(journal: Journal) -> None:
     controller = Controller(journal, Spy(), lambda: 5.0)
     controller.cancel([controller.submit(script("lm"))])
-    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 10)] == [
+    assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 10)] == [
         JobStatus.CANCELLED
     ]
 
@@ -233,7 +235,7 @@ def test_a_submission_behind_thousands_of_jobs_costs_what_one_behind_a_hundred_c
 ) -> None:
     """Counted in calls. One device is idle, and no waiting job can start on it alone."""
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(0.0)
     wide = script("wide", gpus={"min": 2, "max": 2})
     controller.submit(script("holder", gpus={"min": 1, "max": 1}))
@@ -256,7 +258,7 @@ def test_a_submission_behind_thousands_of_jobs_costs_what_one_behind_a_hundred_c
 
 def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(1.0)
     job_id = controller.submit(too_large("giant"))
     controller.turn(1.0)
@@ -268,10 +270,10 @@ def test_node_reports_without_a_change_are_not_stored() -> None:
     class Chatty(Spy):
         def events(self, timeout_s: float) -> Sequence[Event]:
             super().events(timeout_s)
-            return (NodesSeen(nodes=self._live_nodes(), at_s=self.now()),)
+            return (NodesSeen(nodes=self._live_nodes(), at_s=self.current_time_s()),)
 
     journal, backend = MemoryJournal(), Chatty()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(5):
         controller.turn(1.0)
     assert len(journal.events) == 1
@@ -279,7 +281,7 @@ def test_node_reports_without_a_change_are_not_stored() -> None:
 
 def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     with pytest.raises(ServiceError, match="no job 'lm-1'"):
         controller.cancel(["lm-1"])
     job_id = controller.submit(script("lm"))
@@ -291,7 +293,7 @@ def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
 
 def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: bool(backend.asked))
     controller.cancel([job_id])
@@ -302,7 +304,7 @@ def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal)
 
 def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     stopped = controller.submit(script("lm", gpus=1, training={"max_steps": 10_000}))
     running = controller.submit(script("lm", gpus=1))
     turn_until(
@@ -316,7 +318,7 @@ def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal)
     before = controller.state
     backend.close()
     backend.asked.clear()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     assert controller.state == before
     assert backend.asked == [
         f"adopt {stopped}-1 stopping",
@@ -333,13 +335,13 @@ def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal)
 
 def test_an_attempt_that_ended_but_still_holds_devices_is_adopted_too(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.submit(script("lm"))
     turn_until(controller, lambda: all(job.status.ended for job in controller.state.jobs.values()))
     assert not settled(controller.state)
     backend.close()
     backend.asked.clear()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     assert backend.asked == ["adopt lm-1-1 ended"]
     turn_until(controller, lambda: settled(controller.state))
 
@@ -348,7 +350,7 @@ def test_a_failed_launch_ends_the_attempt_and_counts_against_the_start_up_budget
     journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(1.0)
     job_id = controller.submit(script("lm"))
     backend.refusals = 1
@@ -370,14 +372,14 @@ def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal
             super().adopt(job, attempt)
 
     backend = Amnesiac()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     job_id = controller.submit(script("lm", training={"max_steps": 10_000}))
     turn_until(
         controller, lambda: any(process.started_at_s for process in backend.processes.values())
     )
     backend.close()
     backend.refusals = 1
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     assert controller.job(job_id).status is JobStatus.QUEUED
     turn_until(controller, lambda: settled(controller.state))
     first, second = backend.processes.values()
@@ -392,7 +394,7 @@ def test_a_backend_that_fails_to_return_events_is_polled_again(
     monkeypatch.setattr(controller_module, "DEAF_S", 0.0)
     backend = Spy()
     backend.refusals = 1
-    controller = Controller(MemoryJournal(), backend, backend.now)
+    controller = Controller(MemoryJournal(), backend, backend.current_time_s)
     controller.turn(1.0)
     assert not controller.state.nodes
     controller.turn(1.0)
@@ -404,19 +406,19 @@ def test_restoring_from_a_snapshot_and_its_tail_gives_the_same_state(
 ) -> None:
     monkeypatch.setattr(controller_module, "SNAPSHOT_EVENTS", 4)
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(3):
         controller.submit(script("lm"))
     turn_until(controller, lambda: settled(controller.state))
-    snapshot, tail = journal.load()
+    snapshot, tail = journal.load_state_and_events()
     assert snapshot is not None
     assert len(tail) < 4
-    assert Controller(journal, backend, backend.now).state == controller.state
+    assert Controller(journal, backend, backend.current_time_s).state == controller.state
 
 
 def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal: Journal) -> None:
     backend, stop = Spy(), threading.Event()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     loop = threading.Thread(target=controller.run, args=(stop,))
     loop.start()
     try:
@@ -456,7 +458,7 @@ def test_a_submission_to_a_hanging_journal_fails_and_stores_nothing(
             super().append(decided)
 
     journal, backend, ids = Stuck(), Spy(), list[str]()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     first = threading.Thread(target=lambda: ids.append(controller.submit(script("first"))))
     first.start()
     assert journal.reached.wait(60)
@@ -521,19 +523,19 @@ def test_a_group_that_cannot_be_stored_fails_for_all_its_submitters() -> None:
 
 def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journal) -> None:
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(4):
         controller.submit(script("lm", gpus=1))
     launches: list[tuple[int, int]] = []
     true_launch = backend.launch
 
     def launch(action: Launch) -> None:
-        launches.append((action.job.order, len(list(journal.events()))))
+        launches.append((action.job.order, len(list(journal.iterate_events()))))
         true_launch(action)
 
     backend.launch = launch  # type: ignore[method-assign]
     turn_until(controller, lambda: not controller.state.jobs)
-    decisions = [decided or "" for _, decided in journal.history()]
+    decisions = [decided or "" for _, decided in journal.iterate_history()]
     for order, count in launches:
         assert any(f"launch lm-{order}-1 " in decision for decision in decisions[:count]), (
             "launched before it was kept"
@@ -545,7 +547,7 @@ def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(
 ) -> None:
     """Otherwise attempts would run that no state has."""
     backend = Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(1.0)
     controller.submit(script("lm"))
 
@@ -556,16 +558,16 @@ def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(
     with pytest.raises(
         ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*SIGTERM"
     ):
-        Controller(journal, backend, backend.now, Idle)
+        Controller(journal, backend, backend.current_time_s, Idle)
     stop = threading.Event()
     stop.set()
     controller.run(stop)  # an orderly end
-    assert list(Controller(journal, backend, backend.now, Idle).state.jobs) == ["lm-1"]
+    assert list(Controller(journal, backend, backend.current_time_s, Idle).state.jobs) == ["lm-1"]
 
 
 def test_followers_wait_exactly_until_the_next_change() -> None:
     backend = Spy()
-    controller = Controller(MemoryJournal(), backend, backend.now)
+    controller = Controller(MemoryJournal(), backend, backend.current_time_s)
     assert controller.wait_for_change(0, 0.0) == 0
     controller.submit(script("lm"))
     assert controller.wait_for_change(0, 60.0) == 1
@@ -579,7 +581,7 @@ def test_the_log_says_each_event_and_action_once_and_no_secret(
 ) -> None:
     caplog.set_level(logging.INFO)
     journal, backend = MemoryJournal(), Spy()
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.submit(script("lm", env={"TOKEN": "hush"}))
     turn_until(controller, lambda: settled(controller.state))
     lines = [record.getMessage() for record in caplog.records]

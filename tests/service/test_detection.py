@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.intake.cluster_file import cluster_text
-from orchestrator.service.intake.detection import node_name
+from orchestrator.service.intake.cluster_file import format_cluster
+from orchestrator.service.intake.detection import local_node_name
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.parse import parse_cluster
@@ -206,7 +206,7 @@ def test_every_name_of_nvml_is_of_the_catalogue() -> None:
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_a_cluster_as_text_is_read_as_the_same_cluster(path: Path) -> None:
     cluster = parse_cluster(path.read_text(), str(path))
-    assert parse_cluster(cluster_text(cluster, ["a note"]), "text") == cluster
+    assert parse_cluster(format_cluster(cluster, ["a note"]), "text") == cluster
 
 
 def test_maintenance_teams_and_trackers_survive_as_text() -> None:
@@ -220,7 +220,7 @@ nodes:
 - {name: n, count: 2, devices: 2, device: l4-24gb, host_memory: 100GiB, rack: r}
 """
     cluster = parse_cluster(text, "said")
-    assert parse_cluster(cluster_text(cluster), "text") == cluster
+    assert parse_cluster(format_cluster(cluster), "text") == cluster
 
 
 @pytest.mark.long
@@ -258,7 +258,10 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
             "`orc cluster show > my.yaml` is what `up` takes"
         )
         (node,) = up["nodes"]
-        assert (up["name"], node["name"]) == (f"found-on-{node_name().lower()}", node_name())
+        assert (up["name"], node["name"]) == (
+            f"found-on-{local_node_name().lower()}",
+            local_node_name(),
+        )
         assert (node["device"]["name"], len(node["free_bytes"])) == ("h100-80gb", 2)
         assert up["notes"] == ["Found 2 x NVIDIA H100 80GB HBM3, taken as h100-80gb."]
         (job_id,) = here.orc("submit", str(job))["ids"]

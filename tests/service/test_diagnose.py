@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import left_files
-from orchestrator.backends.attempts.evidence import Ending, collect, end_of, write_ending
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence, rank_end, write_ending
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan
 from orchestrator.scheduling.failures.verdict import add_verdict
 from orchestrator.service.commands import diagnose as work
-from orchestrator.service.commands.diagnose import diagnose
+from orchestrator.service.commands.diagnose import diagnose_training
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, NodeDevices
 from orchestrator.specs.errors import SpecError
@@ -65,7 +65,7 @@ def test_names_the_first_cause_with_its_place(
     place: tuple[Any, Any],
 ) -> None:
     paths = [write(tmp_path / f"{rank}.log", text) for rank, text in enumerate(logs)]
-    diagnosis = diagnose(paths, exit_codes, oom_kills)
+    diagnosis = diagnose_training(paths, exit_codes, oom_kills)
     assert diagnosis.kind == kind
     file = None if diagnosis.file is None else Path(diagnosis.file).name
     assert (file, diagnosis.line_number) == place
@@ -82,7 +82,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
         OOM,
         "No CUDA GPUs are available",
     ):
-        diagnosis = diagnose([write(tmp_path / "log", text)], (), 0)
+        diagnosis = diagnose_training([write(tmp_path / "log", text)], (), 0)
         advice[diagnosis.kind] = diagnosis.you_can
     assert {kind for kind, text in advice.items() if "mend the program" in text} == {"user_error"}
     assert len(advice) == len(set(advice.values())) == 5
@@ -91,7 +91,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
 def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_service(
     tmp_path: Path,
 ) -> None:
-    advice = diagnose([write(tmp_path / "log", OOM)], (), 0).you_can
+    advice = diagnose_training([write(tmp_path / "log", OOM)], (), 0).you_can
     for way in ("accumulation", "gradient checkpointing", "8-bit optimizer", "LoRA", "orc init"):
         assert way in advice
     for text in (
@@ -101,7 +101,7 @@ def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_servic
         OOM,
         "No space left on device",
     ):
-        advice = diagnose([write(tmp_path / "log", text)], (), 0).you_can
+        advice = diagnose_training([write(tmp_path / "log", text)], (), 0).you_can
         assert not re.search(r"orc retry|submit|degrade|hang_timeout", advice), advice
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_log_is_one_error(tmp_path: Path, content: object) -> None:
     elif isinstance(content, bytes):
         write(path, content)
     with pytest.raises(SpecError) as error:
-        diagnose([path], (), 0)
+        diagnose_training([path], (), 0)
     assert str(path) in str(error.value)
 
 
@@ -129,7 +129,7 @@ def test_a_name_that_leads_to_no_log_is_one_error(tmp_path: Path) -> None:
         Path("/dev/zero"),
     ):
         with pytest.raises(SpecError, match="LOG"):
-            diagnose([path], (), 0)
+            diagnose_training([path], (), 0)
 
 
 ODD_LOGS = {
@@ -149,7 +149,7 @@ ODD_LOGS = {
 def test_an_odd_log_is_diagnosed_in_two_seconds(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "log", ODD_LOGS[name])
     begun_s = time.process_time()
-    diagnosis = diagnose([path], (), 0)
+    diagnosis = diagnose_training([path], (), 0)
     assert time.process_time() - begun_s <= 2.0
     assert (diagnosis.kind, len(diagnosis.line) <= 800) == ("startup", True)
 
@@ -169,12 +169,12 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
         )
     path = write(tmp_path / "log", "".join(map(str, parts)))
     scan = LogScan(log=path.name)
-    for offset, line in left_files.log_lines(path):
+    for offset, line in left_files.iterate_log_lines(path):
         scan.read_line(line, offset)
-    expected = end_of(path, 0, 1, scan, scan.findings)
+    expected = rank_end(path, 0, 1, scan, scan.findings)
     for block_bytes in (2000, 5000, 16384):
         monkeypatch.setattr(left_files, "BLOCK_BYTES", block_bytes)
-        assert work._end_of(path, 0, 1) == expected
+        assert work._read_rank_end(path, 0, 1) == expected
 
 
 FOLLOWED = """step 1
@@ -238,7 +238,7 @@ def test_an_end_that_the_guide_shows_has_the_kind_that_it_says(
     )
     stated = re.search(r"exit code (-?\d+)", end)
     codes = (int(stated[1]) if stated else 1,)
-    diagnosis = diagnose([write(tmp_path / "log", text)], codes, int("oom_kill" in end))
+    diagnosis = diagnose_training([write(tmp_path / "log", text)], codes, int("oom_kill" in end))
     assert diagnosis.kind == (None if kind == "none" else kind.strip("`"))
 
 
@@ -257,23 +257,23 @@ def test_each_log_may_have_an_exit_code_of_its_own_and_a_clean_one_hides_nothing
         clean = write(tmp_path / "clean.log", "step 1 loss 2.0\nstep 2 loss 1.9\n")
         failed = write(tmp_path / "failed.log", text)
         for codes in ((), (1,), (1, 1), (0, 1)):
-            assert diagnose([clean, failed], codes, 0).kind == kind, (text, codes)
-            assert diagnose([failed, clean], tuple(reversed(codes)), 0).kind == kind
+            assert diagnose_training([clean, failed], codes, 0).kind == kind, (text, codes)
+            assert diagnose_training([failed, clean], tuple(reversed(codes)), 0).kind == kind
     with pytest.raises(SpecError, match="exit code for each log"):
-        diagnose([clean, failed], (1, 1, 1), 0)
+        diagnose_training([clean, failed], (1, 1, 1), 0)
 
 
 def test_a_log_is_read_after_an_exit_with_0(tmp_path: Path) -> None:
     path = write(
         tmp_path / "log", f'Traceback (most recent call last):\n  File "a.py", line 1\n{OOM}\n'
     )
-    assert diagnose([path], (0,), 0).kind == "device_oom"
+    assert diagnose_training([path], (0,), 0).kind == "device_oom"
     handled = write(tmp_path / "handled", f"WARNING {OOM}; half of the batch\nstep 1\nstep 2\n")
-    assert diagnose([handled], (0,), 0).kind is None
+    assert diagnose_training([handled], (0,), 0).kind is None
     saved = write(
         tmp_path / "told", "step 69\nReceived SIGTERM, finishing the current step\nsaved\n"
     )
-    assert diagnose([saved], (0,), 0).kind == "preempted"
+    assert diagnose_training([saved], (0,), 0).kind == "preempted"
 
 
 ERRORS = (
@@ -337,17 +337,17 @@ def test_the_folder_of_an_attempt_is_judged_as_the_service_judges_it(
     placement = (NodeDevices(node="n0", devices=tuple(range(ranks))),)
     record = job(script_spec(launch="ranks"))
     ended = replace(attempt(), placement=placement, ended_at_s=0.0, launched_at_s=0.0)
-    evidence = collect(record.spec, ended, jobs, ending)
+    evidence = collect_evidence(record.spec, ended, jobs, ending)
     failure = classify_end(record, ended, evidence)
     if failure is not None:
         failure = add_verdict(record, replace(ended, evidence=evidence), failure, (), ())
-    diagnosis = diagnose([jobs.attempt(1).path], (), 0)
+    diagnosis = diagnose_training([jobs.attempt(1).path], (), 0)
     if failure is None:
         # the service counts it as a success; only a log that shows an exception is told
         assert diagnosis.kind is None
         return
     assert diagnosis.kind == failure.kind.value
-    assert diagnosis.orc_would == work._next_action(failure)
+    assert diagnosis.orc_would == work._describe_next_action(failure)
     assert diagnosis.reason == failure.reason
 
 
@@ -388,6 +388,6 @@ def test_an_out_of_memory_log_of_a_known_project_names_the_phase_and_its_lever(
     path: str, begin: str, parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     log = write(tmp_path / "0.log", f"{begin}\n" + TRACEBACK.format(path=path, oom=OOM))
-    diagnosis = diagnose([log], [1], 0)
+    diagnosis = diagnose_training([log], [1], 0)
     assert diagnosis.kind == "device_oom"
     assert [part for part in parts if part not in diagnosis.you_can] == [], diagnosis.you_can

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.client.client import Client, process_is_alive, service_file
-from orchestrator.service.client.lifecycle import journal_url, start, stop
+from orchestrator.service.client.client import Client, process_is_alive, read_service_file
+from orchestrator.service.client.lifecycle import find_journal_url, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished
@@ -69,7 +69,7 @@ def mount(folder: Path, *options: str) -> Iterator[None]:
     finally:
         try:
             if (folder / "service.json").exists():
-                stop(folder, force=True)
+                stop_service(folder, force=True)
         finally:
             subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
@@ -79,8 +79,8 @@ class Night:
 
     def __init__(self, home: Path, go: Path) -> None:
         self.home, self.go = home, go
-        start(home, None, None)
-        self.pid = int(service_file(home)["pid"])
+        start_service(home, None, None)
+        self.pid = int(read_service_file(home)["pid"])
         file = go.with_name("job.yaml")
         script = go.with_name("waits.py")
         script.write_text(SCRIPT)
@@ -105,11 +105,11 @@ class Night:
 
     def job(self, job_id: str) -> Any:
         with closing(Client(self.home)) as client:
-            return client.job(job_id)[0]
+            return client.fetch_job(job_id)[0]
 
     def problems(self) -> list[str]:
         """Return the problems that the service answers anybody in time. A service that takes no jobs is not ready."""
-        url = f"http://127.0.0.1:{service_file(self.home)['port']}/readyz"
+        url = f"http://127.0.0.1:{read_service_file(self.home)['port']}/readyz"
         answer = httpx.get(url, timeout=ANSWER_S, trust_env=False)
         problems: list[str] = answer.json()["problems"]
         assert (answer.status_code == 503) == any(
@@ -128,11 +128,11 @@ class Night:
         until(lambda: not self.problems(), "all is well")
         assert process_is_alive(self.pid)
         assert len(self.job(self.running)["attempts"]) <= attempts_max
-        stop(self.home, force=True)
-        with closing(Journal(journal_url(self.home))) as journal:
+        stop_service(self.home, force=True)
+        with closing(Journal(find_journal_url(self.home))) as journal:
             ends = [
                 (event.job_id, event.number)
-                for event in journal.events()
+                for event in journal.iterate_events()
                 if isinstance(event, Finished)
             ]
         assert len(ends) == len(set(ends))
@@ -223,7 +223,7 @@ def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(
             night.submit()
         assert night.trains(), "training needs no journal"
         assert process_is_alive(night.pid)
-        stop(home, force=True)
+        stop_service(home, force=True)
         assert "Traceback" not in (home / "service.log").read_text()
         until(
             lambda: subprocess.run(["umount", str(home)], capture_output=True).returncode == 0,
@@ -232,6 +232,6 @@ def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(
         subprocess.run(["e2fsck", "-f", "-y", str(image)], capture_output=True, timeout=60)
         run("mount", "-o", "loop", str(image), str(home))
         night.go.touch()
-        start(home, None, None)
-        night.pid = int(service_file(home)["pid"])
+        start_service(home, None, None)
+        night.pid = int(read_service_file(home)["pid"])
         night.ends_well(taken, attempts_max=2)

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.commands.fit import fit_rows, ways_of_model
+from orchestrator.service.commands.cards import parse_cards
+from orchestrator.service.commands.fit import iterate_fit_rows, list_training_ways
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.terminal.plan_tables import plan_panel
 from orchestrator.specs.cluster import idle_nodes
@@ -43,15 +43,15 @@ def job_of(layers: int) -> JobSpec:
 
 @pytest.mark.parametrize("layers", [8, 32])
 def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int) -> None:
-    for way, spec in ways_of_model(job_of(layers))[:2]:
-        for row in fit_rows([(way, spec)]):
+    for way, spec in list_training_ways(job_of(layers))[:2]:
+        for row in iterate_fit_rows([(way, spec)]):
             if row["device"] not in CARDS or row["devices"] is None:
                 continue
             exactly = spec.model_copy(
                 update={"gpus": GpuRange(min=row["devices"], max=row["devices"])}
             )
             cards = f"{row['devices']}x{row['device']}"
-            answer = plan_job(exactly, idle_nodes(cluster_of_cards(cards)))
+            answer = plan_job(exactly, idle_nodes(parse_cards(cards)))
             assert answer["chosen"] is not None
             chosen = answer["frontier"][answer["chosen"]]
             plan, step_s, needed_bytes = row["plan"], row["step_s"], row["needed_bytes"]
@@ -61,7 +61,7 @@ def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int
 
 @pytest.mark.parametrize("layers", [8, 32])
 def test_the_table_by_devices_has_the_plan_that_so_many_devices_would_run(layers: int) -> None:
-    nodes = idle_nodes(cluster_of_cards("8xh100-80gb"))
+    nodes = idle_nodes(parse_cards("8xh100-80gb"))
     answer = plan_job(job_of(layers), nodes)
     assert answer["chosen"] in answer["by_devices"]
     for index in answer["by_devices"]:
@@ -77,7 +77,7 @@ def test_the_table_by_devices_has_the_plan_that_so_many_devices_would_run(layers
 def test_a_whole_training_costs_its_device_hours_where_a_device_has_a_price(
     price: float | None,
 ) -> None:
-    cluster = cluster_of_cards("8xh100-80gb")
+    cluster = parse_cards("8xh100-80gb")
     nodes = [
         replace(node, device=node.device.model_copy(update={"price_per_hour": price}))
         for node in idle_nodes(cluster)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from orchestrator.service.pages.form import (
     OF_KEY,
     WRITTEN,
-    Key,
+    FormKey,
     field_values,
-    sections,
+    form_sections,
     write_job_file,
 )
 from orchestrator.specs.errors import SpecError
@@ -68,7 +68,7 @@ def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
 
 
 def test_every_key_of_the_schema_has_a_field() -> None:
-    names = {key.name.removeprefix(OF_KEY) for section in sections() for key in section.keys}
+    names = {key.name.removeprefix(OF_KEY) for section in form_sections() for key in section.keys}
     assert {name.split(".")[0] for name in names} == set(job_json_schema()["properties"])
     assert {
         "training.optimizer",
@@ -78,8 +78,10 @@ def test_every_key_of_the_schema_has_a_field() -> None:
     } <= names
 
 
-def _key(name: str) -> Key:
-    return next(key for section in sections() for key in section.keys if key.name == OF_KEY + name)
+def _key(name: str) -> FormKey:
+    return next(
+        key for section in form_sections() for key in section.keys if key.name == OF_KEY + name
+    )
 
 
 def test_words_of_the_schema_are_choices() -> None:

@@ -149,14 +149,15 @@ def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[o
             broken.append((path, repr(value)[:80], answer.status_code, answer.text[:300]))
         if number % BATCHED == 0:
             audited += sum(
-                row.action.startswith("POST /jobs") for row in world.accounts.audit(BATCHED)
+                row.action.startswith("POST /jobs")
+                for row in world.accounts.list_audit_rows(BATCHED)
             )
-    submitted = [event for event in world.journal.events() if isinstance(event, Submitted)]
+    submitted = [event for event in world.journal.iterate_events() if isinstance(event, Submitted)]
     if (audited, len(submitted)) != (count - count % BATCHED, taken) or not 0 < taken < count:
         broken.append(f"{count} sent, {audited} audited, {taken} taken, {len(submitted)} stored")
-    broken += [event.spec for event in submitted if world.journal.as_kept(event) != event]
-    world.journal.read_all()
-    return [*broken, *world.journal.set_aside.rows()]
+    broken += [event.spec for event in submitted if world.journal.round_trip_event(event) != event]
+    world.journal.find_unreadable_rows()
+    return [*broken, *world.journal.set_aside.list_rows()]
 
 
 def test_whatever_is_sent_is_refused_by_its_field_or_given_back_by_the_journal(

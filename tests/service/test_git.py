@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.git import read_code_source
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.code_source import CodeSource
@@ -58,26 +58,26 @@ def test_a_job_has_the_commit_of_its_code_as_mlflow_reads_it(project: Path) -> N
 
 def test_changed_files_make_it_dirty_and_new_ones_do_not(project: Path) -> None:
     (project / "output.bin").write_text("x")
-    assert code_source(project) == read_job(project / "job.yaml").source
-    assert not code_source(project).dirty  # type: ignore[union-attr]
+    assert read_code_source(project) == read_job(project / "job.yaml").source
+    assert not read_code_source(project).dirty  # type: ignore[union-attr]
     (project / "train.py").write_text("print()")
-    assert code_source(project).dirty  # type: ignore[union-attr]
+    assert read_code_source(project).dirty  # type: ignore[union-attr]
 
 
 def test_what_is_no_work_tree_or_has_no_commit_has_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert code_source(tmp_path) is None
+    assert read_code_source(tmp_path) is None
     git(tmp_path, "init")
-    assert code_source(tmp_path) is None
-    assert code_source(tmp_path / "absent") is None
+    assert read_code_source(tmp_path) is None
+    assert read_code_source(tmp_path / "absent") is None
     monkeypatch.setenv("PATH", "/nowhere")
-    assert code_source(tmp_path) is None
+    assert read_code_source(tmp_path) is None
 
 
 def test_a_branch_is_none_where_none_is_checked_out(project: Path) -> None:
     git(project, "checkout", "--detach")
-    source = code_source(project)
+    source = read_code_source(project)
     assert source is not None
     assert source.branch == ""
 

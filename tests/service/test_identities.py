@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
-from orchestrator.backends.attempts.left_files import log_tail, read_exit_code
+from orchestrator.backends.attempts.left_files import read_exit_code, read_log_tail
 from orchestrator.service.client.client import Client, process_is_alive, user_name
-from orchestrator.service.client.lifecycle import prepare, start, stop
+from orchestrator.service.client.lifecycle import prepare_home, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
-from orchestrator.service.pages.job import last_curves
+from orchestrator.service.pages.job import load_attempt_curves
 from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
@@ -77,7 +77,7 @@ def folder() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     if (folder / "home" / "service.json").exists():
-        stop(folder / "home", force=True)
+        stop_service(folder / "home", force=True)
     shutil.rmtree(folder)
 
 
@@ -95,7 +95,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
 
 def show(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.job(job_id)[0]
+        return client.fetch_job(job_id)[0]
 
 
 def rank_of(home: Path, job_id: str) -> int | None:
@@ -121,7 +121,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     cluster = folder / "cluster.yaml"
     users = f"users: {{ada: {{uid: {ADA}}}, bob: {{uid: {BOB}, gid: {BOB + 1}}}}}\n"
     cluster.write_text(Path("clusters/two-virtual-devices.yaml").read_text() + users)
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     ada = submit(home, folder, "ada", python, SCRIPT, str(go))
     pid = until(lambda: rank_of(home, ada), "ada's rank", END_S)
     assert os.stat(f"/proc/{pid}").st_uid == ADA
@@ -145,8 +145,8 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     assert show(home, bob)["status"] == "succeeded"
     assert (attempt_folder / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
-        client.log(bob, 1, 1, 0)
-    prepare(home)  # as every `orc up` does
+        client.read_log(bob, 1, 1, 0)
+    prepare_home(home)  # as every `orc up` does
     with pytest.raises(SpecError, match="the user has no user id here"):
         submit(home, folder, "eve", python, SCRIPT, str(go))
     go.touch()
@@ -192,10 +192,10 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
         for file in (folder.metrics, folder.exit_code(0)):
             file.unlink(missing_ok=True)
             file.symlink_to(secret) if planted is link else os.mkfifo(file)
-        assert last_curves(tmp_path, "lm-1", 1).loss == []
+        assert load_attempt_curves(tmp_path, "lm-1", 1).loss == []
         assert read_exit_code(folder, 0) is None
         assert read_from(planted, 0, ()) == b""
-        assert log_tail(planted) == ""
+        assert read_log_tail(planted) == ""
         with pytest.raises(OSError, match=r"Too many levels|No such device"):
             open_to_append(planted)
     (tmp_path / f"rank0.rc.{os.getpid()}.{threading.get_ident()}.tmp").symlink_to(secret)

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.service.intake.hub import hint_for
+from orchestrator.service.intake.hub import hint_for_unknown_model
 from orchestrator.service.intake.intake import (
     EMBEDDED_CLUSTER,
     read_cluster,
@@ -186,12 +186,12 @@ def stamps_of(home: Path) -> dict[Path, int]:
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
     path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"
-    spec = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,), numeric=False))
+    spec = read_job(path, home=home, trace_scope=lambda _: TraceScope(cuda=(True,), numeric=False))
     assert [(entry.profile.precision, entry.autocast) for entry in spec.traced] == [
         (Precision.FP32, False)
     ]
     stamps = stamps_of(home)
-    every = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,)))
+    every = read_job(path, home=home, trace_scope=lambda _: TraceScope(cuda=(True,)))
     assert {entry.profile.precision for entry in every.traced} == {Precision.FP32, Precision.BF16}
     assert every.traced[0] == spec.traced[0]
     assert stamps.items() < stamps_of(home).items(), "what was traced before is not traced again"
@@ -446,12 +446,12 @@ def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_t
 
 
 def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table() -> None:
-    hint = hint_for("facebook/musicgen-medium")
+    hint = hint_for_unknown_model("facebook/musicgen-medium")
     assert PROJECT_JOBS["musicgen"] in hint
     for path in PROJECT_JOBS.values():
         assert (Path(__file__).parents[2] / path).is_file()
     assert str(len(load_published())) in hint
-    assert "meta-llama/Llama-3.2-1B" in hint_for("meta-llama/Llama-3.2-11B-Vision")
+    assert "meta-llama/Llama-3.2-1B" in hint_for_unknown_model("meta-llama/Llama-3.2-11B-Vision")
 
 
 def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:

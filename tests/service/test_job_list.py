@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.service.commands.job_list import read_list
-from orchestrator.service.commands.simulate import shift_maintenance, simulate
+from orchestrator.service.commands.job_list import read_job_list
+from orchestrator.service.commands.simulate import shift_maintenance, simulate_trace
 from orchestrator.specs.cluster import Maintenance
 from orchestrator.specs.errors import SpecError
 
@@ -45,7 +45,7 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
         "jobs: [{at: 1h, file: prepare.yaml}, {at: 1h, file: sweep.yaml}, {at: 1h, file: late.yaml},"
         " {at: 2h, file: due.yaml}]\n"
     )
-    run = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4))
+    run = simulate_trace(read_job_list(write(night, text), night), cluster_of(1, 0.0, 4))
     starts_h = [(outcome.name, (outcome.started_at_s or 0.0) / HOUR_S) for outcome in run.outcomes]
     assert starts_h == [
         ("prepare", 0.0),
@@ -66,13 +66,13 @@ def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs
         {"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"}
     )
     cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
-    dated = read_list(
+    dated = read_job_list(
         write(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"),
         night,
     )
-    (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s)).outcomes
+    (outcome,) = simulate_trace(dated, shift_maintenance(cluster, dated.begins_s)).outcomes
     assert outcome.started_at_s == 2 * HOUR_S
-    undated = read_list(write(night, "jobs: [{file: prepare.yaml}]\n"), night)
+    undated = read_job_list(write(night, "jobs: [{file: prepare.yaml}]\n"), night)
     with pytest.raises(SpecError, match="maintenance: the jobs have no date"):
         shift_maintenance(cluster, undated.begins_s)
 
@@ -88,8 +88,8 @@ def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(
     )
     text += "parameters: {{lr: {{values: [1, 2, 3, 4, 5]}}}}, max_trials: 4}}\nmax_concurrent: {at_once}\n"
     (night / "tune.yaml").write_text(text.format(name="tune", at_once=at_once))
-    run = simulate(
-        read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4)
+    run = simulate_trace(
+        read_job_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4)
     )
     assert [outcome.trial for outcome in run.outcomes] == [
         ("tune#0", number) for number in range(4)
@@ -108,7 +108,7 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
     )
     (night / "tune.yaml").write_text((text + sweep + "max_concurrent: 1\n").format(name="tune"))
     text = "jobs: [{file: tune.yaml}, {file: prepare.yaml}]\n"
-    report = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4)).report
+    report = simulate_trace(read_job_list(write(night, text), night), cluster_of(1, 0.0, 4)).report
     assert (report["jobs"], report["finished"]) == (3, 1)
 
 
@@ -128,4 +128,4 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
 )
 def test_a_bad_list_is_one_clear_error(night: Path, text: str, message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)):
-        read_list(write(night, text), night)
+        read_job_list(write(night, text), night)

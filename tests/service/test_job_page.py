@@ -10,11 +10,11 @@ from orchestrator.service.pages.frame import load_macros
 from orchestrator.service.pages.job import (
     FILES_MAX,
     Curves,
-    artifacts,
-    charts,
-    facts_of,
+    add_failure_memory,
+    draw_charts,
+    job_facts,
+    list_artifacts,
     memory_rows,
-    with_fatal_moments,
 )
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
@@ -38,16 +38,16 @@ def view(kind: str | None, peak_bytes: int = 254 * MIB) -> Any:
 
 
 def test_the_memory_of_an_attempt_that_ran_out_ends_with_what_was_in_use() -> None:
-    (ended,) = with_fatal_moments(CURVES, view("device_oom"))
+    (ended,) = add_failure_memory(CURVES, view("device_oom"))
     assert ended.peak_bytes[-1] == (3.0, 254.0 * MIB)
-    assert with_fatal_moments(CURVES, view("user_error")) == CURVES
-    assert with_fatal_moments(CURVES, view(None)) == CURVES
+    assert add_failure_memory(CURVES, view("user_error")) == CURVES
+    assert add_failure_memory(CURVES, view(None)) == CURVES
 
 
 def test_the_memory_chart_has_the_end_of_the_device() -> None:
-    chart = charts(CURVES, 256 * MIB)["peak_bytes"]
+    chart = draw_charts(CURVES, 256 * MIB)["peak_bytes"]
     assert "device ends: 256 MiB" in chart
-    assert "device ends" not in charts(CURVES, None)["peak_bytes"]
+    assert "device ends" not in draw_charts(CURVES, None)["peak_bytes"]
 
 
 def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(
@@ -56,12 +56,12 @@ def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(
     text = f"name: a\ncommand: [python, train.py, a b]\nglobal_batch_size: 8\nworkdir: {tmp_path}\n"
     spec = parse_job(text, "job.yaml")
     job = Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0)
-    assert facts_of(job) == {"Command": "python train.py 'a b'", "Folder": str(tmp_path)}
+    assert job_facts(job) == {"Command": "python train.py 'a b'", "Folder": str(tmp_path)}
     source = SimpleNamespace(commit="0123456789abcdef" * 3, dirty=True)
     saved = Job(
         id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0
     )
-    assert facts_of(saved)["Commit"] == "0123456789ab with changes"
+    assert job_facts(saved)["Commit"] == "0123456789ab with changes"
 
 
 def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out() -> None:
@@ -81,16 +81,16 @@ def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out()
 
 
 def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_path: Path) -> None:
-    assert artifacts(tmp_path, "a-1") == []
+    assert list_artifacts(tmp_path, "a-1") == []
     folder = JobFolder(tmp_path, "a-1").output
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "link").symlink_to("/etc/passwd")
     (folder / "model.bin").write_bytes(b"123")
-    shown = dict(artifacts(tmp_path, "a-1"))
+    shown = dict(list_artifacts(tmp_path, "a-1"))
     assert (shown["checkpoint"], shown["model.bin"], shown["link"]) == (None, 3, len("/etc/passwd"))
     for number in range(2 * FILES_MAX):
         (folder / f"{number}").touch()
-    assert len(artifacts(tmp_path, "a-1")) == FILES_MAX
+    assert len(list_artifacts(tmp_path, "a-1")) == FILES_MAX
 
 
 def test_facts_name_variables_and_say_no_value_of_one() -> None:
@@ -98,7 +98,7 @@ def test_facts_name_variables_and_say_no_value_of_one() -> None:
         "name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n",
         "job.yaml",
     )
-    assert facts_of(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
+    assert job_facts(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
 
 
 def test_a_running_job_of_ours_says_that_its_curves_are_yet_to_come(world: World) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.client.client import Client, service_file
-from orchestrator.service.client.lifecycle import prepare
+from orchestrator.service.client.client import Client, read_service_file
+from orchestrator.service.client.lifecycle import prepare_home
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.job_record import JobStatus
@@ -59,8 +59,8 @@ class Mortal:
             waiter.join(60)
             assert not waiter.is_alive(), "a submission is without an answer"
         client, deadline_s = Client(self.home), time.monotonic() + PATIENCE_S
-        while any(job["status"] in ("queued", "running") for job in client.jobs(ended=0)):
-            assert time.monotonic() < deadline_s, client.jobs(ended=0)
+        while any(job["status"] in ("queued", "running") for job in client.list_jobs(ended_max=0)):
+            assert time.monotonic() < deadline_s, client.list_jobs(ended_max=0)
             time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         self._forker.stdout.readline()
@@ -83,7 +83,7 @@ class Mortal:
         while not (self.home / "service.json").exists():
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
-        assert service_file(self.home)["pid"] == pid
+        assert read_service_file(self.home)["pid"] == pid
         return pid
 
     def _submit(self, ids: list[str]) -> None:
@@ -118,7 +118,7 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     rounds: int, tmp_path: Path, forker: subprocess.Popen[str]
 ) -> None:
     home, draw = tmp_path.resolve(), random.Random(rounds)
-    prepare(home)
+    prepare_home(home)
     (home / "world").mkdir()
     mortal = Mortal(home, forker)
     clients = mortal.load()
@@ -127,8 +127,8 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     mortal.live_to_the_end(clients)
 
     with closing(Journal(f"sqlite:///{home}/journal.sqlite")) as journal:
-        events = list(journal.events())
-        ended = {job.id: job for job in journal.ended(1_000_000)}
+        events = list(journal.iterate_events())
+        ended = {job.id: job for job in journal.list_ended_jobs(1_000_000)}
     submitted = [event for event in events if isinstance(event, Submitted)]
     began = runs(home / "world")
     answered = [job_id for ids in mortal.answered for job_id in ids]

@@ -125,7 +125,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
         database.executescript(POISONED_HOME.read_text())
     with closing(Journal(f"sqlite:///{path}")) as journal:
         backend = FaultyBackend(CLUSTERS[2], seed=3, hazards={}, repeat_chance=0.0)
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         jobs = [*controller.state.jobs.values(), *controller.ended(100)]
         assert len(jobs) == 10
         for job in jobs:
@@ -143,7 +143,7 @@ def test_a_thread_that_ends_unexpectedly_is_named(world: World) -> None:
     faults = ThreadFaults()
     world.controller.health.watch(faults.problem)
     assert world.client.get("/readyz").json()["problems"] == []
-    faults.note("sweeps", LookupError("planted"))
+    faults.record_fault("sweeps", LookupError("planted"))
     assert world.client.get("/readyz").json()["problems"] == [
         "the thread sweeps of the service ended unexpectedly: LookupError: planted; "
         "`orc down` and `orc up` start it again, and jobs that run go on"

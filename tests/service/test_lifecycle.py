@@ -15,9 +15,14 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.client.client import is_up, process_is_alive, service_file
-from orchestrator.service.client.endpoint import FILE, format_endpoint, make_endpoint
-from orchestrator.service.client.lifecycle import journal_url, prepare, start, stop
+from orchestrator.service.client.client import is_up, process_is_alive, read_service_file
+from orchestrator.service.client.endpoint import FILE, endpoint_text, make_endpoint
+from orchestrator.service.client.lifecycle import (
+    find_journal_url,
+    prepare_home,
+    start_service,
+    stop_service,
+)
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
 from tests.service.test_reach import free_port
@@ -29,7 +34,7 @@ NOWHERE = f"postgresql+psycopg://orc:{PASSWORD}@127.0.0.1:1/orc"
 
 
 def test_the_journal_is_a_file_of_the_home_unless_it_was_named(tmp_path: Path) -> None:
-    assert journal_url(tmp_path) == f"sqlite:///{tmp_path}/journal.sqlite"
+    assert find_journal_url(tmp_path) == f"sqlite:///{tmp_path}/journal.sqlite"
 
 
 def test_a_service_that_cannot_reach_its_journal_says_so_and_shows_no_password(
@@ -38,10 +43,10 @@ def test_a_service_that_cannot_reach_its_journal_says_so_and_shows_no_password(
     pytest.importorskip("psycopg")
     monkeypatch.setenv("ORC_JOURNAL", NOWHERE)
     with pytest.raises(ServiceError, match="a database that is away") as refused:
-        start(tmp_path, None, None)
+        start_service(tmp_path, None, None)
     assert PASSWORD not in str(refused.value)
     assert PASSWORD not in (tmp_path / "service.log").read_text()
-    assert journal_url(tmp_path) == NOWHERE
+    assert find_journal_url(tmp_path) == NOWHERE
     assert (tmp_path / "journal_url").stat().st_mode & 0o077 == 0
 
 
@@ -50,29 +55,29 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
     tmp_path: Path,
 ) -> None:
     home = tmp_path / "home"
-    start(home, None, None)
+    start_service(home, None, None)
     pid, ray, mlflow = (
-        int(service_file(home)["pid"]),
-        embedded_ray.read_state(home),
+        int(read_service_file(home)["pid"]),
+        embedded_ray.read_record(home),
         MlflowServer(home),
     )
     assert ray is not None
-    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
+    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.list_processes()}
     assert len(before) >= 3
     shutil.rmtree(home)
-    start(home, None, None)
+    start_service(home, None, None)
     try:
         until(
             lambda: not any(map(process_is_alive, before)),
             "what belonged to the removed home",
             GONE_S,
         )
-        next_ray = embedded_ray.read_state(home)
+        next_ray = embedded_ray.read_record(home)
         assert next_ray is not None
-        assert embedded_ray.find(home) == next_ray["address"]
-        assert process_is_alive(int(service_file(home)["pid"]))
+        assert embedded_ray.find_local_address(home) == next_ray["address"]
+        assert process_is_alive(int(read_service_file(home)["pid"]))
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)
 
 
 @pytest.mark.long
@@ -81,15 +86,15 @@ def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_ru
 ) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ServiceError, match="ended at once"):
-        start(tmp_path, None, None)
-    ray = embedded_ray.read_state(tmp_path)
+        start_service(tmp_path, None, None)
+    ray = embedded_ray.read_record(tmp_path)
     begun = [process for _, process, _ in ray["processes"]] if ray else []
     until(
-        lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])),
+        lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).list_processes()])),
         "all of it",
         GONE_S,
     )
-    assert embedded_ray.find(tmp_path) is None
+    assert embedded_ray.find_local_address(tmp_path) is None
 
 
 def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_one_was_named(
@@ -114,13 +119,13 @@ def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_o
         text=True,
     )
     until(lambda: is_up(home), "the service", GONE_S)
-    assert service_file(home)["pid"] == process.pid
+    assert read_service_file(home)["pid"] == process.pid
     process.terminate()
     _, output = process.communicate(timeout=GONE_S)
     assert process.returncode == 0
     assert f"Ray cannot be reached: nothing answers at {NO_RAY}" in output
     assert not (home / "service.log").exists()
-    assert MlflowServer(home).processes() == ()
+    assert MlflowServer(home).list_processes() == ()
     assert not (home / "mlflow").exists()
     lock = home / "journal.sqlite.lock"
     assert (
@@ -144,7 +149,7 @@ def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path:
         "--ray",
         NO_RAY,
     ]
-    with closing(Journal(journal_url(home))):  # another service owns it
+    with closing(Journal(find_journal_url(home))):  # another service owns it
         subprocess.run(
             command,
             env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"},
@@ -159,7 +164,7 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
     tmp_path: Path,
 ) -> None:
     home, variables = tmp_path / "home", {**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}
-    prepare(home)
+    prepare_home(home)
     first, other = (
         make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2)
     )
@@ -178,11 +183,11 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
     with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
         became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
-    (home / FILE).write_text(format_endpoint(other))
+    (home / FILE).write_text(endpoint_text(other))
     with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
-        assert embedded_ray.accepts(f"{first.host}:{first.port}", 5.0)
-        assert not embedded_ray.accepts(f"{other.host}:{other.port}", 5.0)
+        assert embedded_ray.accepts_connection(f"{first.host}:{first.port}", 5.0)
+        assert not embedded_ray.accepts_connection(f"{other.host}:{other.port}", 5.0)
 
 
 @contextmanager
@@ -215,7 +220,7 @@ def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(
         ended = subprocess.run(command, capture_output=True, text=True, timeout=GONE_S, check=False)
     finally:
         if (home / "service.json").exists():
-            stop(home, force=True)
+            stop_service(home, force=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"--ray: not an address\n  given:   {typo!r}\n")
     assert not home.exists()

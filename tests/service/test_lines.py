@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.specs.errors import SpecError
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(
@@ -44,7 +44,7 @@ def verdict_of(row: dict[str, Any]) -> str:
             path.write_text(source_of(content) if isinstance(content, list) else content)
             path.chmod(0o755)
         try:
-            text = proposal(shlex.split(row["typed"]), Path(folder), {})
+            text = propose_job_file(shlex.split(row["typed"]), Path(folder), {})
         except SpecError:
             return "refused"
     (batch,) = [line for line in text.splitlines() if line.startswith("global_batch_size:")] or [""]

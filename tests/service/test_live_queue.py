@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.scheduling.reports.forecast import make_forecast
-from orchestrator.service.commands.live_queue import play_queue
+from orchestrator.service.commands.live_queue import simulate_queue
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
@@ -41,7 +41,9 @@ def test_the_live_queue_is_played_as_it_is_forecast_to_the_second(
     compared = 0
     for seed in range(2):
         for state, spec in moments(night, seed):
-            outcomes = play_queue(state, spec, is_live=True, to_come={}, home=Path()).outcomes
+            outcomes = simulate_queue(
+                state, spec, is_live=True, coming_trials={}, home=Path()
+            ).outcomes
             live = sorted(
                 (job for job in state.jobs.values() if not job.status.ended),
                 key=lambda job: job.order,
@@ -65,7 +67,7 @@ def test_a_running_job_goes_on_elsewhere_from_what_it_has_saved() -> None:
     other = cluster(("b", 1, 1, device("other", "2GiB"))).model_copy(
         update={"launch_cost": LAUNCH_S}
     )
-    (there,) = play_queue(half, other, is_live=False, to_come={}, home=Path()).outcomes
+    (there,) = simulate_queue(half, other, is_live=False, coming_trials={}, home=Path()).outcomes
     assert there.ended_at_s == pytest.approx(LAUNCH_S + 500.0, abs=15.0)
-    (here,) = play_queue(half, other, is_live=True, to_come={}, home=Path()).outcomes
+    (here,) = simulate_queue(half, other, is_live=True, coming_trials={}, home=Path()).outcomes
     assert here.ended_at_s == pytest.approx(500.0, abs=1.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.client.join_token import FILE, parts_of
-from orchestrator.service.intake.cluster_file import kept_cluster, nodes_here
+from orchestrator.service.client.join_token import FILE, split_join_token
+from orchestrator.service.intake.cluster_file import load_cluster, select_local_nodes
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
 from orchestrator.service.server.routes.api import JOINING, ROLES, create_app
@@ -49,7 +49,7 @@ def test_a_member_is_declared_at_once_and_after_a_restart_until_it_leaves(tmp_pa
     joined.members.add(node("a"), "10.0.0.2")
     joined.members.add(node("a"), "10.0.0.2")
     assert [names(cluster) for cluster in joined.told] == [["virtual", "a"]]
-    assert names(kept_cluster(tmp_path)) == ["virtual", "a"]
+    assert names(load_cluster(tmp_path)) == ["virtual", "a"]
     joined.live = {"a": "10.0.0.2"}
     with pytest.raises(ServiceError, match="a still runs"):
         joined.members.remove("a")
@@ -59,7 +59,7 @@ def test_a_member_is_declared_at_once_and_after_a_restart_until_it_leaves(tmp_pa
     with pytest.raises(UnknownError, match=r"no machine 'a' has joined; those that have: b"):
         joined.members.remove("a")
     joined.members.remove("b")
-    assert names(kept_cluster(tmp_path)) == names(joined.told[-1]) == ["virtual"]
+    assert names(load_cluster(tmp_path)) == names(joined.told[-1]) == ["virtual"]
 
 
 def test_a_name_is_of_one_machine_and_a_node_that_runs_keeps_its_devices(tmp_path: Path) -> None:
@@ -93,12 +93,14 @@ def test_on_the_loopback_no_machine_joins(tmp_path: Path) -> None:
 
 def test_of_nodes_with_gpus_the_one_of_this_name_is_here_and_members_are_not() -> None:
     two = parse_cluster(TWO, "two")
-    assert names(nodes_here(two, (), "n1")) == ["n1"]
+    assert names(select_local_nodes(two, (), "n1")) == ["n1"]
     with pytest.raises(SpecError, match="no node is this machine"):
-        nodes_here(two, (), "elsewhere")
+        select_local_nodes(two, (), "elsewhere")
     away = two.nodes[0].model_copy(update={"name": "n1", "count": 1})
-    assert names(nodes_here(two, (away,), "elsewhere")) == ["n0"], "the only one that is left"
-    assert names(nodes_here(read_cluster(None), (), "any")) == ["virtual"]
+    assert names(select_local_nodes(two, (away,), "elsewhere")) == ["n0"], (
+        "the only one that is left"
+    )
+    assert names(select_local_nodes(read_cluster(None), (), "any")) == ["virtual"]
 
 
 @pytest.mark.parametrize("name", ["python", "interpreter", "ray", "orchestrator", "home"])
@@ -127,9 +129,9 @@ def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
 )
 def test_what_is_no_token_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(SpecError) as refused:
-        parts_of(text)
+        split_join_token(text)
     assert not text or text not in str(refused.value)
-    assert parts_of(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
+    assert split_join_token(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
 
 
 def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
     bad = machine_client.post("/nodes", json={**body, "node": {"name": "a", "devicez": 2}})
     assert bad.status_code == 422
     assert "devicez" in bad.json()["error"]
-    assert names(kept_cluster(tmp_path)) == ["virtual", "a"]
+    assert names(load_cluster(tmp_path)) == ["virtual", "a"]
     assert machine_client.delete("/nodes/a").status_code == 200
     (tmp_path / FILE).unlink()
     assert machine_client.get("/join").status_code == 401

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.notice import notice
+from orchestrator.backends.notify.notice import make_notice
 from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
@@ -208,7 +208,7 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
         controller.submit(script("lm", gpus=1))
         while controller.state.jobs:
             controller.turn(0.0)
-        (real,) = journal.ended(1)
+        (real,) = journal.list_ended_jobs(1)
         ended = [Archive(job=replace(real, id=f"ended-{number}")) for number in range(1, ENDED)]
         journal.append([(TimerFired(at_s=0.0), ended)])
     with closing(Journal(url)) as journal:
@@ -250,14 +250,17 @@ def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(worl
 
     notices = world.journal.notices
     assert waiting() == {}
-    notices.register(["mail", "pager"])
+    notices.register_receivers(["mail", "pager"])
     assert waiting() == {"mail": (0.0, None), "pager": (0.0, None)}
-    notices.tell(
-        [notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)]
+    notices.append_notices(
+        [
+            make_notice("failed", str(at_s), at_s, "title", "text", {})
+            for at_s in (100.0, 200.0, 300.0)
+        ]
     )
     assert waiting() == {"mail": (3.0, 100.0), "pager": (3.0, 100.0)}
-    (first, _), *_ = notices.pending("mail", 1)
-    notices.delivered("mail", [first])
+    (first, _), *_ = notices.list_pending("mail", 1)
+    notices.mark_delivered("mail", [first])
     assert waiting() == {"mail": (2.0, 200.0), "pager": (3.0, 100.0)}
-    notices.delivered("mail", [number for number, _ in notices.pending("mail", 9)])
+    notices.mark_delivered("mail", [number for number, _ in notices.list_pending("mail", 9)])
     assert waiting() == {"mail": (0.0, None), "pager": (3.0, 100.0)}

@@ -121,7 +121,7 @@ def busy(tmp_path: Path) -> Iterator[World]:
             rank=0, step=1, steps_done=1, step_s=0.2, peak_bytes=2**20, phase="training", at_s=1.0
         )
         write_json(folder.heartbeat(0), beat)
-    world.journal.outbox.register(["mlflow"])
+    world.journal.outbox.register_receivers(["mlflow"])
     yield world
     world.journal.close()
 

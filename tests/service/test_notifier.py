@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.notice import notice
-from orchestrator.backends.notify.targets import targets_of
+from orchestrator.backends.notify.notice import make_notice
+from orchestrator.backends.notify.targets import make_targets
 from orchestrator.cli import main
-from orchestrator.service.client.client import Client, process_is_alive, service_file
-from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.client.client import Client, process_is_alive, read_service_file
+from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.notifier import Notifier
@@ -57,12 +57,12 @@ class Watched:
         self.now_s = now_s
         self.spec = NotifySpec.model_validate(NOTIFY | settings)
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
-        self.journal.outbox.register(["mlflow"])
-        self.journal.notices.register(["hook"])
+        self.journal.outbox.register_receivers(["mlflow"])
+        self.journal.notices.register_receivers(["hook"])
         self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
-        targets = targets_of(self.spec, "c", {})
+        targets = make_targets(self.spec, "c", {})
         self.notifier = Notifier(
             self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list
         )
@@ -70,7 +70,8 @@ class Watched:
     def pending_notices(self) -> list[tuple[str, str]]:
         self.notifier.look()
         return [
-            (notice.kind, notice.title) for _, notice in self.journal.notices.pending("hook", 99)
+            (notice.kind, notice.title)
+            for _, notice in self.journal.notices.list_pending("hook", 99)
         ]
 
     def pending_kinds_at(self, now_s: float) -> list[str]:
@@ -131,7 +132,7 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
 
 def test_rows_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
-        watched.journal.set_aside.put("jobs", 1, "{", "no JSON")
+        watched.journal.set_aside.set_aside_row("jobs", 1, "{", "no JSON")
         expected = [("unreadable", "The journal has unreadable rows")]
         assert [watched.pending_notices(), watched.pending_notices()] == [expected, expected]
 
@@ -158,7 +159,7 @@ def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -
         see(SEVEN_S + 3000, "", "GPU is lost")
         watched.now_s += 30
         assert watched.pending_notices() == [first, first]
-        (_, message), _ = watched.journal.notices.pending("hook", 99)
+        (_, message), _ = watched.journal.notices.list_pending("hook", 99)
         assert "device 0 of virtual (GPU is lost)" in message.text
 
 
@@ -167,7 +168,7 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
 ) -> None:
     world = World(tmp_path)
     spec = NotifySpec.model_validate(NOTIFY)
-    targets = targets_of(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
+    targets = make_targets(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
     notifier = Notifier(
         spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
     )
@@ -184,7 +185,7 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
 
 
 def test_a_test_is_another_notice_each_time_and_waits_in_no_queue() -> None:
-    first, second = (notice("test", key, 0.0, "t", "t", {}) for key in ("a", "b"))
+    first, second = (make_notice("test", key, 0.0, "t", "t", {}) for key in ("a", "b"))
     assert first.id != second.id
 
 
@@ -214,24 +215,24 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
         "name: bug\ngpus: 1\nglobal_batch_size: 8\ncommand: [python, train.py]\n",
         str(tmp_path / "j.yaml"),
     )
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
             bug = client.submit(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
-            until(lambda: client.job(bug)[0]["status"] == "failed", "the job's end", 60)
+            until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)
         assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
-        pid = int(service_file(home)["pid"])
+        pid = int(read_service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)
         until(lambda: not process_is_alive(pid), "the service's end", 60)
         back = Hook(port=hook.port)
-        start(home, None, None)
+        start_service(home, None, None)
         until(lambda: back.got, "the notice", 60)
         assert send_test_notice(home, capsys) == (0, "hook: delivered\n")
         back.close()
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)
     (_, body), *_ = back.got
     notice = json.loads(body)
     assert (notice["type"], notice["data"]["job"], notice["data"]["status"]) == (

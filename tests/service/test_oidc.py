@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.backends.oidc import provider_of
+from orchestrator.backends.oidc import make_provider
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
@@ -54,7 +54,7 @@ class Site:
             issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **fields
         )
         self.environment = {"ORC_OIDC_SECRET": SECRET}
-        self.world = World(home, provider=provider_of(self.spec, self.environment))
+        self.world = World(home, provider=make_provider(self.spec, self.environment))
         self.browser = self.new_browser()
         self.wrong({})
 
@@ -94,7 +94,9 @@ def test_who_the_provider_names_is_signed_in_with_the_role_of_its_claim(site: Si
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
     assert site.is_signed_in()
-    assert [(user.name, user.role) for user in site.world.accounts.users()] == [(ADA, Role.MEMBER)]
+    assert [(user.name, user.role) for user in site.world.accounts.list_users()] == [
+        (ADA, Role.MEMBER)
+    ]
     assert site.browser.get(f"{PAGES}/audit").status_code == 403
 
 
@@ -109,7 +111,7 @@ def test_a_session_ends_at_its_time_at_logout_at_revocation_and_with_its_user(si
             assert site.browser.post(f"{PAGES}/logout", headers=SAME_SITE).status_code == 303
             site.browser.cookies.update(cookies)  # a stolen cookie ends, too
         elif end == "revocation":
-            site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
+            site.world.accounts.revoke_token(site.world.accounts.list_tokens()[-1].id)
         else:
             site.world.accounts.remove_user(ADA)
         assert not site.is_signed_in(), end
@@ -154,8 +156,8 @@ def test_whoever_the_token_does_not_prove_is_refused_and_nothing_is_kept(
         cookie for cookie in answer.headers.get_list("set-cookie") if cookie.startswith("orc-8000")
     ]
     assert not site.is_signed_in()
-    assert not site.world.accounts.users()
-    assert not site.world.accounts.tokens()
+    assert not site.world.accounts.list_users()
+    assert not site.world.accounts.list_tokens()
 
 
 def test_a_provider_whose_discovery_is_of_another_issuer_or_leaves_tls_signs_nobody_in(
@@ -219,11 +221,11 @@ def test_a_user_of_orc_user_needs_no_claim_and_a_claim_overrules_it(site: Site) 
     site.world.accounts.set_user(ADA, Role.OPERATOR)
     site.wrong({"claims": {"groups": []}})
     assert site.sign_in().status_code == 200
-    assert site.world.accounts.users()[0].role is Role.OPERATOR
+    assert site.world.accounts.list_users()[0].role is Role.OPERATOR
     site.wrong({})
     site.browser.cookies.clear()
     assert site.sign_in().status_code == 200
-    assert site.world.accounts.users()[0].role is Role.MEMBER
+    assert site.world.accounts.list_users()[0].role is Role.MEMBER
 
 
 def test_no_secret_no_code_and_no_token_is_in_journal_log_or_answer(
@@ -275,7 +277,7 @@ def test_a_provider_in_the_clear_and_a_secret_in_place_of_its_name_are_refused()
         issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S"
     )
     with pytest.raises(SpecError, match="variable is missing"):
-        provider_of(spec, {})
+        make_provider(spec, {})
 
 
 UNSAFE = (

@@ -10,7 +10,15 @@ from xml.etree import ElementTree
 import pytest
 
 from orchestrator.service.pages.frame import load_macros
-from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, spark, waterfall
+from orchestrator.service.pages.svg import (
+    Bar,
+    Cause,
+    Line,
+    draw_curves,
+    draw_gantt,
+    draw_sparkline,
+    draw_waterfall,
+)
 from tests.service.test_access import routes
 from tests.service.test_sign_in_links import browser, link
 from tests.service.worlds import World, job_spec
@@ -73,11 +81,11 @@ def test_no_name_in_a_chart_is_markup(seed: int) -> None:
     curves = [Line(evil(), "series-0", [(0.0, 1.0), (1.0, 2.0)]) for _ in range(2)]
     bar = Bar(lane=0, from_s=0.0, until_s=9.0, tone="good", label=evil(), tooltip=evil())
     for chart in (
-        lines(evil(), curves),
-        spark(evil(), curves, 0.0, 1.0),
+        draw_curves(evil(), curves),
+        draw_sparkline(evil(), curves, 0.0, 1.0),
         load_macros("charts").meter(evil(), 5, 10, "good", 8),
-        waterfall([Cause(evil(), 5), Cause(evil(), 7)], 12, None, 20),
-        gantt(evil(), [evil()], [bar], 0.0, 9.0, 5.0, [(1.0, evil())]),
+        draw_waterfall([Cause(evil(), 5), Cause(evil(), 7)], 12, None, 20),
+        draw_gantt(evil(), [evil()], [bar], 0.0, 9.0, 5.0, [(1.0, evil())]),
     ):
         for element in ElementTree.fromstring(f"<div>{chart}</div>").iter():
             assert element.tag.rpartition("}")[2] not in ("script", "a", "b"), chart

@@ -16,11 +16,11 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.commands.what_if import JOBS_MAX, what_if
+from orchestrator.service.commands.what_if import JOBS_MAX, compare_queues
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
-from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, waterfall
+from orchestrator.service.pages.svg import Bar, Cause, Line, draw_curves, draw_gantt, draw_waterfall
 from orchestrator.service.server import forecasts
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.access.sessions import LIFETIME_S, Sessions
@@ -351,7 +351,7 @@ def test_a_page_leads_to_sign_in_once_its_token_is_revoked(
     monkeypatch.setattr(live, "WAIT_S", 0.2)
     tab = site.signed_in(site.token(Role.VIEWER, "mia"))
     tab.get_by_text("Live.").wait_for()
-    site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
+    site.world.accounts.revoke_token(site.world.accounts.list_tokens()[-1].id)
     tab.wait_for_url(f"**{SIGN_IN}**")
     assert tab.get_by_text("Live.").count() == 0
 
@@ -491,7 +491,7 @@ def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
         "deadline": "23:59 UTC",
     }
     assert world.client.post("/jobs", json={"spec": job_spec() | slow}).status_code == 200
-    outcome = what_if(
+    outcome = compare_queues(
         world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home
     )
     assert (outcome.late_now, outcome.late_then) == (1, 1)
@@ -571,7 +571,7 @@ def test_a_session_ends(world: World, ends: str) -> None:
     if ends == "expiry":
         world.now_s += 3600.0
     elif ends == "revocation":
-        world.accounts.revoke_token(world.accounts.tokens()[-1].id)
+        world.accounts.revoke_token(world.accounts.list_tokens()[-1].id)
     elif ends == "removal of the user":
         world.accounts.remove_user("ada")
     elif ends == "its own end":
@@ -660,16 +660,18 @@ def test_a_stream_hears_of_a_change_as_it_happens(
 
 
 def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
-    curve = lines("Loss", [Line("attempt <1>", "series-0", [(1.0, 4.0), (2.0, 3.0)])])
+    curve = draw_curves("Loss", [Line("attempt <1>", "series-0", [(1.0, 4.0), (2.0, 3.0)])])
     assert 'role="img"' in curve
     assert "attempt &lt;1&gt;: 4 at step 1 to 3 at step 2" in curve
-    bars = waterfall([Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None)
+    bars = draw_waterfall(
+        [Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None
+    )
     assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
 
 
 def test_ticks_of_steps_are_integers() -> None:
     for last in (2, 3, 13, 15, 130):
-        chart = lines("Loss", [Line("one", "series-0", [(1.0, 4.0), (float(last), 3.0)])])
+        chart = draw_curves("Loss", [Line("one", "series-0", [(1.0, 4.0), (float(last), 3.0)])])
         assert all(
             tick.isdecimal() for tick in re.findall(r'text-anchor="middle">([^<]*)<', chart)
         ), last
@@ -677,7 +679,7 @@ def test_ticks_of_steps_are_integers() -> None:
 
 def test_a_bar_shows_what_others_wrote_as_text() -> None:
     bar = Bar(lane=0, from_s=0.0, until_s=9.0, tone="good", tooltip=HOSTILE, label="<b>")
-    chart = gantt("Ran", ["a"], [bar], 0.0, 9.0, 9.0, [])
+    chart = draw_gantt("Ran", ["a"], [bar], 0.0, 9.0, 9.0, [])
     assert "&lt;b&gt;" in chart
     assert "<script" not in chart
 
@@ -689,13 +691,13 @@ def test_a_job_shows_the_memory_of_its_steps(site: Site) -> None:
 
 
 def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:
-    assert lines("Loss", [Line("attempt 1", "series-0", [])]) == ""
+    assert draw_curves("Loss", [Line("attempt 1", "series-0", [])]) == ""
     for points in (
         [(5.0, 0.0)],
         [(1.0, 2.0), (9.0, 2.0)],
         [(float(n), float(n)) for n in range(5000)],
     ):
-        assert "nan" not in lines("Loss", [Line("one", "series-0", points)])
+        assert "nan" not in draw_curves("Loss", [Line("one", "series-0", points)])
 
 
 @pytest.mark.long

@@ -16,9 +16,9 @@ import pytest
 from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import RenderedCommand, script_command
 from orchestrator.planning.request import read_script
-from orchestrator.service.commands.init.meanings import meaning_of
-from orchestrator.service.commands.init.named_files import read_settings
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.meanings import find_meaning
+from orchestrator.service.commands.init.named_files import read_settings_file
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, ZeroStage
@@ -270,7 +270,7 @@ def propose(case: Case, folder: Path) -> tuple[str, JobSpec]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
-    text = proposal(shlex.split(case.typed), folder, {})
+    text = propose_job_file(shlex.split(case.typed), folder, {})
     return text, parse_job(
         text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 1\n", "proposal"
     )
@@ -348,7 +348,7 @@ def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
         )
     )
     for name, value in typed.items():
-        meaning = (meaning_of(name) or ("",))[0]
+        meaning = (find_meaning(name) or ("",))[0]
         if (
             meaning == "output_dir"
             or value == "x123"
@@ -372,7 +372,10 @@ def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
         original = (folder / spec.config.file).read_text()
         copy = folder / f"copy{Path(spec.config.file).suffix}"
         copy.write_text(rewrite_config(original, attempt.keys, is_json=copy.suffix == ".json"))
-        before, after = read_settings(folder / spec.config.file) or {}, read_settings(copy) or {}
+        before, after = (
+            read_settings_file(folder / spec.config.file) or {},
+            read_settings_file(copy) or {},
+        )
         missing += [
             f"{key}: {value!r} became {after.get(key)!r}"
             for key, value in before.items()
@@ -432,7 +435,7 @@ def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
 ) -> None:
     for name, content in py(PLAIN, job_DOT_sbatch=source).items():
         (tmp_path / name).write_text(content)
-    text = proposal(["sbatch", "job.sbatch"], tmp_path, {})
+    text = propose_job_file(["sbatch", "job.sbatch"], tmp_path, {})
     jobs = parse_jobs(text, "proposal")
     assert [spec.member and spec.member.max_concurrent for spec in jobs] == [2] * 4
     assert {spec.time_limit for spec in jobs} == {36.5 * 3600}
@@ -459,14 +462,14 @@ def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
 )
 def test_a_time_of_slurm_becomes_the_time_limit(tmp_path: Path, time: str, seconds: int) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    text = proposal(["srun", f"--time={time}", "python", "train.py"], tmp_path, {})
+    text = propose_job_file(["srun", f"--time={time}", "python", "train.py"], tmp_path, {})
     assert parse_job(text, "proposal").time_limit == seconds
 
 
 @pytest.mark.parametrize("option", ["--time=UNLIMITED", "--array=0-99999", "--array=1-x"])
 def test_a_time_or_an_array_that_cannot_be_read_gets_a_check(tmp_path: Path, option: str) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    text = proposal(["srun", option, "python", "train.py"], tmp_path, {})
+    text = propose_job_file(["srun", option, "python", "train.py"], tmp_path, {})
     assert f"# CHECK: not in the job: {option.replace('=', ' ')}: write `" in text
     assert len(parse_jobs(text, "proposal")) == 1
 
@@ -489,7 +492,7 @@ def test_what_a_help_text_says_first_is_what_its_number_counts(
         f"p.add_argument('--batch_size', type=int, default=16, help={text!r})\np.parse_args()\n"
     )
     command = ["torchrun", "--nproc_per_node", "8", "train.py"]
-    spec = parse_job(proposal(command, tmp_path, {}), "proposal")
+    spec = parse_job(propose_job_file(command, tmp_path, {}), "proposal")
     assert spec.global_batch_size == (16 if is_global else 128)
 
 
@@ -503,7 +506,7 @@ def test_a_flag_that_is_true_or_false_takes_no_checkpoint(tmp_path: Path, option
         f"p.add_argument('--resume', {option})\np.parse_args()\n"
     )
     for typed in ([], ["--resume"], ["--resume", "true"]):
-        text = proposal(["python", "train.py", *typed], tmp_path, {})
+        text = propose_job_file(["python", "train.py", *typed], tmp_path, {})
         assert "resume_from:" not in text
 
 
@@ -522,7 +525,7 @@ def test_devices_of_a_node_count_for_each_node(tmp_path: Path, flags: str, ranks
         "import argparse\np = argparse.ArgumentParser()\n"
         f"p.add_argument('--batch-size', type=int, default=4)\n{options}p.parse_args()\n"
     )
-    text = proposal(["python", "train.py", *flags.split()], tmp_path, {})
+    text = propose_job_file(["python", "train.py", *flags.split()], tmp_path, {})
     assert parse_job(text, "proposal").global_batch_size == 4 * ranks
 
 
@@ -531,7 +534,7 @@ def test_devices_that_a_script_was_given_may_share_its_batch_or_not(
     tmp_path: Path, flags: str
 ) -> None:
     (tmp_path / "train.py").write_text(parser("--batch-size=4", flags.split()[0]))
-    text = proposal(["python", "train.py", *flags.split()], tmp_path, {})
+    text = propose_job_file(["python", "train.py", *flags.split()], tmp_path, {})
     assert "4 samples a step where all 4 devices share its batch, 16 where each has one" in text
     assert "\nglobal_batch_size:" not in text
     assert f"train.py {flags}" in text
@@ -549,7 +552,7 @@ def test_a_number_that_a_help_text_says_in_tokens_is_none_of_samples(
         source + "p.add_argument('--micro_batch_size')\np.parse_args()\n"
     )
     typed = ["python", "train.py", flag, "8192", "--micro_batch_size", "4"]
-    text = proposal(typed, tmp_path, {})
+    text = propose_job_file(typed, tmp_path, {})
     assert "counts tokens, not samples" in text
     assert "global_batch_size: 8192" not in text
 
@@ -559,7 +562,9 @@ def test_a_batch_that_the_code_divides_by_its_accumulation_is_that_of_a_step(
 ) -> None:
     source = parser("--batch_size=8", "--accum=1") + "a.batch_size = a.batch_size // a.accum\n"
     (tmp_path / "train.py").write_text(source)
-    text = proposal(["python", "train.py", "--batch_size", "64", "--accum", "4"], tmp_path, {})
+    text = propose_job_file(
+        ["python", "train.py", "--batch_size", "64", "--accum", "4"], tmp_path, {}
+    )
     assert parse_job(text, "proposal").global_batch_size == 64
 
 
@@ -568,7 +573,7 @@ def test_a_quoted_text_over_several_lines_is_one_word(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     text = "# it's a comment\npython train.py --name 'two\nlines' --lr 0.5\necho \"open\n"
     (tmp_path / "run.sh").write_text(text)
-    spec = parse_job(proposal(["bash", "run.sh"], tmp_path, {}), "proposal")
+    spec = parse_job(propose_job_file(["bash", "run.sh"], tmp_path, {}), "proposal")
     assert spec.command is not None
     assert spec.command[1:] == ("train.py", "--name", "two\nlines", "--lr", "0.5")
 
@@ -579,14 +584,14 @@ def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path:
     )
     source += "p.add_argument(*['--' + 'batch-size'], type=int, default=6, help='(default: %(default)s)')\n"
     (tmp_path / "train.py").write_text(source + "p.parse_args()\n")
-    assert "\nglobal_batch_size:" not in proposal(["python", "train.py"], tmp_path, {})
+    assert "\nglobal_batch_size:" not in propose_job_file(["python", "train.py"], tmp_path, {})
     assert not (tmp_path / "it-ran").exists()
-    assert "flag: --batch-size, default: 6" in proposal(
+    assert "flag: --batch-size, default: 6" in propose_job_file(
         ["python", "train.py"], tmp_path, {}, run_help=True
     )
     (tmp_path / "train.py").write_text("raise SystemExit('no such card')\n")
     with pytest.raises(SpecError, match="no such card"):
-        proposal(["python", "train.py"], tmp_path, {}, run_help=True)
+        propose_job_file(["python", "train.py"], tmp_path, {}, run_help=True)
 
 
 WRAPPERS = (
@@ -688,7 +693,7 @@ def test_a_word_that_looks_like_an_operator_of_a_shell_is_a_word(tmp_path: Path,
     argv = ["python", "train.py", *options]
     quoted = [f"python train.py --ignore '{word}' --lr 0.5 --tail 2>&1 | tee log"]
     for typed in (argv, quoted):
-        spec = parse_job(proposal(typed, tmp_path, {}), "proposal")
+        spec = parse_job(propose_job_file(typed, tmp_path, {}), "proposal")
         assert spec.command is not None
         assert list(spec.command[2:]) == options
 
@@ -697,7 +702,7 @@ def test_a_flag_that_another_parser_requires_is_named_and_not_added(tmp_path: Pa
     (tmp_path / "train.py").write_text(f"import other\n{PLAIN}")
     other = "import argparse\nargparse.ArgumentParser().add_argument('--src', required=True)\n"
     (tmp_path / "other.py").write_text(other)
-    text = proposal(["python", "train.py", "--lr", "0.5"], tmp_path, {})
+    text = propose_job_file(["python", "train.py", "--lr", "0.5"], tmp_path, {})
     assert parse_job(text, "proposal").command[2:] == ("--lr", "0.5")  # type: ignore[index]
     assert "CHECK: not typed, though a parser here requires: --src" in text
 
@@ -705,7 +710,7 @@ def test_a_flag_that_another_parser_requires_is_named_and_not_added(tmp_path: Pa
 @pytest.mark.parametrize("words", [["-c", "print(1)"], ["-u", "-"], ["-W", "ignore", "-c", "1"]])
 def test_code_that_stands_in_no_file_is_told_as_such(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SpecError, match="its code stands in no file"):
-        proposal(["python", *words], tmp_path, {})
+        propose_job_file(["python", *words], tmp_path, {})
 
 
 CHARACTERS = "abXYZ019 _-=.,:;/|&<>()[]{}$`\"'\\#!*?~%^@+\n\té中"
@@ -733,7 +738,7 @@ def test_a_command_keeps_every_word_in_argv_in_a_file_and_in_a_shell(
         argv = ["python", "train.py", *options]
         (tmp_path / "run.sh").write_text(f"#!/bin/bash\nset -e\n{shlex.join(argv)}\n")
         for typed in (argv, [shlex.join(argv)], ["bash", "run.sh"], ["sh", "-c", shlex.join(argv)]):
-            text = proposal(typed, tmp_path, {})
+            text = propose_job_file(typed, tmp_path, {})
             # a job file needs a batch, of which nothing here says the size
             text += "" if "\nglobal_batch_size:" in text else "\nglobal_batch_size: 8\n"
             spec = parse_job(text, "proposal")
@@ -744,7 +749,7 @@ def test_a_command_keeps_every_word_in_argv_in_a_file_and_in_a_shell(
 def test_an_array_of_a_shell_script_gives_its_words_and_no_check(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     (tmp_path / "run.sh").write_text(ARRAY)
-    text = proposal(["bash", "run.sh", "x y"], tmp_path, {})
+    text = propose_job_file(["bash", "run.sh", "x y"], tmp_path, {})
     spec = parse_job(text, "proposal")
     assert spec.command is not None
     expected = "--lr 0.5 --note 'a b; c && d' --more 'x y' --tail it\\'s --name 'run#1' "
@@ -770,7 +775,7 @@ def test_a_settings_file_that_stands_in_the_code_gives_its_keys(
 ) -> None:
     (tmp_path / "train.py").write_text(OWN_FILE.replace("yaml.safe_load", loads))
     (tmp_path / "config.yaml").write_text("batch_size: 4\nsave_folder: out\n")
-    text = proposal(["python", "train.py"], tmp_path, {})
+    text = propose_job_file(["python", "train.py"], tmp_path, {})
     assert ("config: {file: config.yaml}" in text) == is_read
     assert ("micro_batch_size: {key: batch_size, default: 4}" in text) == is_read
     assert "Not read: settings by a YAML file" not in text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import Precision
@@ -150,7 +150,7 @@ torch.save(net, args.FLAG + "/final.pth")
 def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
-    text = proposal([str(script)], folder, {})
+    text = propose_job_file([str(script)], folder, {})
     file.write_text(
         text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n"
     )  # the user's
@@ -255,12 +255,12 @@ def test_a_clones_folder_names_the_job_file_of_its_project(tmp_path: Path) -> No
 def test_a_file_that_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.py").write_bytes(content)
     with pytest.raises(SpecError, match="cannot be read as Python"):
-        proposal([str(tmp_path / "train.py")], tmp_path, {})
+        propose_job_file([str(tmp_path / "train.py")], tmp_path, {})
 
 
 def test_a_missing_script_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read: No such file or directory") as refused:
-        proposal([str(tmp_path / "train.py")], tmp_path, {})
+        propose_job_file([str(tmp_path / "train.py")], tmp_path, {})
     assert "shell" not in str(refused.value)
 
 
@@ -270,11 +270,11 @@ def test_the_hubs_token_is_proposed_where_the_shell_has_one_and_hinted_at_where_
     (tmp_path / "train.py").write_text(HF)
     (tmp_path / "plain.py").write_text(ARGPARSE)
     command = [str(tmp_path / "train.py")]
-    with_token = proposal(command, tmp_path, {"HF_TOKEN": "hf_planted"})
+    with_token = propose_job_file(command, tmp_path, {"HF_TOKEN": "hf_planted"})
     assert "\nsecrets: [HF_TOKEN] #" in with_token
     assert "hf_planted" not in with_token
-    assert "\n# secrets: [HF_TOKEN] #" in proposal(command, tmp_path, {})
-    assert "secrets" not in proposal([str(tmp_path / "plain.py")], tmp_path, {})
+    assert "\n# secrets: [HF_TOKEN] #" in propose_job_file(command, tmp_path, {})
+    assert "secrets" not in propose_job_file([str(tmp_path / "plain.py")], tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_a_folder_of_any_name_that_nothing_is_saved_into_stays_as_typed(tmp_path
     (tmp_path / "train.py").write_text(
         RENAMING.replace("args.FLAG", "args.out").replace("FLAG", "model_dir")
     )
-    text = proposal(["python", "train.py", "--model_dir", "base"], tmp_path, {})
+    text = propose_job_file(["python", "train.py", "--model_dir", "base"], tmp_path, {})
     assert "--model_dir base" in text
     assert "output_dir:" not in text
 
@@ -360,7 +360,7 @@ def test_a_projects_own_job_is_named_and_no_option_that_was_not_typed(
     tmp_path: Path, typed: list[str], noted: str | None
 ) -> None:
     (tmp_path / "train.py").write_text(ACCELERATE)
-    text = proposal(typed, tmp_path, {})
+    text = propose_job_file(typed, tmp_path, {})
     assert noted is None or noted in text
     assert "dropped:" not in text
 

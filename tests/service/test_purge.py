@@ -19,16 +19,16 @@ from orchestrator.backends.attempts.ended_files import (
     TRASH,
     Part,
     Removal,
+    describe_removals,
     empty_trash,
-    parts_of,
-    removal_words,
-    remove,
+    list_removable_parts,
+    move_to_trash,
 )
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.lifecycle import start, stop
-from orchestrator.service.commands.doctor import findings
+from orchestrator.service.client.lifecycle import start_service, stop_service
+from orchestrator.service.commands.doctor import run_checks
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.purger import SERVICE, Purge, Purger
 from orchestrator.specs.access import Role
@@ -77,7 +77,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     command = f"command: python train.py --from {world.home}/jobs/lm-5/output"
     submit(parse_job(f"name: late\n{command}\nglobal_batch_size: 1\ngpus: 1\n", "late.yaml"))
     assert {*LIVE} <= {*world.controller.state.jobs}
-    assert {*FREE, *NAMED} == {*world.journal.ends()}
+    assert {*FREE, *NAMED} == {*world.journal.ends_by_job()}
     yield world
     world.journal.close()
 
@@ -85,7 +85,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def turn_until_ended(world: World, count: int) -> None:
     """Turn until so many jobs have given back their devices."""
     for _ in range(2000):
-        if len(world.journal.ends()) >= count:
+        if len(world.journal.ends_by_job()) >= count:
             return
         world.controller.turn(10.0)
     raise AssertionError("no job has ended")
@@ -187,7 +187,9 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
             assert (folder.output / "model" / "weights").is_file()
     if keep.budget is not None and real.beyond_bytes:  # nothing more could go
         rest = [
-            part for job in FREE for part in parts_of(home, job, "succeeded", 0.0, lambda: None)
+            part
+            for job in FREE
+            for part in list_removable_parts(home, job, "succeeded", 0.0, lambda: None)
         ]
         assert {part.kind for part in rest if part.job != "lm-4"} <= {"results"}
         assert not [part for part in rest if part.job == "lm-4"]
@@ -236,13 +238,13 @@ def test_nothing_goes_before_its_records_have_left(night: World) -> None:
 
 def test_nothing_goes_while_a_row_of_the_journal_cannot_be_read(night: World) -> None:
     home = make(night.home / "unreadable", {"lm-1": [6]})
-    night.journal.set_aside.read(Codec(Job), "jobs", "99", "{")
+    night.journal.set_aside.read_or_set_aside(Codec(Job), "jobs", "99", "{")
     try:
         for is_dry in (True, False):
             with pytest.raises(ServiceError, match="not known which files jobs need"):
                 purge(night, home, KeepSpec.model_validate({"logs": "0s"}), is_dry=is_dry)
     finally:
-        night.journal.set_aside.remove("jobs", "99")
+        night.journal.set_aside.delete_row("jobs", "99")
     assert JobFolder(home, "lm-1").attempt(1).log(0).is_file()
 
 
@@ -265,8 +267,8 @@ class Step:
 
 
 def remove_all(home: Path) -> None:
-    for part in parts_of(home, "lm-1", "succeeded", 0.0, lambda: None):
-        remove(
+    for part in list_removable_parts(home, "lm-1", "succeeded", 0.0, lambda: None):
+        move_to_trash(
             home,
             part,
             Removal(at_s=0.0, why="keep.logs: 0s", by="keep", size_bytes=part.size_bytes),
@@ -284,11 +286,11 @@ def test_a_kill_at_any_step_leaves_a_home_that_the_next_pass_completes(tmp_path:
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         left = {path for path in tree(home) if "lm-1" in path}
-        for sentence in removal_words(home, "lm-1"):
+        for sentence in describe_removals(home, "lm-1"):
             assert not any(path.startswith(f"jobs/lm-1/{sentence.split()[0]}/") for path in left)
         remove_all(home)
         assert tree(home) == {"journal.sqlite", *others}
-        assert len(removal_words(home, "lm-1")) == 3
+        assert len(describe_removals(home, "lm-1")) == 3
         assert not [*(home / TRASH).iterdir()]
         if status == 0:
             break
@@ -305,7 +307,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (folder.attempt(1).path / "link").symlink_to(outside)
     (home / TRASH).mkdir()
     (home / TRASH / f"lm-9.{'0' * 16}").symlink_to(outside)
-    parts = parts_of(home, "lm-1", "succeeded", 0.0, lambda: None)
+    parts = list_removable_parts(home, "lm-1", "succeeded", 0.0, lambda: None)
     assert [part.path for part in parts] == ["attempts"]
     planted = Part(
         job="lm-1",
@@ -315,7 +317,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
         ended_at_s=0.0,
     )
     with pytest.raises(OSError, match="Not a directory"):
-        remove(home, planted, Removal(at_s=0.0, why="", by="", size_bytes=0))
+        move_to_trash(home, planted, Removal(at_s=0.0, why="", by="", size_bytes=0))
     remove_all(home)
     assert {path.name for path in outside.rglob("*")} == {
         "step-00000001",
@@ -387,7 +389,9 @@ def test_who_purged_what_is_audited_and_history_says_what_was_removed(tmp_path: 
     assert "by keep.logs: 0s" in ada.get("/jobs/lm-1").json()["job"]["removed"][0]
     assert "attempts was removed on" in world.client.get("/ui/jobs/lm-1").text
     rows = [
-        row for row in world.accounts.audit(10) if row.action.startswith("purge lm-1/attempts: ")
+        row
+        for row in world.accounts.list_audit_rows(10)
+        if row.action.startswith("purge lm-1/attempts: ")
     ]
     assert [row.user for row in rows] == ["ada"]
     world.journal.close()
@@ -402,36 +406,40 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
     job = tmp_path / "job.yaml"
     command = f"command: {sys.executable} -c 'print(1)'"
     job.write_text(f"name: says\n{command}\nglobal_batch_size: 1\nprobe: never\ngpus: 1\n")
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
             names = [client.submit(read_job(job).model_dump(mode="json")) for _ in range(2)]
             until(
-                lambda: all(client.job(name)[0]["status"] == "succeeded" for name in names),
+                lambda: all(client.fetch_job(name)[0]["status"] == "succeeded" for name in names),
                 "both ends",
                 120.0,
             )
             until(
                 lambda: len(client.purge(dry_run=True)["goes"]) == 2, "the records have left", 60.0
             )
-            assert client.log(names[0], 1, 0, 0)[0]
+            assert client.read_log(names[0], 1, 0, 0)[0]
             with pytest.raises(SystemExit) as ended:
                 main(["purge", "--home", str(home), "--json"])
             answer = json.loads(capsys.readouterr().out)
             assert ended.value.code == 1, "the home holds more than its budget"
-            assert "nothing more may go" in "; ".join(client.cluster()["problems"])
-            (service,) = [finding for finding in findings(home) if finding.subject == "service"]
+            assert "nothing more may go" in "; ".join(client.fetch_cluster()["problems"])
+            (service,) = [finding for finding in run_checks(home) if finding.subject == "service"]
             assert "nothing more may go" in service.found
             assert [part["job"] for part in answer["goes"]] == names
             with pytest.raises(ServiceError, match="attempts was removed on"):
-                client.log(names[0], 1, 0, 0)
+                client.read_log(names[0], 1, 0, 0)
             until(lambda: not [*(home / TRASH).iterdir()], "the trash is empty", 60.0)
             again = client.submit(read_job(job).model_dump(mode="json"))
-            until(lambda: client.job(again)[0]["status"] == "succeeded", "the third end", 120.0)
+            until(
+                lambda: client.fetch_job(again)[0]["status"] == "succeeded", "the third end", 120.0
+            )
     finally:
-        stop(home, force=True)
-    start(home, None, None)  # its first pass is seconds after the start
+        stop_service(home, force=True)
+    start_service(home, None, None)  # its first pass is seconds after the start
     try:
-        until(lambda: bool(removal_words(home, again)), "the service has purged by itself", 60.0)
+        until(
+            lambda: bool(describe_removals(home, again)), "the service has purged by itself", 60.0
+        )
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)

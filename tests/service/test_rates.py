@@ -10,11 +10,11 @@ from orchestrator.planning.collectives import ring
 from orchestrator.planning.hardware import Hardware
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.service.intake.rates import Rates, measure_cluster, recall_cluster, with_rates
+from orchestrator.service.intake.rates import CpuRates, measure_cluster, recall_cluster, set_rates
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 
-RATES = Rates(fp32_flops=88e9, bf16_flops=4e11, memory_bandwidth=6e10, link_bandwidth=2e9)
+RATES = CpuRates(fp32_flops=88e9, bf16_flops=4e11, memory_bandwidth=6e10, link_bandwidth=2e9)
 
 
 def device(cluster: ClusterSpec) -> DeviceSpec:
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
-    rank = device(with_rates(read_cluster(None), RATES))
+    rank = device(set_rates(read_cluster(None), RATES))
     assert product_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
     assert product_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
     assert rank.memory_bandwidth * BANDWIDTH_EFFICIENCY == pytest.approx(RATES.memory_bandwidth)
@@ -38,7 +38,7 @@ def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
 
 def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:
     cluster = read_cluster(Path(__file__).parents[2] / "clusters" / "1x8-h100-80gb.yaml")
-    assert with_rates(cluster, RATES) == cluster
+    assert set_rates(cluster, RATES) == cluster
     assert measure_cluster(cluster) == cluster
     assert not cache.exists()
 
@@ -56,10 +56,10 @@ def test_a_machine_is_measured_once_for_all_homes_of_a_user(cache: Path) -> None
     assert recall_cluster(declared) == first
     (file,) = cache.iterdir()
     file.write_text(RATES.model_dump_json())
-    assert measure_cluster(declared) == with_rates(declared, RATES)
+    assert measure_cluster(declared) == set_rates(declared, RATES)
     file.write_text("{}")
     assert recall_cluster(declared) == declared
-    assert measure_cluster(declared) not in (declared, with_rates(declared, RATES))
+    assert measure_cluster(declared) not in (declared, set_rates(declared, RATES))
     assert list(cache.iterdir()) == [file]
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.client.client import Client, process_is_alive, service_file
-from orchestrator.service.client.lifecycle import journal_url, start, stop
+from orchestrator.service.client.client import Client, process_is_alive, read_service_file
+from orchestrator.service.client.lifecycle import find_journal_url, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until
@@ -49,11 +49,13 @@ def submit(home: Path, go: Path) -> tuple[str, float]:
 
 def job_of(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.job(job_id)[0]
+        return client.fetch_job(job_id)[0]
 
 
 def ready(home: Path) -> tuple[int, list[str]]:
-    answer = httpx.get(f"http://127.0.0.1:{service_file(home)['port']}/readyz", trust_env=False)
+    answer = httpx.get(
+        f"http://127.0.0.1:{read_service_file(home)['port']}/readyz", trust_env=False
+    )
     return answer.status_code, answer.json().get("problems", [])
 
 
@@ -62,13 +64,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ORC_MLFLOW", "http://127.0.0.1:1")
     yield tmp_path / "home"
     if (tmp_path / "home" / "service.json").exists():
-        stop(tmp_path / "home", force=True)
+        stop_service(tmp_path / "home", force=True)
 
 
 @pytest.mark.long
 def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home: Path) -> None:
     began_s = time.monotonic()
-    start(home, None, NO_RAY)
+    start_service(home, None, NO_RAY)
     up_s = time.monotonic() - began_s
     job_id, took_s = submit(home, home)
     assert took_s < ANSWER_S
@@ -80,7 +82,7 @@ def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home
     assert status == 200
     assert [problem.startswith(AWAY) for problem in problems] == [True]
     with closing(Client(home)) as client:
-        assert client.cluster()["problems"] == problems
+        assert client.fetch_cluster()["problems"] == problems
     log = (home / "service.log").read_text()
     assert log.count("Ray cannot be reached") == 1, "once, and not once for each try"
     print(f"up after {up_s:.1f} s, answered after {1000 * took_s:.0f} ms")
@@ -88,8 +90,8 @@ def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home
 
 @pytest.mark.long
 def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> None:
-    start(home, None, None)
-    pid = int(service_file(home)["pid"])
+    start_service(home, None, None)
+    pid = int(read_service_file(home)["pid"])
     go = home / "go"
     before, _ = submit(home, go)
     until(
@@ -120,12 +122,12 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     until(lambda: job_of(home, job_id)["status"] == "succeeded", "the job ran on a new Ray", BACK_S)
     assert ready(home) == (200, [])
     assert process_is_alive(pid)
-    assert int(service_file(home)["pid"]) == pid, "the service was not started again"
-    stop(home, force=True)
-    with closing(Journal(journal_url(home))) as journal:
+    assert int(read_service_file(home)["pid"]) == pid, "the service was not started again"
+    stop_service(home, force=True)
+    with closing(Journal(find_journal_url(home))) as journal:
         ends = [
             (event.job_id, event.number)
-            for event in journal.events()
+            for event in journal.iterate_events()
             if isinstance(event, Finished)
         ]
     assert len(ends) == len(set(ends))
@@ -139,4 +141,4 @@ def _server_of(home: Path) -> int:
             command = (entry / "cmdline").read_bytes() if (entry / "cmdline").exists() else b""
             if command.split(b"\0")[0].endswith(b"/gcs_server") and folder in command:
                 return int(entry.name)
-    raise AssertionError(f"no Ray runs in {folder!r}: {embedded_ray.read_state(home)}")
+    raise AssertionError(f"no Ray runs in {folder!r}: {embedded_ray.read_record(home)}")

@@ -16,8 +16,8 @@ from rich.console import Console
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
-from orchestrator.service.commands.replay import read_events, replay
-from orchestrator.service.commands.simulate import Simulated, report_on
+from orchestrator.service.commands.replay import iterate_events, replay_history
+from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
 from orchestrator.service.server.verbs import suspend
@@ -51,7 +51,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
     )
     path = tmp_path / "journal.sqlite"
     journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _, spec, fault in scenario.jobs:
         controller.submit(spec, fault)
     for _ in range(1000):
@@ -63,14 +63,14 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 
 def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
-    decided = list(replay(read_events(str(path))))
+    decided = list(replay_history(iterate_events(str(path))))
     launches = [
         line
         for decision in decided
         for line in decision["now"].splitlines()
         if line.startswith("launch ")
     ]
-    attempts = sum(len(job.attempts) for job in journal.ended(100))
+    attempts = sum(len(job.attempts) for job in journal.list_ended_jobs(100))
     assert len(launches) == attempts > 5
     assert all(decision["same"] for decision in decided)
     assert all(decision["why"] for decision in decided)
@@ -83,10 +83,10 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
     path, journal = night
     history = [
         (event, decided.replace(" on ", " elsewhere ") if decided else decided)
-        for event, decided in journal.history()
+        for event, decided in journal.iterate_history()
     ]
     journal.close()
-    others = [decision for decision in replay(history) if not decision["same"]]
+    others = [decision for decision in replay_history(history) if not decision["same"]]
     assert others
     assert all(
         "elsewhere" in (decision["then"] or "") and "elsewhere" not in decision["now"]
@@ -104,7 +104,7 @@ def test_a_stopped_job_gets_the_reason() -> None:
         submitted(1, script({1: 500.0})),
         TimerFired(at_s=900.0),
     )
-    *_, decision = replay((event, None) for event in events)
+    *_, decision = replay_history((event, None) for event in events)
     assert decision["now"].startswith("stop job-1"), decision
     assert decision["why"] == "job-1: stopped for the maintenance of a"
     events = (
@@ -112,7 +112,7 @@ def test_a_stopped_job_gets_the_reason() -> None:
         submitted(1, script({1: 500.0})),
         CancelRequested(job_id="job-1", at_s=2.0),
     )
-    *_, decision = replay((event, None) for event in events)
+    *_, decision = replay_history((event, None) for event in events)
     assert decision["why"] == "job-1: is being cancelled"
 
 
@@ -122,7 +122,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     """Three jobs of an hour on one device; the other cluster has three."""
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     journal = Journal(f"sqlite:///{tmp_path}/journal.sqlite")
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(0.0)
     spec = JobSpec.model_validate(
         {
@@ -192,7 +192,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
     monkeypatch.chdir(tmp_path)
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     with contextlib.closing(Journal(f"sqlite:///{tmp_path}/journal.sqlite")) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         controller.turn(0.0)
         spec = JobSpec.model_validate(
             {
@@ -236,7 +236,7 @@ def test_a_table_of_nothing_is_a_table() -> None:
     """Runs without jobs, decisions, strategies or cards: no statistic of an empty list is taken."""
     spec = CLUSTERS[0]
     nothing = Simulated(
-        report=report_on(Trace(name="none", arrivals=()), spec, ()), outcomes=(), decisions_s=()
+        report=make_report(Trace(name="none", arrivals=()), spec, ()), outcomes=(), decisions_s=()
     )
     console = Console(file=io.StringIO())
     for table in (
@@ -254,12 +254,12 @@ def test_a_table_of_nothing_is_a_table() -> None:
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
-        list(read_events(str(tmp_path / "journal.sqlite")))
+        list(iterate_events(str(tmp_path / "journal.sqlite")))
     (tmp_path / "text.db").write_text(
         "not a database, though it is long enough to be read as the header of one\n" * 9
     )
     with pytest.raises(SpecError, match="not a SQLite journal"):
-        list(read_events(str(tmp_path / "text.db")))
+        list(iterate_events(str(tmp_path / "text.db")))
 
 
 def exit_code(argv: Callable[[], None]) -> object:

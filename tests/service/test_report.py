@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.scheduling.reports.morning import MorningReport, ReportLine
-from orchestrator.service.client.client import read_answer
+from orchestrator.service.client.client import parse_answer
 from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
 from orchestrator.specs.access import Role
@@ -66,7 +66,7 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Mornin
 
 def test_devices_were_not_idle_before_the_journal_began(world: World, view: MorningReport) -> None:
     """The service of `view` runs by a clock that begins with 0."""
-    began_s = next(iter(world.journal.events())).at_s
+    began_s = next(iter(world.journal.iterate_events())).at_s
     assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
         began_s,
         began_s + 1.0,
@@ -144,8 +144,8 @@ def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: Morn
 
 def test_a_report_of_another_form_is_one_error_that_names_the_place(view: MorningReport) -> None:
     answer = asdict(view)
-    assert read_answer(MorningReport, answer) == view
+    assert parse_answer(MorningReport, answer) == view
     answer["cost"]["idle_s"] = "\x1b[2J"
     with pytest.raises(ServiceError, match=r"does not read: cost\.idle_s: ") as refused:
-        read_answer(MorningReport, answer)
+        parse_answer(MorningReport, answer)
     assert "\x1b" not in str(refused.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
@@ -157,7 +157,7 @@ HELPED = (
 
 def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
     (folder / "train.py").write_text(source)
-    text = proposal(["python", "train.py"], folder, {})
+    text = propose_job_file(["python", "train.py"], folder, {})
     return text, parse_job(text, "proposal")
 
 
@@ -354,10 +354,10 @@ def test_a_script_of_any_depth_is_read(tmp_path: Path, code: str) -> None:
     (tmp_path / "train.py").write_text(
         f"import torch\n{code}\ntorch.save(model, x)\ntorch.save(model, 'model.pt')\n"
     )
-    assert "\ncommand: " in proposal(["python", "train.py"], tmp_path, {})
+    assert "\ncommand: " in propose_job_file(["python", "train.py"], tmp_path, {})
 
 
 def test_a_script_that_python_itself_finds_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("x = " + "+".join(["'a'"] * 30000))
     with pytest.raises(SpecError, match="cannot be read as Python"):
-        proposal(["python", "train.py"], tmp_path, {})
+        propose_job_file(["python", "train.py"], tmp_path, {})

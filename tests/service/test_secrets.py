@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import orchestrator
-from orchestrator.backends.environment import INHERITED, is_secret
-from orchestrator.backends.redaction import hider, mask, without_secrets
-from orchestrator.service.client.client import Client, service_file
-from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.backends.environment import INHERITED, is_secret_name
+from orchestrator.backends.redaction import make_hider, mask_secrets, without_secrets
+from orchestrator.service.client.client import Client, read_service_file
+from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.attempt import Evidence
@@ -105,7 +105,7 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
     )
     (tmp_path / "sees.py").write_text(SEES)
     texts = {}
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         for name, rest in (("sees", ""), ("names", "secrets: [HF_TOKEN]\n")):
             file = tmp_path / f"{name}.yaml"
@@ -114,12 +114,12 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             with closing(Client(home)) as client:
                 job_id = client.submit(read_job(file).model_dump(mode="json"))
                 until(
-                    lambda job_id=job_id: client.job(job_id)[0]["status"] == "succeeded",
+                    lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
                     f"the end of {name}",
                     120.0,
                 )
                 log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
-                texts[name] = log, client.log(job_id, 1, 0, 0)[0]
+                texts[name] = log, client.read_log(job_id, 1, 0, 0)[0]
         log, shown = texts["sees"]
         assert "('PATH', " in log
         assert "('MY_SETTING', 'passed-on')" in log
@@ -129,11 +129,11 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
         log, shown = texts["names"]
         assert OF_THE_SHELL["HF_TOKEN"] in log, "it is what the job named"
         assert f"('HF_TOKEN', '{'*' * len(OF_THE_SHELL['HF_TOKEN'])}')" in shown.decode()
-        service = Path(f"/proc/{service_file(home)['pid']}/environ").read_bytes()
+        service = Path(f"/proc/{read_service_file(home)['pid']}/environ").read_bytes()
         assert b"PATH=" in service
         assert not [word for word in OF_THE_SHELL.values() if word.encode() in service]
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)
 
 
 def test_a_process_that_hides_its_environment_is_closed_to_others_of_its_user() -> None:
@@ -180,8 +180,8 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     whole = read_from(path, 0, [secret])
     assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
     assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
-    assert mask(b"plan", [secret]) == b"****"
-    assert mask(b"pla", [secret]) == b"pla"
+    assert mask_secrets(b"plan", [secret]) == b"****"
+    assert mask_secrets(b"pla", [secret]) == b"pla"
 
 
 def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> (
@@ -192,9 +192,9 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
     printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
     hidden = without_secrets(Evidence(launch_error=printed), spec, environment)
     assert hidden.launch_error == "test [HF_TOKEN] [MY_TOKEN] passed-on offline-or-not"
-    assert hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]", (
-        "records hide all of `env`"
-    )
+    assert (
+        make_hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]"
+    ), "records hide all of `env`"
 
 
 @pytest.mark.parametrize(
@@ -209,14 +209,14 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
     ],
 )
 def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
-    assert is_secret(name)
+    assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name", ["PATH", "PWD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD", "MONKEYS"]
 )
 def test_a_variable_of_another_name_is_none(name: str) -> None:
-    assert not is_secret(name)
+    assert not is_secret_name(name)
 
 
 @pytest.mark.long

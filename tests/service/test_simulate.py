@@ -18,13 +18,13 @@ from benchmarks.measured import Arrival, as_measured, misjudge, simulate, true_s
 from benchmarks.peers import Peer, tiresias
 from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
-from orchestrator.service.commands.live_queue import play_queue
-from orchestrator.service.commands.simulate import Outcome, Simulated, play, quantile
+from orchestrator.service.commands.live_queue import simulate_queue
+from orchestrator.service.commands.simulate import Outcome, Simulated, quantile, simulate_on
 from orchestrator.service.terminal.gantt import picture
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -72,7 +72,7 @@ class Storm(FaultyBackend):
 
 def storm(trace: Trace, seed: int) -> Simulated:
     arrivals: list[traces.Arrival] = []
-    run = play(trace, CLUSTER, arrivals, Storm(arrivals, CLUSTER, seed))
+    run = simulate_on(trace, CLUSTER, arrivals, Storm(arrivals, CLUSTER, seed))
     return as_measured(trace, CLUSTER, arrivals, run)
 
 
@@ -109,7 +109,7 @@ def day(seed: int, jobs: int = 40) -> Trace:
     )
 
 
-def attempts(outcomes: Iterable[Outcome]) -> list[Process]:
+def attempts(outcomes: Iterable[Outcome]) -> list[SimulatedProcess]:
     return [process for outcome in outcomes for process in outcome.attempts]
 
 
@@ -407,8 +407,8 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
         )
         event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
         state, _ = step(state, event)
-    first, second, evening, due = play_queue(
-        state, CLUSTER, is_live=True, to_come={}, home=Path()
+    first, second, evening, due = simulate_queue(
+        state, CLUSTER, is_live=True, coming_trials={}, home=Path()
     ).outcomes
     assert first.ended_at_s == second.started_at_s == LAUNCH_COST_S + 3600
     assert evening.started_at_s == 8 * 3600
@@ -418,4 +418,4 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
 
 def test_an_empty_queue_is_reported_and_not_simulated() -> None:
     with pytest.raises(SpecError, match="queue: no job runs or waits"):
-        play_queue(State(), CLUSTER, is_live=True, to_come={}, home=Path())
+        simulate_queue(State(), CLUSTER, is_live=True, coming_trials={}, home=Path())

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.cli import main
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome, simulate_trace
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job.spec import JobSpec
 
@@ -47,7 +47,7 @@ def night(seed: int, *, gib_max: int, devices_max: int = 1, jobs: int = 24) -> T
     return Trace(name="night", arrivals=tuple(arrivals))
 
 
-def card_of(process: Process) -> set[tuple[str, int]]:
+def card_of(process: SimulatedProcess) -> set[tuple[str, int]]:
     """The cards of an attempt: the place of a guest is named for its card."""
     cards = set()
     for node, index in process.devices:
@@ -56,7 +56,7 @@ def card_of(process: Process) -> set[tuple[str, int]]:
     return cards
 
 
-def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[Process]]:
+def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[SimulatedProcess]]:
     processes = defaultdict(list)
     for outcome in outcomes:
         for process in outcome.attempts:
@@ -66,7 +66,7 @@ def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[Process
     return processes
 
 
-def together_s(process: Process, others: list[Process]) -> float:
+def together_s(process: SimulatedProcess, others: list[SimulatedProcess]) -> float:
     """Seconds in which this attempt trained beside another one on a card."""
     assert process.started_at_s is not None
     assert process.ended_at_s is not None
@@ -89,7 +89,9 @@ def together_s(process: Process, others: list[Process]) -> float:
 def test_a_card_has_two_jobs_at_most_whose_planned_bytes_fit_and_each_trains_at_the_given_rate(
     seed: int, rate: float
 ) -> None:
-    outcomes = simulate(night(seed, gib_max=60, devices_max=2), CLUSTER, share_rate=rate).outcomes
+    outcomes = simulate_trace(
+        night(seed, gib_max=60, devices_max=2), CLUSTER, shared_card_rate=rate
+    ).outcomes
     cards = by_card(outcomes)
     beside_s = 0.0
     memory_bytes = CLUSTER.nodes[0].device.memory
@@ -136,14 +138,14 @@ def test_jobs_of_which_two_fit_on_no_card_never_share_one() -> None:
         if arrival.spec.profile is not None
     )
     trace = Trace(name="large", arrivals=large)
-    outcomes = simulate(trace, CLUSTER, share_rate=0.5).outcomes
+    outcomes = simulate_trace(trace, CLUSTER, shared_card_rate=0.5).outcomes
     assert all(outcome.ended_at_s is not None for outcome in outcomes)
     for processes in by_card(outcomes).values():
         assert all(together_s(process, processes) == 0.0 for process in processes)
 
 
 def test_a_shared_card_counts_once_in_the_report() -> None:
-    report = simulate(night(2, gib_max=20), CLUSTER, share_rate=0.9).report
+    report = simulate_trace(night(2, gib_max=20), CLUSTER, shared_card_rate=0.9).report
     assert 0 < report["utilisation"] <= 1.0
     assert report["devices"] == CARDS
 

@@ -18,8 +18,8 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.client.client import Client, is_up, process_is_alive, service_file
-from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.client.client import Client, is_up, process_is_alive, read_service_file
+from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server import controller as controller_module
 from orchestrator.service.server.controller import Controller
@@ -75,7 +75,7 @@ def hanging(
     home, program, file = tmp_path / "home", tmp_path / "waits.py", tmp_path / "job.yaml"
     program.write_text(SCRIPT)
     file.write_text(JOB.format(python="python", script=program, go=tmp_path / "go"))
-    start(home, None, NO_RAY)
+    start_service(home, None, NO_RAY)
     spec = read_job(file).model_dump(mode="json")
 
     def submit() -> None:
@@ -85,12 +85,12 @@ def hanging(
     threading.Thread(target=submit, daemon=True).start()
     yield home
     with suppress(ServiceError):
-        stop(home, force=True)
+        stop_service(home, force=True)
 
 
 def readyz(home: Path) -> httpx.Response:
     return httpx.get(
-        f"http://127.0.0.1:{service_file(home)['port']}/readyz", timeout=5.0, trust_env=False
+        f"http://127.0.0.1:{read_service_file(home)['port']}/readyz", timeout=5.0, trust_env=False
     )
 
 
@@ -114,7 +114,7 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
 def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_ends(
     hanging: Path,
 ) -> None:
-    pid = int(service_file(hanging)["pid"])
+    pid = int(read_service_file(hanging)["pid"])
     answer = until(
         lambda: (reply := readyz(hanging)).status_code == 503 and reply,
         "the service is not ready",
@@ -133,12 +133,12 @@ def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_end
 @pytest.mark.long
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["a decision hangs", "all of it hangs"])
 def test_down_by_force_ends_a_service_that_hangs(hanging: Path, is_frozen: bool) -> None:
-    pid = int(service_file(hanging)["pid"])
+    pid = int(read_service_file(hanging)["pid"])
     until(lambda: readyz(hanging).status_code == 503, "the service is not ready", 60.0)
     if is_frozen:
         os.kill(pid, signal.SIGSTOP)
     begun_s = time.monotonic()
-    stop(hanging, force=True)
+    stop_service(hanging, force=True)
     assert time.monotonic() - begun_s < FORCED_S
     assert not process_is_alive(pid)
     assert not is_up(hanging)
@@ -156,15 +156,15 @@ def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(
     with pytest.raises(
         ServiceError, match=r"its Ray runs, perhaps with jobs: `orc up` adopts them"
     ):
-        stop(home, force=False)
-    ray = embedded_ray.read_state(home)
+        stop_service(home, force=False)
+    ray = embedded_ray.read_record(home)
     assert ray is not None
     assert night.trains()
-    assert MlflowServer(home).processes()
-    stop(home, force=True)
+    assert MlflowServer(home).list_processes()
+    stop_service(home, force=True)
     assert not night.trains()
-    assert embedded_ray.find(home) is None
+    assert embedded_ray.find_local_address(home) is None
     assert subprocess.run(["pgrep", "--full", ray["temp_dir"]], capture_output=True).stdout == b""
-    assert MlflowServer(home).processes() == ()
+    assert MlflowServer(home).list_processes() == ()
     with pytest.raises(ServiceError, match="no service is up"):
-        stop(home, force=True)
+        stop_service(home, force=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.client.client import service_file
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.client.client import read_service_file
+from orchestrator.service.demo.run import write_demo_files
 from tests.service.test_compare_restart import eventually, here
 from tests.service.test_reach import Machine
 
@@ -24,10 +24,10 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
 ) -> None:
     from mlflow import MlflowClient
 
-    write_files(here.folder)
+    write_demo_files(here.folder)
     (sweep_id,) = here.orc("submit", str(here.folder / "sweep.yaml"))["sweeps"]
     eventually(lambda: here.orc("show", sweep_id)["best"] is not None, "no trial succeeds")
-    os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
+    os.kill(read_service_file(here.folder / "home")["pid"], signal.SIGKILL)
     assert here.orc("up")["started"]
 
     def over() -> Any:

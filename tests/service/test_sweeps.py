@@ -147,12 +147,12 @@ class World:
         hook = {"name": "hook", "webhook": "ORC_URL", "signed_with": "ORC_SECRET"}
         spec = NotifySpec.model_validate({"targets": [hook], "report_at": "00:00"})
         notices, now_s = self.journal.notices, time.time()
-        notices.register(["hook"])
+        notices.register_receivers(["hook"])
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
             Notifier(
                 spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports
             ).look()
-        return str([notice.text for _, notice in notices.pending("hook", 9)][-1])
+        return str([notice.text for _, notice in notices.list_pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
         deadline_s = time.monotonic() + PATIENCE_S

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.client.sending import with_uploads
-from orchestrator.service.intake.intake import read_jobs_elsewhere
+from orchestrator.service.client.sending import upload_files
+from orchestrator.service.intake.intake import read_jobs_for_service
 from orchestrator.service.transfer import store
 from orchestrator.service.transfer.archive import Limits, list_files, unpack
 from orchestrator.service.transfer.ignore import read_ignore
@@ -315,7 +315,7 @@ def test_a_job_that_names_what_is_not_there_is_refused(
 
 
 class Carrier:
-    """Stands between `with_uploads` and a test client: counts what is sent."""
+    """Stands between `upload_files` and a test client: counts what is sent."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.sent = client, list[str]()
@@ -343,10 +343,10 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     carrier = Carrier(world.by(Role.MEMBER))
-    jobs = read_jobs_elsewhere(project / "job.yaml")
-    specs = with_uploads(carrier, jobs)  # type: ignore[arg-type]
+    jobs = read_jobs_for_service(project / "job.yaml")
+    specs = upload_files(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2, "the project and the model, once for both jobs of the array"
-    assert specs == with_uploads(carrier, jobs)  # type: ignore[arg-type]
+    assert specs == upload_files(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2
     body = {"jobs": [{"spec": spec.model_dump(mode="json")} for spec in specs]}
     ids = carrier.client.post("/jobs/batch", json=body).json()["ids"]
@@ -363,11 +363,11 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
 def test_absolute_paths_are_those_of_the_service_and_need_not_exist_here(project: Path) -> None:
     job = project / "job.yaml"
     job.write_text(SCRIPT + "workdir: /srv/elsewhere\n")
-    (read,) = read_jobs_elsewhere(job)
+    (read,) = read_jobs_for_service(job)
     assert (read.spec.workdir, read.local_keys) == ("/srv/elsewhere", frozenset())
     job.write_text(SCRIPT + "workdir: ./nowhere\n")
     with pytest.raises(SpecError, match="the folder does not exist"):
-        read_jobs_elsewhere(job)
+        read_jobs_for_service(job)
 
 
 # --------------------------------------------------------------------------------------------------------- the output
@@ -405,7 +405,7 @@ def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(
 def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     world: World, project: Path, tmp_path: Path
 ) -> None:
-    from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+    from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 
     ada = world.by(Role.MEMBER)
     digest, data = pack_folder(project)
@@ -414,7 +414,7 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     job, folder = world.controller.state.jobs[job_id], JobFolder(world.home, job_id)
     folder.path.mkdir(parents=True)
     copy_upload(job, world.home)
-    workdir = with_own_workdir(job, world.home).spec.workdir
+    workdir = relocate_uploads(job, world.home).spec.workdir
     assert workdir == str(folder.workdir)
     (folder.workdir / "src" / "model.pt").write_text("weights")
     (folder.workdir / "go.sh").write_text("changed")
@@ -438,7 +438,7 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
 def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(
     world: World, project: Path, tmp_path: Path
 ) -> None:
-    from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+    from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 
     ada, restored = world.by(Role.MEMBER), tmp_path / "restored"
     digest, data = pack_folder(project)
@@ -451,7 +451,7 @@ def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(
     (world.home / "uploads").rename(restored / "uploads")
     JobFolder(restored, job.id).path.mkdir(parents=True)
     copy_upload(job, restored)
-    moved = with_own_workdir(job, restored).spec
+    moved = relocate_uploads(job, restored).spec
     assert moved.workdir == str(JobFolder(restored, job.id).workdir)
     assert (Path(moved.workdir) / "train.py").read_text() == "print('hi')"
     assert all(Path(path).is_file() for path in moved.data.text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -67,7 +67,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def propose(folder: Path, typed: str) -> tuple[str, JobSpec]:
-    text = proposal(typed.split(), folder, {})
+    text = propose_job_file(typed.split(), folder, {})
     return text, parse_job(
         text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n", "proposal"
     )

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.client.client import process_is_alive, service_file
+from orchestrator.service.client.client import process_is_alive, read_service_file
 from tests.commands import COMMAND_S
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ class Home:
 
     def stop_service(self) -> None:
         """Stop the service with SIGTERM, as a supervisor does; jobs go on."""
-        pid = int(service_file(self.path)["pid"])
+        pid = int(read_service_file(self.path)["pid"])
         os.kill(pid, signal.SIGTERM)
         until_s = time.monotonic() + PATIENCE_S
         while process_is_alive(pid):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.attempts.start import take_over_checkpoint
+from orchestrator.backends.attempts.start import link_source_checkpoint
 from orchestrator.sdk import Client
 from orchestrator.service.server.retry import changed_files, continuation
 from orchestrator.service.terminal.verbs import STATUSES
@@ -216,7 +216,7 @@ def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_
         unfinished.rename(checkpoint_folder.complete_path(old.checkpoints, step))
     job = replace(ended_job(decoder_spec()), id="lm-2", continues_from="lm-1")
     for _ in range(2):  # a launch that is repeated changes nothing
-        take_over_checkpoint(job, tmp_path)
+        link_source_checkpoint(job, tmp_path)
         newest = checkpoint_folder.latest_complete(new.checkpoints)
         assert newest is not None
         assert (checkpoint_folder.step_of(newest), (newest / "part").read_text()) == (8, "8")

@@ -48,7 +48,7 @@ class World:
         self.journal = new_journal(home)
         cluster = read_cluster(None).model_copy(update={"policy": policy})
         backend = FaultyBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
-        self.controller = Controller(self.journal, backend, backend.now)
+        self.controller = Controller(self.journal, backend, backend.current_time_s)
         self.controller.turn(1.0)
         self.ended = False
         self.now_s = 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.backends.journal.history import Codec, codec_of
+from orchestrator.backends.journal.history import Codec, find_codec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.parse import parse_cluster
@@ -23,7 +23,7 @@ def test_a_removed_order_is_refused_in_a_cluster_file_with_what_to_take(name: st
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_journal_that_names_a_removed_order_is_read_as_adaptive(name: str) -> None:
-    codec: Codec = codec_of(State)
+    codec: Codec = find_codec(State)
     fifo = replace(State(), policy=PolicySpec(order=Order.FIFO))
     text = codec.write(fifo, exclude={"jobs"})
     assert codec.read(text.replace('"fifo"', f'"{name}"')).policy.order is Order.ADAPTIVE

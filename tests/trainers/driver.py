@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.backends.attempts.nodes import NodeWatch
-from orchestrator.backends.attempts.watch import AttemptWatch, World
+from orchestrator.backends.attempts.watch import AttemptWatch, WatchContext
 from orchestrator.backends.local import drive as local
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
@@ -84,7 +84,7 @@ class Drive:
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     processor_limit_s: float = math.inf  # of all attempts together
     launcher: type[Launcher] = Launcher
-    drive: local.Drive = field(default_factory=local.Drive)
+    drive: local.LocalScheduler = field(default_factory=local.LocalScheduler)
     processor_s: float = 0.0  # of all attempts until now
     _clock_s: float = 0.0
 
@@ -94,7 +94,7 @@ class Drive:
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
         nodes = idle_nodes(self.nodes)
-        tell = self.drive.tell
+        tell = self.drive.apply_event
         tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
         tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
         for _ in range(ATTEMPTS_MAX):
@@ -114,7 +114,7 @@ class Drive:
     def _drive_attempt(self, job: Job, planned: Attempt) -> Evidence:
         """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
         events: list[Event] = []
-        world = World(
+        world = WatchContext(
             home=self.home,
             python=sys.executable,
             nodes=NodeWatch(self.nodes, LocalNodes(self.nodes)),

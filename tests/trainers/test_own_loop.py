@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
@@ -45,7 +45,7 @@ def test_the_proposal_for_the_loop_of_the_docs_trains_once(tmp_path: Path) -> No
     block = re.search(r"## Make your script survive.*?```python\n(.*?)```", GUIDE.read_text(), re.S)
     assert block is not None
     (tmp_path / "train.py").write_text(f"{HEAD}{block[1]}{END}")
-    spec = parse_job(proposal(["train.py"], tmp_path, {}), "proposal", [("probe", "never")])
+    spec = parse_job(propose_job_file(["train.py"], tmp_path, {}), "proposal", [("probe", "never")])
     assert (spec.success.artifacts, spec.resume.checkpoints) == (
         ("model.pt",),
         ("checkpoint-*.pt",),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchestrator.backends.attempts.script_output import newest_checkpoint
+from orchestrator.backends.attempts.script_output import find_newest_checkpoint
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
@@ -120,12 +120,12 @@ def test_no_attempt_resumes_from_the_last_step(tmp_path: Path) -> None:
         checkpoint.mkdir()
         for name in ("model.pt", "optimizer.pt", "state.json"):
             (checkpoint / name).write_text("x")
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2-epoch-0")
-    assert newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2-epoch-0")
+    assert find_newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(
         tmp_path / "checkpoint-4-epoch-0"
     )
     (tmp_path / "checkpoint-2-epoch-0/optimizer.pt").write_text("")
-    assert newest_checkpoint(spec, tmp_path) is None
+    assert find_newest_checkpoint(spec, tmp_path) is None
 
 
 def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path: Path) ->
     checkpoint.mkdir()
     for name in ("model.pt", "optimizer.pt"):
         (checkpoint / name).write_text("x")
-    assert newest_checkpoint(parler(tmp_path), tmp_path) is None
+    assert find_newest_checkpoint(parler(tmp_path), tmp_path) is None
     (checkpoint / "state.json").write_text("x")
-    assert newest_checkpoint(parler(tmp_path), tmp_path) == str(checkpoint)
+    assert find_newest_checkpoint(parler(tmp_path), tmp_path) == str(checkpoint)
 
 
 @pytest.mark.parametrize("torn", ["model.pt", "model.safetensors"])
@@ -152,13 +152,13 @@ def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(
             {"weight": torch.zeros(4096), "bias": torch.zeros(8)}, checkpoint / "model.safetensors"
         )
         os.utime(checkpoint, (step, step))
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
     whole = (tmp_path / "checkpoint-4" / torn).read_bytes()
     (tmp_path / "checkpoint-4" / torn).write_bytes(whole[: len(whole) - 16])
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2")
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-4" / torn).write_bytes(whole)
     (tmp_path / "checkpoint-2" / "notes.safetensors").write_text("of this format in name only")
-    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
+    assert find_newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.long

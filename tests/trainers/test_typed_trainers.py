@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.attempts.program import interpreter_of
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.backends.attempts.program import read_interpreter
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
 from tests.trainers.driver import Drive, cluster, story
@@ -41,7 +41,7 @@ def needs(program: str) -> None:
 
 def run_trainer(typed: str, home: Path, memory: str) -> Job:
     """The proposal's job after its last attempt; it starts with its own settings, without probes."""
-    spec = parse_job(proposal(typed.split(), home, {}), "proposal", [("probe", "never")])
+    spec = parse_job(propose_job_file(typed.split(), home, {}), "proposal", [("probe", "never")])
     return Drive(home / "home", cluster(memory, devices=1)).run(spec)
 
 
@@ -67,7 +67,7 @@ def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(
     tmp_path: Path,
 ) -> None:
     needs("litgpt")
-    python = interpreter_of(Path(str(shutil.which("litgpt"))))
+    python = read_interpreter(Path(str(shutil.which("litgpt"))))
     assert python is not None
     model = tmp_path / "model"
     model.mkdir()

@@ -16,7 +16,12 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, Launchers, NodeSource
-from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World, event_that_is_set
+from orchestrator.backends.attempts.watch import (
+    AttemptWatch,
+    Ownership,
+    WatchContext,
+    make_set_event,
+)
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
@@ -45,13 +50,14 @@ class ProcessBackend:
         clock: Callable[[], float] = time.time,
         serving: threading.Event | None = None,
     ) -> None:
-        """Nodes that cannot be asked now are told once they can.
+        """Make the backend and start the thread that refreshes the nodes.
 
-        No attempt is watched before `serving` is set; None: they are watched at once.
+        A cluster that does not answer now is asked again later. Attempts are watched once the event
+        `serving` is set; with None, at once.
         """
         # None: somebody else wants the loop that reads events to go round
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._world = World(
+        self._world = WatchContext(
             home=home.resolve(),
             python=sys.executable,
             nodes=NodeWatch(cluster, nodes),
@@ -59,9 +65,9 @@ class ProcessBackend:
             clock=clock,
             emit=self._events.put,
             closing=threading.Event(),
-            serving=serving or event_that_is_set(),
+            serving=serving or make_set_event(),
             ownership=ownership,
-            fence=_fence_of(home, ownership),
+            fence=_store_fence(home, ownership),
             inherit_env=cluster.inherit_env,
             users=cluster.users,
         )
@@ -79,10 +85,11 @@ class ProcessBackend:
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Resume an attempt by its name after a restart: keep running processes, and start missing ones.
+        """Resume an attempt by its name after a service restart: watch its running processes, and
+        start missing ones.
 
-        A launch does the same work, since an earlier launch may have been cut short anywhere. An attempt whose end is
-        in the journal only releases its devices.
+        `launch` does the same work, since an earlier launch may have been cut short anywhere. An
+        attempt whose end is in the journal only releases its devices.
         """
         if attempt.released or self._is_watched(attempt.name):
             return
@@ -101,7 +108,9 @@ class ProcessBackend:
             self._watches[name][0].stop(action.grace_s)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Return the events since the last call; wait at most `timeout_s` for the first."""
+        """Return the events since the last call; wait at most `timeout_s` seconds for the first.
+        Empty without an event.
+        """
         try:
             events = [self._events.get(timeout=timeout_s)]
         except queue.Empty:
@@ -111,21 +120,25 @@ class ProcessBackend:
         return [event for event in events if event is not None]
 
     def wake(self) -> None:
-        """Let `events` return at once, in another thread."""
+        """Make a waiting `events` call of another thread return at once."""
         self._events.put(None)
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Use another cluster description from the next refresh of nodes on. Running attempts continue."""
+        """Use this cluster description from the next refresh of nodes on. Running attempts
+        continue.
+        """
         self._world.nodes.set_cluster(cluster)
         self._declared = idle_nodes(cluster)
         self._policy = cluster.policy
 
     def addresses(self) -> dict[str, str]:
         """Return {node name: address} of the nodes that were alive when the cluster last answered."""
-        return {name: node.launch.address for name, node in self._world.nodes.last_known().items()}
+        return {
+            name: node.launch.address for name, node in self._world.nodes.last_known_nodes().items()
+        }
 
     def close(self) -> None:
-        """Stop watching; running attempts continue."""
+        """Stop the backend's threads; running attempts continue."""
         self._world.closing.set()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (self._refresher, *(thread for _, thread in self._watches.values())):
@@ -160,13 +173,17 @@ class ProcessBackend:
             )
 
 
-def _fence_of(home: Path, ownership: Ownership) -> Fence | None:
-    """Return the service's fence after storing its number: launchers then ignore earlier services' requests."""
+def _store_fence(home: Path, ownership: Ownership) -> Fence | None:
+    """Store the fencing number of this service, and return its fence; None where the journal is a
+    file.
+
+    Launchers then ignore requests of earlier services.
+    """
     if ownership.fence is None:
         return None
     fence = Fence(folder=str(home.resolve() / "fence"), number=ownership.fence)
     try:
-        fence.leave()
+        fence.store()
     except OSError:  # a full disk: an earlier service is kept off by its lease alone
         log.exception("the fence of this service cannot be written")
     return fence

@@ -38,8 +38,9 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     temporary.replace(path)
 
 
-def open_left(path: Path) -> BinaryIO:
-    """Open a file that a user's rank may have written, for reading. Never follows links or blocks on pipes.
+def open_untrusted(path: Path) -> BinaryIO:
+    """Open a file that a user's rank may have written, for reading. It never follows links or
+    blocks on pipes.
 
     Raises OSError.
     """
@@ -48,7 +49,7 @@ def open_left(path: Path) -> BinaryIO:
 
 def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file. Raises OSError, and ValueError for another content."""
-    with open_left(path) as file:
+    with open_untrusted(path) as file:
         text = file.read(REPORT_BYTES_MAX + 1)
     if len(text) > REPORT_BYTES_MAX:
         raise ValueError(f"it has more than {REPORT_BYTES_MAX} bytes")
@@ -74,16 +75,18 @@ def open_to_append(path: Path) -> BinaryIO:
 
 @frozen
 class Fence:
-    """Fencing number of a service that owns the journal, stored in a folder that all owners share.
+    """The fencing number (a counter that grows with each new owner) of the service that owns the
+    journal.
 
-    The number is a file's name: unlike text in one file, a newer one cannot be replaced by an older one.
+    It is stored in a folder that all owners share, as a file's name: an older owner can then never
+    replace a newer number.
     """
 
     folder: str
     number: int
 
-    def leave(self) -> None:
-        """Store the number durably, and remove older ones. Raises OSError."""
+    def store(self) -> None:
+        """Store the number in the folder durably, and remove older numbers. Raises OSError."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self.number)).touch()
@@ -93,7 +96,7 @@ class Fence:
 
     @property
     def is_passed(self) -> bool:
-        """Whether a newer owner has stored its number."""
+        """Whether a newer owner of the journal has stored its number."""
         return max(self._numbers(), default=0) > self.number
 
     def _numbers(self) -> list[int]:
@@ -102,8 +105,10 @@ class Fence:
         return []
 
 
-def read_epoch(path: Path) -> int:
-    """Return the number of the job's newest attempt; 0 before the first launch, or for no number."""
+def read_attempt_number(path: Path) -> int:
+    """Return the number of the job's newest attempt from a file; 0 where the file is missing or
+    holds no number.
+    """
     try:
         with path.open() as file:
             return int(file.read(EPOCH_BYTES_MAX))

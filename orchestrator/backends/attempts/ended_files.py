@@ -33,7 +33,7 @@ _IN_TRASH = re.compile(r".+\.[0-9a-f]{16}")
 
 @frozen
 class Part:
-    """A file or folder of an ended job that is removed as a whole."""
+    """A file or folder of an ended job that is removed as a whole, with its kind and size."""
 
     job: str
     path: str  # below the job's folder
@@ -44,7 +44,7 @@ class Part:
 
 @frozen
 class Removal:
-    """Record of one removal: time, reason, user and bytes."""
+    """Record of the removal of one part: time, reason, user and bytes."""
 
     at_s: float
     why: str
@@ -52,15 +52,18 @@ class Removal:
     size_bytes: int
 
 
-def parts_of(
-    home: Path, job_id: str, status: str, ended_at_s: float, tick: Callable[[], None]
+def list_removable_parts(
+    home: Path, job_id: str, status: str, ended_at_s: float, on_entry: Callable[[], None]
 ) -> list[Part]:
-    """Return the existing removable parts of an ended job; a link is never one. Calls `tick` per directory entry."""
+    """Return the parts of an ended job's folder that exist and may be removed. Links are left out.
+
+    Calls `on_entry` for each directory entry that it reads.
+    """
     folder = JobFolder(home, job_id)
     output = PartKind.RESULTS if status == "succeeded" else PartKind.UNSUCCESSFUL
     kinds = {folder.path / "data": PartKind.SUPERSEDED, folder.path / "attempts": PartKind.LOGS}
     kinds |= {folder.output: output, folder.workdir: output}
-    if _is_folder(folder.checkpoints):
+    if _is_real_folder(folder.checkpoints):
         kinds |= dict.fromkeys(sorted(folder.checkpoints.iterdir()), output)
         kinds |= dict.fromkeys(list_superseded(folder.checkpoints), PartKind.SUPERSEDED)
     return [
@@ -68,16 +71,19 @@ def parts_of(
             job=job_id,
             path=str(path.relative_to(folder.path)),
             kind=kind,
-            size_bytes=size_bytes(path, tick),
+            size_bytes=size_bytes(path, on_entry),
             ended_at_s=ended_at_s,
         )
         for path, kind in kinds.items()
-        if _is_folder(path)
+        if _is_real_folder(path)
     ]
 
 
-def size_bytes(path: Path, tick: Callable[[], None]) -> int:
-    """Return the disk bytes of a file or tree. Entries that vanish meanwhile count 0."""
+def size_bytes(path: Path, on_entry: Callable[[], None]) -> int:
+    """Return the disk bytes of a file or folder tree; entries that vanish meanwhile count as 0.
+
+    Calls `on_entry` for each directory entry that it reads.
+    """
     total = 0
     folders = list[str]()
     device = None
@@ -89,7 +95,7 @@ def size_bytes(path: Path, tick: Callable[[], None]) -> int:
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
-                tick()
+                on_entry()
                 with suppress(OSError):
                     entry_stat = entry.stat(follow_symlinks=False)
                     if entry_stat.st_dev == device:
@@ -99,8 +105,9 @@ def size_bytes(path: Path, tick: Callable[[], None]) -> int:
     return total
 
 
-def remove(home: Path, part: Part, removal: Removal) -> None:
-    """Record the removal of a part, then move it to the trash. On OSError the part stays in place.
+def move_to_trash(home: Path, part: Part, removal: Removal) -> None:
+    """Record the removal of a part, then move the part to the trash. On OSError the part stays in
+    place.
 
     On a full disk the record may be lost, and the part is moved all the same.
     """
@@ -110,17 +117,19 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
     with _open_folder(folder / parent) as source, _open_folder(home / TRASH) as trash:
         os.lstat(name, dir_fd=source)
         with suppress(OSError):
-            _note(folder, part.path, removal)
+            _record_removal(folder, part.path, removal)
         os.rename(name, f"{part.job}.{secrets.token_hex(8)}", src_dir_fd=source, dst_dir_fd=trash)
 
 
-def empty_trash(home: Path, limit: int) -> list[str]:
-    """Delete at most `limit` parts in the trash. Returns one error text per part that cannot be deleted."""
+def empty_trash(home: Path, parts_max: int) -> list[str]:
+    """Delete at most `parts_max` parts in the trash. Return an error text for each part that cannot
+    be deleted.
+    """
     problems = list[str]()
     deleted = 0
     with suppress(FileNotFoundError), _open_folder(home / TRASH) as trash:
         for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
-            if deleted == limit:
+            if deleted == parts_max:
                 break
             try:
                 if stat.S_ISDIR(os.lstat(name, dir_fd=trash).st_mode):
@@ -135,35 +144,40 @@ def empty_trash(home: Path, limit: int) -> list[str]:
     return problems
 
 
-def removal_words(home: Path, job_id: str, path: str | None = None) -> list[str]:
-    """Return a sentence for each removed part of the job, or only for the one at `path`."""
+def describe_removals(home: Path, job_id: str, part_path: str | None = None) -> list[str]:
+    """Return one sentence for each removed part of the job: when and why. With `part_path`, only for the
+    part at that path.
+    """
     folder = JobFolder(home, job_id).path
     return [
         f"{part} was removed on {datetime.fromtimestamp(removal.at_s).astimezone():%Y-%m-%d %H:%M %Z} by {removal.why}"
-        for part, removal in _notes(folder).items()
-        if path in (None, part) and not os.path.lexists(folder / part)
+        for part, removal in _read_removals(folder).items()
+        if part_path in (None, part) and not os.path.lexists(folder / part)
     ]
 
 
-def _notes(folder: Path) -> dict[str, Removal]:
+def _read_removals(job_folder: Path) -> dict[str, Removal]:
     with suppress(OSError, ValueError, TypeError, AttributeError):  # none, or of another version
-        notes = json.loads((folder / "removed.json").read_text(encoding="utf-8"))
+        notes = json.loads((job_folder / "removed.json").read_text(encoding="utf-8"))
         return {part: Removal(**note) for part, note in notes.items()}
     return {}
 
 
-def _note(folder: Path, path: str, removal: Removal) -> None:
-    notes = {part: asdict(note) for part, note in {**_notes(folder), path: removal}.items()}
-    write_durably(folder / "removed.json", json.dumps(notes, indent=1))
+def _record_removal(job_folder: Path, part_path: str, removal: Removal) -> None:
+    notes = {
+        part: asdict(note)
+        for part, note in {**_read_removals(job_folder), part_path: removal}.items()
+    }
+    write_durably(job_folder / "removed.json", json.dumps(notes, indent=1))
 
 
-def _is_folder(path: Path) -> bool:
+def _is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
 @contextmanager
 def _open_folder(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that is no link. Raises OSError."""
+    """Open a folder that is no link, and yield its file descriptor. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

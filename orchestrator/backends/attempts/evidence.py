@@ -23,9 +23,9 @@ from orchestrator.backends.attempts.left_files import (
     Problems,
     Report,
     Reports,
-    log_blocks,
-    log_tail,
+    iterate_log_blocks,
     read_exit_code,
+    read_log_tail,
     read_reports,
 )
 from orchestrator.backends.attempts.script_output import (
@@ -35,10 +35,10 @@ from orchestrator.backends.attempts.script_output import (
     Results,
     find_checkpoints,
     find_results,
-    list_lost,
-    list_unmatched,
+    find_saved_step,
+    iterate_lost_state,
+    list_unmatched_files,
     output_folder,
-    saved_step,
 )
 from orchestrator.backends.attempts.system_metrics import mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
@@ -78,7 +78,9 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Ending:
-    """Facts about an attempt's end that only its watcher saw, stored in its folder for a restarted service."""
+    """Facts about an attempt's end that only its watcher saw. They are stored in the attempt's
+    folder, for a restarted service.
+    """
 
     nodes_lost: tuple[str, ...] = ()
     first_ended_rank: int | None = None
@@ -98,16 +100,19 @@ def write_ending(folder: AttemptFolder, ending: Ending) -> None:
 
 
 def read_ending(folder: AttemptFolder) -> Ending | None:
-    """Return the stored ending; None without one, or for a file that this service did not write."""
+    """Return the ending that the watcher stored in the attempt's folder.
+
+    None where there is none, or where this service cannot read the file.
+    """
     try:
-        ending: Ending = _endings().validate_python(read_json(_ending_path(folder)))
+        ending: Ending = _ending_adapter().validate_python(read_json(_ending_path(folder)))
     except (OSError, ValueError):
         return None
     return ending
 
 
 @functools.cache
-def _endings() -> TypeAdapter[Ending]:
+def _ending_adapter() -> TypeAdapter[Ending]:
     return TypeAdapter(Ending)
 
 
@@ -115,18 +120,19 @@ def _ending_path(folder: AttemptFolder) -> Path:
     return folder.path / "ending.json"
 
 
-def collect(
+def collect_evidence(
     spec: JobSpec,
     attempt: Attempt,
-    jobs: JobFolder,
+    job_folder: JobFolder,
     ending: Ending,
-    access: FileAccess = OWN_ACCESS,
+    file_access: FileAccess = OWN_ACCESS,
 ) -> Evidence:
-    """Return the attempt's evidence (raw facts of its end), from its files and its watcher's facts.
+    """Return the attempt's evidence (raw facts of its end), from its files and from its watcher's
+    facts.
 
-    A part that cannot be read is left out and named in `unread`; the attempt then ends by what is left.
+    A part that cannot be read is left out and named in the evidence's field `unread`.
     """
-    folder = jobs.attempt(attempt.number)
+    folder = job_folder.attempt(attempt.number)
     world_size = device_count(attempt.placement)
     started = started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
@@ -142,41 +148,47 @@ def collect(
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
-    parts.problems.add(*_list_pattern_problems(spec))
+    parts.problems.add(*_list_refused_patterns(spec))
     results = Results()
     checkpoints = Checkpoints()
     unmatched = tuple[str, ...]()
     if not attempt.probe:
         results = parts.read(
-            "results", lambda: find_results(spec, jobs, folder, started, access), results
+            "results", lambda: find_results(spec, job_folder, folder, started, file_access), results
         )
         parts.problems.add(*results.problems)
     if not attempt.probe and spec.is_script:
-        output = output_folder(spec, jobs)
+        output = output_folder(spec, job_folder)
         checkpoints = parts.read(
-            "checkpoints", lambda: find_checkpoints(spec, output, access), checkpoints
+            "checkpoints", lambda: find_checkpoints(spec, output, file_access), checkpoints
         )
         parts.problems.add(*checkpoints.problems)
         if not checkpoints.has_matches:
-            unmatched = parts.read("output", lambda: list_unmatched(spec, jobs), unmatched)
+            unmatched = parts.read(
+                "output", lambda: list_unmatched_files(spec, job_folder), unmatched
+            )
     step = None
     if not attempt.probe:
-        step = parts.read("checkpoint", lambda: saved_step(spec, jobs, checkpoints), step)
+        step = parts.read(
+            "checkpoint", lambda: find_saved_step(spec, job_folder, checkpoints), step
+        )
     ranks = [
         parts.read(
             f"log of rank {rank}",
-            partial(_end_of, spec, attempt, jobs, rank, beats, access),
+            partial(_read_rank_end, spec, attempt, job_folder, rank, beats, file_access),
             RankEnd(
                 rank=rank,
                 exit_code=read_exit_code(folder, rank),
-                log_tail=log_tail(folder.log(rank)),
+                log_tail=read_log_tail(folder.log(rank)),
             ),
         )
         for rank in (started if began else ())
     ]
     lost = tuple[str, ...]()
     unwatched = tuple[str, ...]()
-    lost = parts.read("restart", lambda: _list_lost(spec, folder, ending, jobs, attempt), lost)
+    lost = parts.read(
+        "restart", lambda: _list_lost_state(spec, folder, ending, job_folder, attempt), lost
+    )
     if began:
         unwatched = parts.read(
             "unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched
@@ -194,16 +206,17 @@ def collect(
         unmatched=unmatched,
         unwatched=unwatched,
         busy_percent=parts.read("samples", lambda: mean_busy_percent(folder), None),
-        virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
+        virtual=_read_json_or_empty(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
-        **_watched(ending),
+        **_watcher_fields(ending),
     )
 
 
-def collect_folder(folder: AttemptFolder) -> Evidence:
-    """Return the evidence in an attempt's folder without its job: which results it lacks is not known.
+def collect_folder_evidence(folder: AttemptFolder) -> Evidence:
+    """Return the evidence (raw facts of its end) from an attempt's folder alone, without its job.
 
-    Its ranks are those that left a log or an exit code, at most RANKS_MAX.
+    Results that the script lacks are then unknown. The ranks are those that left a log or an exit
+    code, at most RANKS_MAX.
     """
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     numbers = set[int]()
@@ -218,7 +231,7 @@ def collect_folder(folder: AttemptFolder) -> Evidence:
         if folder.log(rank).exists() or folder.exit_code(rank).exists():
             scan = scan_log(spec, folder.log(rank))
             code = read_exit_code(folder, rank)
-            ends.append(end_of(folder.log(rank), rank, code, scan, scan.findings, beats))
+            ends.append(rank_end(folder.log(rank), rank, code, scan, scan.findings, beats))
     ending = read_ending(folder) or Ending()
     return Evidence(
         ranks=tuple(ends),
@@ -226,13 +239,15 @@ def collect_folder(folder: AttemptFolder) -> Evidence:
         caught=read_reports(OomReport, folder.caught, ranks).reports,
         errors=read_reports(ErrorReport, folder.error, ranks).reports,
         heartbeats=beats,
-        virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
-        **_watched(ending),
+        virtual=_read_json_or_empty(folder.guard).get("virtual_capacity_bytes") is not None,
+        **_watcher_fields(ending),
     )
 
 
-def _watched(ending: Ending) -> JsonObject:
-    """Return the evidence that only the watcher of an attempt saw, by field."""
+def _watcher_fields(ending: Ending) -> JsonObject:
+    """Return the fields of Evidence that only the attempt's watcher saw, from its ending: {field
+    name: value}.
+    """
     names = {entry.name for entry in dataclasses.fields(Evidence)}
     return {
         entry.name: getattr(ending, entry.name)
@@ -241,8 +256,10 @@ def _watched(ending: Ending) -> JsonObject:
     }
 
 
-def _list_pattern_problems(spec: JobSpec) -> list[str]:
-    """Sentences on the patterns of progress and phases that the engine refuses."""
+def _list_refused_patterns(spec: JobSpec) -> list[str]:
+    """Return a sentence for each log pattern of the job that the pattern engine refuses: those of
+    `progress` and phases.
+    """
     patterns = [LinePattern(pattern) for _, pattern in spec.phases]
     if spec.progress is not None:
         patterns.append(LinePattern(spec.progress))
@@ -251,13 +268,17 @@ def _list_pattern_problems(spec: JobSpec) -> list[str]:
 
 @dataclass(slots=True)
 class Parts:
-    """Reads the parts of an attempt's evidence: one that raises is logged, and costs no other."""
+    """Reads the parts of an attempt's evidence. A part whose reading raises is logged; the other
+    parts are still read.
+    """
 
     attempt: str
     problems: Problems = field(default_factory=Problems)
 
     def read(self, name: str, call: Callable[[], Part], default: Part) -> Part:
-        """Return the part, or the default where the call raises."""
+        """Return the result of `call`. Where it raises, log the error under `name`, and return
+        `default`.
+        """
         try:
             return call()
         except (
@@ -271,61 +292,76 @@ class Parts:
 def _list_unwatched(
     folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending
 ) -> tuple[str, ...]:
-    """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
+    """Return a text for each process that trained without our guard, with the reason.
+
+    Where the log counts training steps but no process imported PyTorch under the guard, one text
+    says so.
+    """
     processes = tuple(
-        line[:UNWATCHED_CHARACTERS_MAX] for line in log_tail(folder.unwatched).splitlines()
+        line[:UNWATCHED_CHARACTERS_MAX] for line in read_log_tail(folder.unwatched).splitlines()
     )
     if processes or ending.counts is None or any(beat.torch_version for beat in beats):
         return processes[:UNWATCHED_MAX]
     return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
 
 
-def _end_of(
+def _read_rank_end(
     spec: JobSpec,
     attempt: Attempt,
-    jobs: JobFolder,
+    job_folder: JobFolder,
     rank: int,
-    beats: tuple[Heartbeat, ...],
-    access: FileAccess,
+    heartbeats: tuple[Heartbeat, ...],
+    file_access: FileAccess,
 ) -> RankEnd:
-    folder = jobs.attempt(attempt.number)
+    folder = job_folder.attempt(attempt.number)
     scan = scan_log(spec, folder.log(rank))
     findings = scan.findings
     if rank == 0 and spec.launch == "dora":
-        findings = _with_workers(spec, attempt, jobs, findings, access)
-    return end_of(folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, beats)
+        findings = _add_worker_findings(spec, attempt, job_folder, findings, file_access)
+    return rank_end(
+        folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, heartbeats
+    )
 
 
-def end_of(
-    path: Path,
+def rank_end(
+    log_path: Path,
     rank: int,
     exit_code: int | None,
     scan: LogScan,
     findings: tuple[Finding, ...],
-    beats: tuple[Heartbeat, ...] = (),
+    heartbeats: tuple[Heartbeat, ...] = (),
 ) -> RankEnd:
-    """Return how a rank ended, from its exit code and its log, which `scan` has fully read."""
+    """Return how a rank ended, from its exit code and the analysis of its log.
+
+    `scan` has already read the whole log at `log_path`.
+    """
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
-        log_tail=log_tail(path),
-        findings=tuple(_in_bytes(finding, rank, beats) for finding in findings[:FINDINGS_MAX]),
+        log_tail=read_log_tail(log_path),
+        findings=tuple(
+            _add_oom_report(finding, rank, heartbeats) for finding in findings[:FINDINGS_MAX]
+        ),
         root_rank=scan.root_rank,
         root_exit_code=scan.root_exit_code,
     )
 
 
-def scan_log(spec: JobSpec, path: Path) -> LogScan:
-    """Return the analysis of a whole log, read in chunks; empty where there is no log."""
+def scan_log(spec: JobSpec, log_path: Path) -> LogScan:
+    """Return the analysis of a whole log, read in chunks; an empty analysis where there is no
+    log.
+    """
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
-    scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
-    feed_log(scan, path)
+    scan = LogScan(log=log_path.name, command=spec.command or (), markers=markers)
+    feed_log(scan, log_path)
     return scan
 
 
-def feed_log(scan: LogScan, path: Path) -> None:
-    """Feed a whole log to its analysis: ordinary lines block by block, others one by one."""
-    for offset, block in log_blocks(path):
+def feed_log(scan: LogScan, log_path: Path) -> None:
+    """Pass a whole log to its analysis: ordinary lines block by block, lines of interest one by
+    one.
+    """
+    for offset, block in iterate_log_blocks(log_path):
         if scan.skip_ordinary_lines(block.decode("utf-8", errors="replace")):
             continue
         for line in block[:-1].split(b"\n"):
@@ -333,20 +369,23 @@ def feed_log(scan: LogScan, path: Path) -> None:
             offset += len(line) + 1
 
 
-def _with_workers(
+def _add_worker_findings(
     spec: JobSpec,
     attempt: Attempt,
-    jobs: JobFolder,
+    job_folder: JobFolder,
     findings: tuple[Finding, ...],
-    access: FileAccess,
+    file_access: FileAccess,
 ) -> tuple[Finding, ...]:
-    """The findings with those in the logs of dora's workers (dora/executor.py); the worker that died first leads."""
+    """Return these findings together with those in the logs of dora's workers (dora/executor.py).
+
+    The findings of the worker that died first stand first.
+    """
     died = next(
         (count_of(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))),
         0,
     )
     merged = [replace(finding, rank=0) for finding in findings]
-    logs = access.search(jobs.output, ("**/worker_*.log",)).matches
+    logs = file_access.search(job_folder.output, ("**/worker_*.log",)).matches
     for entry in sorted(logs, key=lambda entry: entry.path)[:WORKERS_MAX]:
         path = Path(entry.path)
         rank = count_of(path.stem.removeprefix("worker_"))
@@ -359,8 +398,10 @@ def _with_workers(
     )
 
 
-def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
-    """Return the finding with an out-of-memory report, where its line gives byte counts."""
+def _add_oom_report(finding: Finding, rank: int, heartbeats: tuple[Heartbeat, ...]) -> Finding:
+    """Return the finding with an out-of-memory report where its line gives byte counts; else
+    unchanged.
+    """
     live = oom_report.allocated_bytes(finding.line)
     capacity = oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
@@ -369,7 +410,7 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
         rank = finding.rank
     report = OomReport(
         rank=rank,
-        step=next((beat.step for beat in beats if beat.rank == rank), 0),
+        step=next((beat.step for beat in heartbeats if beat.rank == rank), 0),
         phase=finding.phase or "",
         requested_bytes=oom_report.requested_bytes(finding.line),
         live_bytes=live,
@@ -380,31 +421,37 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
     return replace(finding, oom=report)
 
 
-def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
-    """Return the rank whose failing exit code was written first; None without one.
+def first_failed_rank(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
+    """Return the rank whose failing exit code was written first; None where no rank failed.
 
-    Used where no launcher reported which rank ended first.
+    It is used where no launcher reported which rank ended first.
     """
     failed = [rank for rank in ranks if read_exit_code(folder, rank)]
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
 
-def _list_lost(
-    spec: JobSpec, folder: AttemptFolder, ending: Ending, jobs: JobFolder, attempt: Attempt
+def _list_lost_state(
+    spec: JobSpec, folder: AttemptFolder, ending: Ending, job_folder: JobFolder, attempt: Attempt
 ) -> tuple[str, ...]:
-    """The state that the script did not restore; earlier attempts tell the highest step that it had reached."""
-    checkpoint = _left_object(folder.resume).get("checkpoint")
-    earlier = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
+    """Return the names of the state (such as the optimizer) that the script did not restore from
+    its checkpoint.
+
+    Earlier attempts tell the highest step that the script had reached.
+    """
+    checkpoint = _read_json_or_empty(folder.resume).get("checkpoint")
+    earlier = [read_ending(job_folder.attempt(number)) for number in range(1, attempt.number)]
     highest = max(
         (end.counts[1] for end in earlier if end is not None and end.counts), default=None
     )
     return tuple(
-        list_lost(spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest)
+        iterate_lost_state(
+            spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest
+        )
     )
 
 
-def _left_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; {} where there is none."""
+def _read_json_or_empty(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file; {} where there is none."""
     try:
         return read_json(path)
     except (OSError, ValueError):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.process_census import MARK
-from orchestrator.backends.attempts.system_metrics import memory_bytes
-from orchestrator.backends.environment import INHERITED, matching
+from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.environment import INHERITED, select_matching
 from orchestrator.specs.command_line import Env
 from orchestrator.training.guard.fork_server import GUARD, user_of
 
@@ -49,7 +49,9 @@ MESSAGE_BYTES_MAX = 2**16
 
 
 class ForkedRank:
-    """A rank's process that a server forked, with the part of Popen that the launcher uses."""
+    """A rank's process that the fork server forked, with those methods of Popen that the launcher
+    uses.
+    """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -60,7 +62,9 @@ class ForkedRank:
         return "forked"
 
     def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code, or minus its signal."""
+        """Wait for the end of the process. Return its exit code; after a signal, minus the signal's
+        number.
+        """
         with self._connection:
             message = self._connection.recv(MESSAGE_BYTES_MAX)
             # without its holder, the kernel kills it
@@ -76,8 +80,12 @@ def fork_rank(
     log: BinaryIO,
     until_s: float,
 ) -> ForkedRank | str:
-    """Return the forked rank, or why it is to be started plainly. Waits until `until_s` of the monotonic clock."""
-    why = _find_doubt(argv, env, workdir)
+    """Fork a rank from the fork server, and return its process.
+
+    Returns the reason as text where the rank must be started as a new interpreter instead. Waits
+    until `until_s` of the monotonic clock.
+    """
+    why = _why_not_forked(argv, env, workdir)
     if why:
         return why
     late = {name: text for name, text in env.items() if name in LATE}
@@ -86,7 +94,7 @@ def fork_rank(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(START_S)
     try:
-        why = _reach(connection, argv[0], early)
+        why = _connect_to_server(connection, argv[0], early)
         if why:
             connection.close()
             return why
@@ -105,18 +113,22 @@ def fork_rank(
 
 
 def restore_signals() -> None:
-    """Let a new process get SIGINT as a fresh one does: workers of Ray block it."""
+    """Unblock SIGINT in this process: workers of Ray block it, and child processes would inherit
+    that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _find_doubt(argv: Sequence[str], env: Env, workdir: str) -> str:
-    """Return why a rank may not be forked; "" where it may."""
+def _why_not_forked(argv: Sequence[str], env: Env, workdir: str) -> str:
+    """Return why a rank may not be forked from a server that has imported torch; "" where it
+    may.
+    """
     if len(argv) < 5 or argv[1] != str(GUARD) or argv[3] != "--" or not os.path.isabs(argv[0]):
         return "it is no Python program under the guard, or its interpreter has flags"
     if env.get("PYTHONPATH", "") not in ("", HOOKS):
         return "PYTHONPATH has folders of its own"
-    others = env.keys() - LATE - matching(env, EARLY).keys()
+    others = env.keys() - LATE - select_matching(env, EARLY).keys()
     if others:
         return f"nothing is known of who reads {min(others)}"
     try:
@@ -136,12 +148,14 @@ def _find_doubt(argv: Sequence[str], env: Env, workdir: str) -> str:
     return "" if is_first else "something precedes the script's import of torch"
 
 
-def begins_with_torch(source: bytes) -> bool:
-    """Return whether a script imports torch before anything that could set a variable for it. Raises SyntaxError.
+def begins_with_torch(script: bytes) -> bool:
+    """Return whether a script imports torch before any statement that could set an environment
+    variable. Raises SyntaxError.
 
-    Only its docstring, and modules of the standard library, may stand before.
+    Only the script's docstring and imports from the standard library may precede the import of
+    torch.
     """
-    module = ast.parse(source)
+    module = ast.parse(script)
     first = 0 if ast.get_docstring(module) is None else 1
     for statement in module.body[first:]:
         if isinstance(statement, ast.Import):
@@ -159,33 +173,37 @@ def begins_with_torch(source: bytes) -> bool:
     return False
 
 
-def _reach(connection: socket.socket, python: str, env: Env) -> str:
-    """Connect to the server of this interpreter and these variables, started if there is none. Raises OSError.
+def _connect_to_server(connection: socket.socket, interpreter: str, env: Env) -> str:
+    """Connect the socket to the fork server of this interpreter and these variables, and start the
+    server if there is none.
 
-    Returns why there can be none, or "".
+    Returns why there can be no server, or "". Raises OSError.
     """
-    prefix = f"orc-forks-{_digest(_inheritance())}-"
-    name = prefix + _digest([python, *sorted(env.items())])
+    prefix = f"orc-forks-{_digest(_list_inherited_state())}-"
+    name = prefix + _digest([interpreter, *sorted(env.items())])
     try:
         connection.connect("\0" + name)
     except ConnectionRefusedError:
-        why = _start(name, prefix, python, env)
+        why = _start_server(name, prefix, interpreter, env)
         if why:
             return why
         connection.connect("\0" + name)
     return "" if user_of(connection) == os.geteuid() else "another user has its name"
 
 
-def _start(name: str, prefix: str, python: str, env: Env) -> str:
-    """Start a server, and wait until it can be reached. Returns why there can be none, or ""."""
+def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> str:
+    """Start a fork server, and wait until it can be reached. Returns why there can be none, or "".
+
+    `prefix` begins the socket names of all servers for the same inherited process state.
+    """
     listed = Path("/proc/net/unix").read_text().split()
     if len({word for word in listed if word.startswith(f"@{prefix}")}) >= SERVERS_MAX:
         return f"{SERVERS_MAX} servers stand already"
-    total, available = memory_bytes()
+    total, available = read_memory_bytes()
     if available < AVAILABLE_MIN * total:
         return "memory is short"
     ended = subprocess.run(
-        [python, str(SERVER), name, FILLER],
+        [interpreter, str(SERVER), socket_name, FILLER],
         cwd="/",
         env={**env, MARK: ROOM},
         stdin=subprocess.DEVNULL,
@@ -203,8 +221,11 @@ def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def _inheritance() -> list[str]:
-    """Return what a child process inherits beside variables and descriptors."""
+def _list_inherited_state() -> list[str]:
+    """Return the texts of what a child process inherits apart from variables and descriptors.
+
+    They are user, signals, cgroup, limits, namespaces and priority.
+    """
     process = Path("/proc/self")
     lines = (process / "status").read_text().splitlines()
     status = [line for line in lines if line.startswith(STATUS)]

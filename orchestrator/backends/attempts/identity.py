@@ -58,39 +58,43 @@ class Identity:
         return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
 
 
-def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identity | None:
-    """Return the system user of a user's processes; None for the service's own.
+def find_identity(
+    user_name: str, users: Mapping[str, UserSpec], job_source: str
+) -> Identity | None:
+    """Return the system user (uid and gid) for a user's processes; None where they run as the
+    service's own system user.
 
-    Raises SpecError, which names the job's `source`, for a user without a user id.
+    Raises SpecError, which names the job's source, for a user without a user id.
     """
-    if not users or name in ("", _own_name()):
+    if not users or user_name in ("", _service_user_name()):
         return None
-    user = users.get(name)
+    user = users.get(user_name)
     if user is None:
         raise SpecError(
             "the user has no user id here",
-            source=source,
+            source=job_source,
             path="user",
-            got=name,
+            got=user_name,
             hint="the cluster file's `users` gives each user a user id, as whom jobs run",
         )
-    return Identity(name=name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
+    return Identity(name=user_name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 
 
-def access_of(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
-    """Return the rights by which the files of a job are searched: those of its user.
+def file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
+    """Return the rights (interpreter, uid and gid) with which a job's files are searched: those of
+    its user.
 
-    For a user who is not in the cluster file any more they are the rights of the system user nobody.
+    A user who is no longer in the cluster file gets the rights of the system user nobody.
     """
     try:
-        identity = identity_of(job.user, users, job.id)
+        identity = find_identity(job.user, users, job.id)
     except SpecError:
         return FileAccess(python, NOBODY)
     return FileAccess(python, None if identity is None else (identity.uid, identity.gid))
 
 
 def open_home(home: Path) -> None:
-    """Set permissions so that other users' ranks reach only their own folders."""
+    """Set permissions of the home so that each user's ranks reach only that user's folders."""
     os.umask(0o077)
     for name in SHARED:
         (home / name).mkdir(exist_ok=True)
@@ -101,17 +105,17 @@ def open_home(home: Path) -> None:
         folder.chmod(ENTER)
 
 
-def hand_over(
-    identity: Identity, home: Path, job: Job, number: int, request: LaunchRequest
+def hand_files_to_user(
+    identity: Identity, home: Path, job: Job, attempt_number: int, request: LaunchRequest
 ) -> None:
     """Give the user ownership of what the attempt's ranks write, and read access to their inputs. Raises OSError."""
     folder = JobFolder(home, job.id)
-    attempt = folder.attempt(number)
+    attempt = folder.attempt(attempt_number)
     for file, _ in request.files:
         if Path(file).parent == attempt.path:
             Path(file).chmod(0o644)
     folder.epoch.chmod(0o644)
-    for owned in (home / USERS / identity.name, *_written_by_ranks(folder, attempt)):
+    for owned in (home / USERS / identity.name, *_list_rank_folders(folder, attempt)):
         owned.mkdir(exist_ok=True)
         if owned.lstat().st_uid != identity.uid:
             owned.chmod(0o700)
@@ -123,16 +127,18 @@ def hand_over(
     folder.path.chmod(ENTER_GROUP)
     for _, named in paths_of(job.spec):
         if (upload := find_upload(home, named)) is not None:
-            _show(upload[0], uploads_folder(home))
+            _make_readable(upload[0], uploads_folder(home))
 
 
-def _written_by_ranks(folder: JobFolder, attempt: AttemptFolder) -> Iterator[Path]:
+def _list_rank_folders(folder: JobFolder, attempt: AttemptFolder) -> Iterator[Path]:
     yield from (folder.output, folder.checkpoints, folder.path / "data", attempt.output)
     yield from (path for path in (folder.workdir, attempt.path / "work") if path.is_dir())
 
 
-def _show(upload: Path, uploads: Path) -> None:
-    """Let every user who knows its digest read an upload."""
+def _make_readable(upload: Path, uploads: Path) -> None:
+    """Make an uploaded file tree readable for every user who knows its path, which contains its
+    digest.
+    """
     for path in (*reversed(upload.relative_to(uploads).parents), upload.relative_to(uploads)):
         (uploads / path).chmod(ENTER)
     for path in upload.rglob("*"):
@@ -140,7 +146,7 @@ def _show(upload: Path, uploads: Path) -> None:
             path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
 
 
-def _own_name() -> str:
+def _service_user_name() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

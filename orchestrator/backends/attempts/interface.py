@@ -14,10 +14,12 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 ADDRESS = slice(20, 24)  # of struct ifreq: behind the name (16), the family (2) and the port (2)
 
 
-def gloo_interface(env: Env) -> dict[str, str]:
-    """Return the variable that sets gloo's interface towards MASTER_ADDR; {} for an attempt on one machine.
+def gloo_interface_variables(env: Env) -> dict[str, str]:
+    """Return {"GLOO_SOCKET_IFNAME": interface towards MASTER_ADDR}; {} where it is not needed.
 
-    By itself gloo takes the address of the host's name, which is 127.0.1.1 on many machines: no other one reaches it.
+    It is not needed on one machine, where the variable is set, or where no interface has the
+    address. By itself gloo takes the address of the host's name. On many machines that is
+    127.0.1.1, which no other machine reaches.
     """
     master = env.get("MASTER_ADDR", "127.0.0.1")
     if master.startswith("127.") or GLOO in env:

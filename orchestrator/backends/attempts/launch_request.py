@@ -48,7 +48,9 @@ FLAGS_WITH_A_WORD = (
 
 @frozen
 class LaunchNode:
-    """Facts about a node that a launch depends on."""
+    """Facts about a node that a launch depends on, such as its address, devices and processor
+    cores.
+    """
 
     name: str
     address: str  # under which other nodes reach its ranks
@@ -60,7 +62,7 @@ class LaunchNode:
     ] = ()  # of the driver, in the order of our indices; (): the same
 
     def driver_ids(self, devices: Sequence[int]) -> tuple[DeviceId, ...]:
-        """Return these devices as the driver names them."""
+        """Return the driver's ids (index or UUID) of these devices, in the same order."""
         if not self.device_ids:
             return tuple(devices)
         return tuple(self.device_ids[index] for index in devices)
@@ -68,7 +70,10 @@ class LaunchNode:
 
 @frozen
 class RankRequest:
-    """A process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
+    """A process to start: a rank, or a launcher program (torchrun) that starts all ranks of a node.
+
+    `rank` is the number of the rank, or of the node's first rank.
+    """
 
     rank: int
     argv: Argv
@@ -92,14 +97,18 @@ class LaunchRequest:
 
 
 def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
-    """Return the ranks whose processes we start: every rank, or the first of each node under a launcher."""
+    """Return the numbers of the ranks whose processes the orchestrator starts itself.
+
+    They are all ranks, or the first rank of each node where a launcher program (torchrun) starts
+    the others.
+    """
     counts = [len(part.devices) for part in placement]
     if spec.launch == "ranks":
         return tuple(range(sum(counts)))
     return tuple(sum(counts[:node]) for node in range(len(counts)))
 
 
-def launch_request(
+def build_launch_request(
     job: Job,
     attempt: Attempt,
     home: Path,
@@ -110,15 +119,17 @@ def launch_request(
     resume_from: str | None = None,
     config_text: str = "",
 ) -> LaunchRequest:
-    """Return the request that starts `attempt`. Raises SpecError where the plan needs a knob that the job lacks.
+    """Return the request that starts `attempt`. Raises SpecError where the plan needs a setting
+    that the script cannot take.
 
-    `nodes` has every node of the placement. `python` is the interpreter for our modules and for `python` in the
-    command. `resume_from` is the newest checkpoint of a script, and `config_text` its config file's text.
+    `nodes` has every node of the placement. `python` is the interpreter for our modules and for
+    `python` in the command. `resume_from` is the newest checkpoint of a script, and `config_text`
+    its config file's text.
     """
     spec = job.spec
     folder = JobFolder(home, job.id)
     paths = folder.attempt(attempt.number)
-    rendered = _render(job, attempt, folder, python, resume_from)
+    rendered = _render_command(job, attempt, folder, python, resume_from)
     common = {
         "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"),
         "PYTHONUNBUFFERED": "1",
@@ -142,28 +153,30 @@ def launch_request(
             if spec.command is None
             else add_guard(rendered.arguments, str(paths.guard), python)
         )
-        ranks = _ranks(spec, attempt, nodes, argv, common, master_port)
+        ranks = _rank_processes(spec, attempt, nodes, argv, common, master_port)
     else:
-        ranks = _launchers(
+        ranks = _launcher_processes(
             spec, attempt, nodes, paths, rendered.arguments, common, master_port, python
         )
     return LaunchRequest(
         name=attempt.name,
-        workdir=_workdir(spec, paths),
+        workdir=_working_directory(spec, paths),
         linked=(str(spec.workdir), spec.config.file)
-        if spec.config is not None and _is_linked(spec)
+        if spec.config is not None and _has_linked_workdir(spec)
         else None,
         files=files,
-        before=_before(spec, rendered, resume_from, python),
+        before=_command_before_resume(spec, rendered, resume_from, python),
         ranks=tuple(ranks),
         secrets=spec.secrets,
     )
 
 
-def _before(
+def _command_before_resume(
     spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str
 ) -> Argv | None:
-    """The command to run before a restart from a checkpoint; None without a checkpoint."""
+    """Return the job's command `resume.before`, with its placeholders filled in; None without a
+    checkpoint or such a command.
+    """
     if spec.resume.before is None or resume_from is None:
         return None
     filled: list[str] = []
@@ -174,27 +187,33 @@ def _before(
             else [resume_from if word == "{checkpoint}" else word]
         )
     return (
-        _own_python(spec, python) if filled[0] in ("python", "python3") else filled[0],
+        _find_interpreter(spec, python) if filled[0] in ("python", "python3") else filled[0],
         *filled[1:],
     )
 
 
-def _own_python(spec: JobSpec, python: str) -> str:
-    """The interpreter that the command names or that stands beside its program; `python` without such a path."""
+def _find_interpreter(spec: JobSpec, default: str) -> str:
+    """Return the Python interpreter that the command names by its path, or that is in its program's
+    folder.
+
+    `default` where there is none.
+    """
     program = Path(spec.command[0] if spec.command else "").expanduser()
     beside = program if is_python(program.name) else program.with_name("python")
     return (
         str(beside)
         if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file()
-        else python
+        else default
     )
 
 
 def attempt_files(
-    job: Job, attempt: Attempt, folder: JobFolder, nodes: Mapping[str, LaunchNode]
+    job: Job, attempt: Attempt, job_folder: JobFolder, nodes: Mapping[str, LaunchNode]
 ) -> tuple[tuple[str, str], ...]:
-    """Return (absolute path, text) of each file that the ranks read."""
-    paths = folder.attempt(attempt.number)
+    """Return (absolute path, text) of each file that the ranks read, such as DeepSpeed's
+    configuration.
+    """
+    paths = job_folder.attempt(attempt.number)
     devices = [nodes[part.node].device for part in attempt.placement]
     virtual = [device.memory for device in devices if device.kind.traits.is_virtual]
     fault = job.fault if attempt.number == 1 else None
@@ -211,7 +230,7 @@ def attempt_files(
             data=job.spec.data,
             training=job.spec.training,
             plan=attempt.plan,
-            job_folder=str(folder.path),
+            job_folder=str(job_folder.path),
             attempt_folder=str(paths.path),
             epoch=attempt.number,
             device="cpu" if virtual else "cuda",
@@ -246,40 +265,52 @@ def _accelerate_path(paths: AttemptFolder) -> Path:
     return paths.path / "accelerate.yaml"
 
 
-def _links(paths: AttemptFolder) -> Path:
+def _linked_workdir(paths: AttemptFolder) -> Path:
     return paths.path / "work"
 
 
-def _is_linked(spec: JobSpec) -> bool:
+def _has_linked_workdir(spec: JobSpec) -> bool:
     return spec.workdir is not None and spec.config is not None and spec.config.flag is None
 
 
-def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
+def _working_directory(spec: JobSpec, paths: AttemptFolder) -> str:
     """Return the working directory of the ranks."""
-    return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
+    return (
+        str(_linked_workdir(paths))
+        if _has_linked_workdir(spec)
+        else spec.workdir or str(paths.path)
+    )
 
 
-def _output_dir(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
-    """The output folder's path as the script's knob takes it."""
+def _output_argument(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
+    """Return the output folder's path as the script's argument takes it: absolute, or relative to
+    the working directory.
+    """
     if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
         return str(output)
-    return os.path.relpath(os.path.realpath(output), os.path.realpath(_workdir(spec, paths)))
+    return os.path.relpath(
+        os.path.realpath(output), os.path.realpath(_working_directory(spec, paths))
+    )
 
 
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
-    """Path of the attempt's copy of the config file: beside its logs, or where the script reads it."""
+    """Return the path of the attempt's copy of the config file: beside its logs, or where the
+    script reads it.
+    """
     assert spec.config is not None, "only a job with a config file has a copy of it"
     return (
-        _links(paths) / spec.config.file
+        _linked_workdir(paths) / spec.config.file
         if spec.config.flag is None
         else paths.path / Path(spec.config.file).name
     )
 
 
-def _render(
+def _render_command(
     job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None
 ) -> RenderedCommand:
-    """Arguments of a rank: the engine's own program, already guarded, or the script's command."""
+    """Return the command of a rank: the engine's own program, already guarded, or the script's
+    command with the plan's values.
+    """
     spec = job.spec
     paths = folder.attempt(attempt.number)
     if spec.command is None:
@@ -288,7 +319,7 @@ def _render(
     return script_command(
         read_script(spec),
         attempt.plan,
-        output_dir=_output_dir(spec, paths.output if attempt.probe else folder.output, paths),
+        output_dir=_output_argument(spec, paths.output if attempt.probe else folder.output, paths),
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
         config_path=None if spec.config is None else str(_config_path(spec, paths)),
@@ -297,27 +328,30 @@ def _render(
 
 
 def add_guard(argv: Argv, guard_settings: str, python: str) -> Argv:
-    """Return `argv` with our guard (a hook for memory and errors) inserted before a Python program; others unchanged.
+    """Return `argv` with our guard (a wrapper that reports memory and errors) inserted before a
+    Python program.
 
-    The interpreter's own flags are kept. `python` replaces a bare `python` or `python3`. A program from `-c` or
-    standard input has no file that the guard could run, and stays unguarded.
+    Other commands are unchanged. The interpreter's own flags are kept. `python` replaces a bare
+    `python` or `python3`. A program from `-c` or standard input stays unguarded, since it has no
+    file that the guard could run.
     """
     if not is_python(argv[0]):
         return argv
-    interpreter, program = _interpreter(argv, python)
+    interpreter, program = _split_interpreter(argv, python)
     if not program or program[0] in ("-c", "-"):
         return (*interpreter, *program)
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
 def _guard_self_start(argv: Argv, guard_settings: str, python: str) -> Argv:
-    """The program of a job that starts its ranks itself; each rank inherits the guard by its environment.
+    """Return the guarded command of a program that starts its ranks itself: they inherit the guard
+    by an environment variable.
 
-    A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
-    its children stay unwatched, and the record says so.
+    A Python with -I, -E or -S ignores that variable, so the guard is inserted into its command.
+    Children with the same flags stay unwatched, and the record of the attempt says so.
     """
     if is_python(argv[0]):
-        interpreter, program = _interpreter(argv, python)
+        interpreter, program = _split_interpreter(argv, python)
         flags = "".join(
             word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--")
         )
@@ -326,8 +360,8 @@ def _guard_self_start(argv: Argv, guard_settings: str, python: str) -> Argv:
     return add_guard(argv, guard_settings, python)
 
 
-def _interpreter(argv: Argv, python: str) -> tuple[Argv, Argv]:
-    """The interpreter with its flags, and the program with its own."""
+def _split_interpreter(argv: Argv, python: str) -> tuple[Argv, Argv]:
+    """Return (interpreter with its flags, program with its arguments) of a Python command."""
     start = 1
     while (
         start < len(argv) and argv[start].startswith("-") and argv[start] not in ("-m", "-c", "-")
@@ -336,7 +370,7 @@ def _interpreter(argv: Argv, python: str) -> tuple[Argv, Argv]:
     return (python if argv[0] in ("python", "python3") else argv[0], *argv[1:start]), argv[start:]
 
 
-def _launchers(
+def _launcher_processes(
     spec: JobSpec,
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
@@ -346,12 +380,21 @@ def _launchers(
     master_port: int,
     python: str,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """Yield one process per node, which starts the node's ranks. Its script is wrapped, or inherits the guard."""
-    gang = _gang(attempt, nodes, master_port)
+    """Yield (node name, process to start) for each node, whose process starts the node's ranks
+    (torchrun and others).
+
+    The script is run under the guard, or inherits it.
+    """
+    gang = _rendezvous_variables(attempt, nodes, master_port)
     firsts = started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
-        env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
+        env = {
+            **_default_variables(node),
+            **common,
+            **gang,
+            **_device_variables(node, part.devices),
+        }
         if spec.launch == "self":
             program = _guard_self_start(argv, str(paths.guard), python)
         elif spec.launch == "dora":
@@ -360,19 +403,21 @@ def _launchers(
             )
             program = (*argv[:2], *workers, *argv[2:])
         else:
-            interpreter, script = _interpreter(argv, python)
-            arguments = _launcher_words(spec, attempt, index, gang, paths)
+            interpreter, script = _split_interpreter(argv, python)
+            arguments = _launcher_arguments(spec, attempt, index, gang, paths)
             program = (*interpreter, *arguments, str(GUARD), str(paths.guard), "--", *script)
         yield part.node, (RankRequest(rank=first, argv=program, env=tuple(sorted(env.items()))),)
 
 
-def _launcher_words(
-    spec: JobSpec, attempt: Attempt, node: int, gang: Mapping[str, str], paths: AttemptFolder
+def _launcher_arguments(
+    spec: JobSpec, attempt: Attempt, node_index: int, gang: Mapping[str, str], paths: AttemptFolder
 ) -> Argv:
-    """Arguments between interpreter and script: the module that starts ranks, and its rendezvous.
+    """Return the arguments between interpreter and script: the module that starts the ranks, and
+    its rendezvous.
 
-    torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py, which the `deepspeed` command
-    itself starts on every node (deepspeed/launcher/runner.py) and which needs no ssh.
+    Sources: torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py.
+    The `deepspeed` command itself starts the latter on every node (deepspeed/launcher/runner.py),
+    and it needs no ssh.
     """
     counts = [len(part.devices) for part in attempt.placement]
     where = gang["MASTER_ADDR"]
@@ -385,9 +430,9 @@ def _launcher_words(
                 "--nnodes",
                 str(len(counts)),
                 "--nproc-per-node",
-                str(counts[node]),
+                str(counts[node_index]),
             ),
-            *("--node-rank", str(node), "--master-addr", where, "--master-port", port),
+            *("--node-rank", str(node_index), "--master-addr", where, "--master-port", port),
         )
     if spec.launch == "accelerate":
         return (
@@ -398,7 +443,7 @@ def _launcher_words(
                 "--num_processes",
                 str(sum(counts)),
                 "--machine_rank",
-                str(node),
+                str(node_index),
             ),
             *("--main_process_ip", where, "--main_process_port", port),
         )
@@ -406,19 +451,26 @@ def _launcher_words(
     world = {part.node: part.devices for part in attempt.placement}
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return (
-        *("-m", "deepspeed.launcher.launch", f"--world_info={encoded}", f"--node_rank={node}"),
+        *(
+            "-m",
+            "deepspeed.launcher.launch",
+            f"--world_info={encoded}",
+            f"--node_rank={node_index}",
+        ),
         *(f"--master_addr={where}", f"--master_port={port}"),
     )
 
 
-def _gang(attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int) -> dict[str, str]:
-    """Variables of the process group's rendezvous."""
+def _rendezvous_variables(
+    attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int
+) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT for the attempt's process group."""
     alone = len(attempt.placement) == 1
     first = nodes[attempt.placement[0].node]
     return {"MASTER_ADDR": "127.0.0.1" if alone else first.address, "MASTER_PORT": str(master_port)}
 
 
-def _ranks(
+def _rank_processes(
     spec: JobSpec,
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
@@ -426,17 +478,18 @@ def _ranks(
     common: Mapping[str, str],
     master_port: int,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """Ranks by node, numbered in the placement's order as torchrun would (torch/distributed/run.py).
+    """Yield (node name, its ranks' processes). Ranks are numbered in the placement's order as by
+    torchrun.
 
-    A script on one device gets no variables of a process group: scripts take RANK for the word of a launcher, and
-    turn to distributed training (nanoGPT's train.py).
+    Source: torch/distributed/run.py. A script on one device gets no variables of a process group:
+    with RANK set, some scripts turn to distributed training (nanoGPT's train.py).
     """
     world_size = device_count(attempt.placement)
-    gang = {"WORLD_SIZE": str(world_size), **_gang(attempt, nodes, master_port)}
+    gang = {"WORLD_SIZE": str(world_size), **_rendezvous_variables(attempt, nodes, master_port)}
     rank = 0
     for part in attempt.placement:
         node = nodes[part.node]
-        devices = _device_env(node, part.devices)
+        devices = _device_variables(node, part.devices)
         ranks = []
         for local_rank in range(len(part.devices)):
             numbers = {
@@ -445,20 +498,26 @@ def _ranks(
                 "LOCAL_WORLD_SIZE": str(len(part.devices)),
             }
             group = {} if spec.is_script and world_size == 1 else {**gang, **numbers}
-            env = {**_defaults(node), **common, **group, **devices, GUARDED_RANK: str(rank)}
+            env = {
+                **_default_variables(node),
+                **common,
+                **group,
+                **devices,
+                GUARDED_RANK: str(rank),
+            }
             ranks.append(RankRequest(rank=rank, argv=argv, env=tuple(sorted(env.items()))))
             rank += 1
         yield part.node, tuple(ranks)
 
 
-def _defaults(node: LaunchNode) -> dict[str, str]:
-    """Variables that the job's own `env` overrides."""
+def _default_variables(node: LaunchNode) -> dict[str, str]:
+    """Return environment variables that the job's own `env` overrides, such as OMP_NUM_THREADS."""
     threads = str(max(1, node.cpus // node.devices))
     return {"OMP_NUM_THREADS": threads, **dict(node.device.kind.traits.default_variables)}
 
 
-def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
-    """Variables that select the devices, as the driver counts them."""
+def _device_variables(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
+    """Return the environment variables that select these devices, in the driver's numbering."""
     traits = node.device.kind.traits
     variables = dict(traits.variables)
     if traits.visible_variable:

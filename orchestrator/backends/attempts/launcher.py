@@ -24,16 +24,16 @@ from orchestrator.backends.attempts.durable import (
     DISK_AWAY,
     Fence,
     open_to_append,
-    read_epoch,
+    read_attempt_number,
     write_durably,
 )
 from orchestrator.backends.attempts.forks import HOOKS, ForkedRank, fork_rank, restore_signals
-from orchestrator.backends.attempts.interface import gloo_interface
+from orchestrator.backends.attempts.interface import gloo_interface_variables
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
-from orchestrator.backends.environment import base_env
+from orchestrator.backends.environment import base_variables
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.run import AttemptFolder
 
@@ -59,7 +59,9 @@ RankStart = tuple[int, Argv, dict[str, str]]  # number, argv, environment
 
 
 class LauncherStatus(TypedDict):
-    """Status of one launcher and its ranks. `version` grows with each change."""
+    """Status of one launcher and its ranks. `version` grows with each change of the other
+    fields.
+    """
 
     version: int  # grows with each change
     state: str  # idle -> starting -> running -> ended
@@ -116,7 +118,7 @@ class Launcher:
         self._stale = False
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
         self._next_fence_s = self._next_census_s = 0.0  # by the monotonic clock
-        self._kills_before = oom_kills()
+        self._kills_before = count_oom_kills()
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
         self._fork_until_s = 0.0  # by the monotonic clock
         self._ended = threading.Event()
@@ -125,16 +127,16 @@ class Launcher:
 
     def free_port(self) -> int:
         """Return a free TCP port of this node."""
-        return free_port()
+        return find_free_port()
 
     def start(
         self, ranks: Sequence[RankStart], workdir: str, count: int = 1, fence: Fence | None = None
     ) -> LauncherStatus:
-        """Start the processes once, from (rank, argv, env), and return the status. A second call changes nothing.
+        """Start the processes from (rank, argv, env), and return the status. A second call changes
+        nothing.
 
-        A call whose `fence` is passed (another service owns the journal now) changes nothing: it may be hours late.
-
-        A process may start `count` ranks itself, of which `rank` is the first.
+        A call whose `fence` is outdated also changes nothing: another service owns the journal now.
+        Each process may start `count` ranks itself; its `rank` is the first of them.
         """
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
@@ -143,7 +145,7 @@ class Launcher:
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the
                 # ranks do.
                 threading.Thread(
-                    target=self._look_after, args=(list(ranks), workdir), daemon=True
+                    target=self._run_ranks, args=(list(ranks), workdir), daemon=True
                 ).start()
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
             return self._status()
@@ -153,7 +155,7 @@ class Launcher:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
             env = {
-                **base_env(),
+                **base_variables(),
                 **env,
                 "ORC_GUARD": "",
                 MARK: self._mark,
@@ -161,7 +163,7 @@ class Launcher:
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                **run_as(env.pop(RUN_AS, None)),
+                **user_arguments(env.pop(RUN_AS, None)),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -176,7 +178,9 @@ class Launcher:
             return self._status()
 
     def wait(self, version: int, timeout_s: float) -> LauncherStatus:
-        """Return the status once its version exceeds `version`, or after `timeout_s`."""
+        """Return the status once its version is greater than `version`, or after `timeout_s`
+        seconds.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
             return self._status()
@@ -186,14 +190,16 @@ class Launcher:
         with self._changed:
             if self._state in ("idle", "ended"):
                 self._state = "ended"
-                self._touch()
+                self._announce_change()
                 return
             if grace_s > 0:
                 self._signal(signal.SIGTERM)
             self._kill_within(grace_s)
 
     def abort(self, grace_s: float) -> None:
-        """Send SIGKILL to all ranks after `grace_s` seconds, since other ranks failed or the attempt hangs."""
+        """Send SIGKILL to all ranks after `grace_s` seconds. It is called when other ranks failed
+        or the attempt hangs.
+        """
         self._kill_within(grace_s)
 
     def _status(self) -> LauncherStatus:
@@ -203,21 +209,21 @@ class Launcher:
             "pids": {rank.number: rank.process.pid for rank in self._ranks.values()},
             "exit_codes": {rank.number: rank.exit_code for rank in self._ranks.values()},
             "ending": self._kill_at_s is not None,
-            "oom": any(self._any(self._folder.oom, number) for number in self._ranks),
+            "oom": any(self._has_report(self._folder.oom, number) for number in self._ranks),
             "first_ended": self._first_ended,
-            "host_oom_kills": max(0, oom_kills() - self._kills_before),
+            "host_oom_kills": max(0, count_oom_kills() - self._kills_before),
             "cpu_s": self._census.cpu_s,
             "stale": self._stale,
             "error": self._error,
             "no_program": self._no_program,
         }
 
-    def _look_after(self, ranks: list[RankStart], workdir: str) -> None:
+    def _run_ranks(self, ranks: list[RankStart], workdir: str) -> None:
         try:
             if self._is_superseded():
                 self._error = f"a newer attempt than {self._epoch} exists"
             else:
-                self._start_all(ranks, workdir)
+                self._start_ranks(ranks, workdir)
         except OSError as error:  # no more processes, no room for a log
             self._error = f"{type(error).__name__}: {error}"
             self._kill_within(0)
@@ -227,7 +233,7 @@ class Launcher:
             self._kill_within(0)
         with self._changed:
             self._state = "running" if self._ranks else "ended"
-            self._touch()
+            self._announce_change()
         numbers = [
             rank for number in self._ranks for rank in range(number, number + self._ranks_each)
         ]
@@ -237,7 +243,7 @@ class Launcher:
             with self._changed:
                 self._changed.wait(POLL_S)
             try:
-                self._look()
+                self._check_ranks()
             except Exception:  # the edge of a thread: a file of a rank must not hide its end
                 traceback.print_exc()
         self._ended.set()
@@ -250,42 +256,44 @@ class Launcher:
         finally:
             with self._changed:
                 self._state = "ended"
-                self._touch()
+                self._announce_change()
 
-    def _look(self) -> None:
-        """Count processes, notice failures, and send the signals that are due."""
+    def _check_ranks(self) -> None:
+        """Measure the processes, notice failed ranks, and send the signals that are due."""
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
             self._signal(signal.SIGKILL)
         if time.monotonic() >= self._next_census_s:
             self._next_census_s = time.monotonic() + CENSUS_EVERY_S
-            self._census.take({rank.process.pid for rank in self._ranks.values()})
+            self._census.take_census({rank.process.pid for rank in self._ranks.values()})
         self._notice_failure()
         if time.monotonic() >= self._next_fence_s:
             self._next_fence_s = time.monotonic() + FENCE_EVERY_S
             if self._is_superseded():
                 self._kill_within(0)
 
-    def _start_all(self, ranks: list[RankStart], workdir: str) -> None:
-        base = self._inherited_env()
+    def _start_ranks(self, ranks: list[RankStart], workdir: str) -> None:
+        base = self._inherited_variables()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         self._fork_until_s = time.monotonic() + FORK_TIMEOUT_S
         for number, argv, env in ranks:
             env = {**base, **env}
             process = self._start_process(
-                number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir
+                number, argv, {**gloo_interface_variables(env), **env, MARK: self._mark}, workdir
             )
             self._ranks[number] = rank = Rank(number=number, process=process)
-            threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+            threading.Thread(target=self._collect_exit_code, args=(rank,), daemon=True).start()
 
     def _start_process(
-        self, number: int, argv: Argv, env: dict[str, str], workdir: str
+        self, rank_number: int, argv: Argv, env: dict[str, str], workdir: str
     ) -> subprocess.Popen[bytes] | ForkedRank:
-        """Start and return a rank's process. Raises NoProgram where exec can never succeed, OSError otherwise."""
-        user = run_as(env.pop(RUN_AS, None))
-        with open_to_append(self._folder.log(number)) as log:
+        """Start and return a rank's process. Raises NoProgram where the program can never be
+        executed here, OSError otherwise.
+        """
+        user = user_arguments(env.pop(RUN_AS, None))
+        with open_to_append(self._folder.log(rank_number)) as log:
             rank = "it runs as another user" if user else self._fork(argv, env, workdir, log)
             with contextlib.suppress(OSError), open_to_append(self._folder.starts) as starts:
-                starts.write(f"rank {number}: {rank}\n".encode())
+                starts.write(f"rank {rank_number}: {rank}\n".encode())
             if isinstance(rank, ForkedRank):
                 return rank
             try:
@@ -293,10 +301,10 @@ class Launcher:
                     argv,
                     cwd=workdir,
                     **user,
-                    env=_with_guard(env),
-                    **self._streams(log),
+                    env=_add_guard_folder(env),
+                    **self._stream_arguments(log),
                     start_new_session=True,
-                    preexec_fn=self._before_exec(),
+                    preexec_fn=self._preexec_hook(),
                 )
             except OSError as error:
                 if error.errno not in EXEC_ERRORS:
@@ -307,22 +315,26 @@ class Launcher:
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
     def _fork(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
-        """Return the process that the fork server forked for a rank, or why the rank needs a new interpreter."""
-        return fork_rank(argv, _with_guard(env), workdir, log, self._fork_until_s)
+        """Return the rank's process, forked by the fork server, or the reason (text) why it must be
+        a new interpreter instead.
+        """
+        return fork_rank(argv, _add_guard_folder(env), workdir, log, self._fork_until_s)
 
-    def _inherited_env(self) -> dict[str, str]:
-        """Return the variables that ranks have beside their own."""
-        return base_env()
+    def _inherited_variables(self) -> dict[str, str]:
+        """Return the variables that a rank's process has in addition to its own."""
+        return base_variables()
 
-    def _streams(self, log: BinaryIO) -> dict[str, Any]:
-        """Return Popen's arguments for the standard streams of a rank."""
+    def _stream_arguments(self, log: BinaryIO) -> dict[str, Any]:
+        """Return Popen's arguments for the standard streams of a rank, such as {"stdout": log}."""
         return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
 
-    def _before_exec(self) -> Callable[[], None]:
-        """Return what a rank's process runs before its program."""
-        return begins_afresh()
+    def _preexec_hook(self) -> Callable[[], None]:
+        """Return the function that a rank's process calls before it executes its program (Popen's
+        `preexec_fn`).
+        """
+        return rank_preexec_hook()
 
-    def _reap(self, rank: Rank) -> None:
+    def _collect_exit_code(self, rank: Rank) -> None:
         code = rank.process.wait()
         ended_ns = time.time_ns()
         tries = 0
@@ -339,28 +351,36 @@ class Launcher:
             if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):
                 self._first_ended = (rank.number, ended_ns)
             rank.exit_code = code
-            self._touch()
+            self._announce_change()
 
     def _notice_failure(self) -> None:
-        """End all ranks soon after the first failed; the others have time for their reports."""
+        """Once a rank has failed, schedule SIGKILL for all ranks, soon but after time for the
+        others' reports.
+        """
         for rank in self._ranks.values():
-            if self._any(self._folder.oom, rank.number):
+            if self._has_report(self._folder.oom, rank.number):
                 self._kill_within(GRACE_AFTER_OOM_S)
             elif rank.exit_code:
                 self._kill_within(GRACE_AFTER_FAILURE_S)
-            elif self._any(self._folder.error, rank.number):
+            elif self._has_report(self._folder.error, rank.number):
                 self._kill_within(GRACE_AFTER_ERROR_S)
 
-    def _any(self, report: Callable[[int], Path], number: int) -> bool:
-        """Whether a rank of the process `number` has left this report."""
-        return any(report(rank).exists() for rank in range(number, number + self._ranks_each))
+    def _has_report(self, report_path: Callable[[int], Path], first_rank: int) -> bool:
+        """Return whether any rank of the process that starts at rank `first_rank` has written this
+        report.
+        """
+        return any(
+            report_path(rank).exists() for rank in range(first_rank, first_rank + self._ranks_each)
+        )
 
     def _kill_within(self, grace_s: float) -> None:
-        """SIGKILL all ranks after `grace_s`, or at an earlier time that is already set."""
+        """Schedule SIGKILL for all ranks after `grace_s` seconds, unless it is already due
+        earlier.
+        """
         at_s = time.monotonic() + grace_s
         with self._changed:
             if self._kill_at_s is None:
-                self._touch()
+                self._announce_change()
             self._kill_at_s = at_s if self._kill_at_s is None else min(self._kill_at_s, at_s)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -370,29 +390,32 @@ class Launcher:
                     os.killpg(rank.process.pid, number)
 
     def _is_superseded(self) -> bool:
-        self._stale = self._stale or read_epoch(self._epoch_path) > self._epoch
+        self._stale = self._stale or read_attempt_number(self._epoch_path) > self._epoch
         return self._stale
 
-    def _touch(self) -> None:
+    def _announce_change(self) -> None:
         self._version += 1
         self._changed.notify_all()
 
 
-def run_as(identity: str | None) -> Identity:
-    """Return Popen arguments that run a process as uid:gid in no other group; for None, as the current user.
+def user_arguments(uid_gid: str | None) -> Identity:
+    """Return Popen arguments that run a process as the user and group in `uid_gid` ("uid:gid"); for
+    None, as the current user.
 
-    The child changes its user before `preexec_fn` runs, as the signal of a dead parent is lost by that (prctl(2)).
+    The process gets no other groups. The child changes its user before `preexec_fn` runs, since
+    that change clears the signal for a parent's death (prctl(2)).
     """
-    if identity is None:
+    if uid_gid is None:
         return {}
-    uid, _, gid = identity.partition(":")
+    uid, _, gid = uid_gid.partition(":")
     return {"user": int(uid), "group": int(gid), "extra_groups": []}
 
 
-def _with_guard(env: Env) -> Env:
-    """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded.
+def _add_guard_folder(env: Env) -> Env:
+    """Return the variables with the guard's folder first in PYTHONPATH if ORC_GUARD is set; else
+    unchanged.
 
-    It guards every Python process that trains.
+    The folder makes every Python process that trains run under the guard.
     """
     if not env.get("ORC_GUARD"):
         return env
@@ -402,9 +425,11 @@ def _with_guard(env: Env) -> Env:
     }
 
 
-def begins_afresh() -> Callable[[], None]:
-    """Return `dies_with_parent` for a rank, which also gets SIGINT as a fresh process does: workers of Ray block it."""
-    tie_to_parent = dies_with_parent()
+def rank_preexec_hook() -> Callable[[], None]:
+    """Return a `preexec_fn` for a rank: it restores SIGINT, and makes the kernel kill the rank with
+    the forking thread.
+    """
+    tie_to_parent = die_with_parent_hook()
 
     def hook() -> None:
         restore_signals()
@@ -413,7 +438,7 @@ def begins_afresh() -> Callable[[], None]:
     return hook
 
 
-def dies_with_parent() -> Callable[[], None]:
+def die_with_parent_hook() -> Callable[[], None]:
     """Return a `preexec_fn` after which the kernel SIGKILLs the child when the forking thread ends."""
     prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()
@@ -426,8 +451,10 @@ def dies_with_parent() -> Callable[[], None]:
     return hook
 
 
-def oom_kills() -> int:
-    """Return how many processes the kernel killed for lack of memory since boot; 0 without such a counter."""
+def count_oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since boot; 0 where it
+    does not count them.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -435,7 +462,7 @@ def oom_kills() -> int:
     return 0
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that is free now. Raises OSError after 100 tries."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from orchestrator.backends.attempts.durable import open_left, read_json
+from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.report_bounds import bounded_values
 from orchestrator.specs.run import AttemptFolder
@@ -33,7 +33,9 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True)
 class Reports(Generic[Report]):
-    """Reports of one kind, by ascending rank, and sentences on what was left out of them."""
+    """The readable reports of one kind, by ascending rank, and sentences on what could not be
+    read.
+    """
 
     reports: tuple[Report, ...] = ()
     problems: tuple[str, ...] = ()
@@ -41,12 +43,12 @@ class Reports(Generic[Report]):
 
 @dataclass(slots=True)
 class Problems:
-    """Sentences on what an attempt left and nobody could read, at most PROBLEMS_MAX."""
+    """Sentences on files that an attempt left and that could not be read, at most PROBLEMS_MAX."""
 
     sentences: list[str] = field(default_factory=list)
 
     def add(self, *sentences: str) -> None:
-        """Add sentences, each bounded and on one line."""
+        """Add sentences that are not there yet, each cut to a bound and put on one line."""
         for sentence in sentences:
             line = " ".join(sentence.split())[:PROBLEM_CHARACTERS_MAX]
             if line not in self.sentences and len(self.sentences) < PROBLEMS_MAX:
@@ -59,61 +61,67 @@ def read_heartbeats(folder: AttemptFolder, world_size: int) -> Reports[Heartbeat
 
 
 def read_reports(
-    kind: type[Report], path: Callable[[int], Path], ranks: Iterable[int]
+    report_type: type[Report], path_of_rank: Callable[[int], Path], ranks: Iterable[int]
 ) -> Reports[Report]:
-    """Return the reports of ranks whose files hold one of this kind.
+    """Return the reports of this type from the files of these ranks, as far as they can be read.
 
-    A field that has a default and a wrong value gets its default. A report of another rank is left out.
+    A field that has a default and a wrong value gets its default. A report that names another rank
+    is left out.
     """
     reports = list[Report]()
     problems = Problems()
     for rank in ranks:
-        name = f"{path(rank).name} of rank {rank}"
+        name = f"{path_of_rank(rank).name} of rank {rank}"
         try:
-            data = read_json(path(rank))
+            data = read_json(path_of_rank(rank))
         except OSError:  # not written
             continue
         except ValueError as error:
             problems.add(f"{name}: {error}")
             continue
-        values, wrong = bounded_values(kind, data)
+        values, wrong = bounded_values(report_type, data)
         problems.add(*(f"{name}: {reason}" for reason in wrong))
         if values.get("rank") != rank:
             problems.add(f"{name}: it is no report of this rank")
             continue
         try:
-            reports.append(kind(**values))
+            reports.append(report_type(**values))
         except TypeError:  # a required field is missing
             problems.add(f"{name}: it lacks required fields")
     return Reports(tuple(reports), tuple(problems.sentences))
 
 
 def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
-    """Return a rank's exit code, or minus the signal; None where none can be read."""
+    """Return a rank's exit code, or minus the signal that ended it; None where no exit code can be
+    read.
+    """
     try:
-        with open_left(folder.exit_code(rank)) as file:
+        with open_untrusted(folder.exit_code(rank)) as file:
             code = int(file.read(EXIT_CODE_BYTES_MAX))
     except (OSError, ValueError):
         return None
     return code if abs(code) < EXIT_CODE_MAX else None
 
 
-def log_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (byte offset, line) of a log, each line cut at LINE_BYTES_MAX; nothing where there is none."""
-    for offset, block in log_blocks(path):
+def iterate_log_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (byte offset, line) of a log, each line cut at LINE_BYTES_MAX; nothing where there is
+    no log.
+    """
+    for offset, block in iterate_log_blocks(path):
         for line in block[:-1].split(b"\n"):
             yield offset, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
             offset += len(line) + 1
 
 
-def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (byte offset, whole lines) of a log; nothing where there is none.
+def iterate_log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte offset, block of whole lines) of a log; nothing where there is no log.
 
-    A carriage return ends a line, too, as progress bars write only these. A line longer than a block is cut off.
-    Of a log above LOG_BYTES_MAX the middle is left out: its beginning and its end tell the cause.
+    A carriage return also ends a line, since progress bars write nothing else. A line longer than a
+    block is cut off. Of a log above LOG_BYTES_MAX the middle is left out: its beginning and its end
+    tell the cause.
     """
     try:
-        with open_left(path) as log:
+        with open_untrusted(path) as log:
             size = os.fstat(log.fileno()).st_size
             offset = 0
             rest = b""
@@ -147,11 +155,11 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         return
 
 
-def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """Return the last `size` bytes of a log as text; "" where there is none."""
+def read_log_tail(path: Path, size_bytes: int = LOG_TAIL_BYTES) -> str:
+    """Return the last `size_bytes` bytes of a log as text; "" where there is no log."""
     try:
-        with open_left(path) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - size))
-            return log.read(size).decode("utf-8", errors="replace")
+        with open_untrusted(path) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - size_bytes))
+            return log.read(size_bytes).decode("utf-8", errors="replace")
     except OSError:
         return ""

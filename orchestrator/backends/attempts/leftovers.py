@@ -12,20 +12,25 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left, read_json
-from orchestrator.backends.attempts.process_census import MARK, marked_processes
+from orchestrator.backends.attempts.durable import open_untrusted, read_json
+from orchestrator.backends.attempts.process_census import MARK, iterate_marked_processes
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 
-def mark_of(folder: AttemptFolder, node: str) -> str:
-    """Return the mark that all of the attempt's processes on this node carry; unique across homes."""
+def process_mark(folder: AttemptFolder, node: str) -> str:
+    """Return the text by which all of the attempt's processes on this node are recognised; unique
+    across homes.
+    """
     return f"{folder.path}@{node}"
 
 
 def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
-    """End every process that an attempt left on this node, and remove its ranks' swap files here."""
+    """End every process that an attempt left on this node, and remove its ranks' swap files here.
+
+    `sessions` are process ids of ranks, each the leader of a session.
+    """
     kill_marked(mark, sessions)
-    folder = _swap_folder(AttemptFolder(attempt_folder).run)
+    folder = _find_swap_folder(AttemptFolder(attempt_folder).run)
     if folder is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -33,12 +38,15 @@ def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> No
         folder.parent.rmdir()
 
 
-def _swap_folder(path: Path) -> Path | None:
-    """The swap folder of a run that this service described; None for a script, or a file of somebody else's."""
+def _find_swap_folder(run_file: Path) -> Path | None:
+    """Return the swap folder that an attempt's run file names.
+
+    None for a script, or for a file that this service's user did not write.
+    """
     try:
-        with open_left(path) as file:
+        with open_untrusted(run_file) as file:
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
-        return training_run_from_json(read_json(path)).swap_folder if is_ours else None
+        return training_run_from_json(read_json(run_file)).swap_folder if is_ours else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
 
@@ -56,12 +64,14 @@ def kill_marked_below(home: Path) -> None:
 
 
 def kill_marked(mark: str, sessions: Sequence[int] = ()) -> int:
-    """SIGKILL every process of this user with the launcher's mark or in a session of its ranks; return the number.
+    """SIGKILL every process of this user that has the launcher's mark or is in one of these
+    sessions; return how many.
 
-    Reaches processes that outlived their rank (loader workers, daemons). Never ends the caller.
+    It reaches processes that outlived their rank (data loaders, daemons), and never ends the
+    caller.
     """
     ended = 0
-    for entry in marked_processes(mark, sessions):
+    for entry in iterate_marked_processes(mark, sessions):
         with contextlib.suppress(OSError):  # gone meanwhile
             os.kill(int(entry.name), signal.SIGKILL)
             ended += 1

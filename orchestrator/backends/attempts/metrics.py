@@ -7,18 +7,20 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 
 LINES_MAX = 100_000  # of an attempt: 10 MB
 
 
-def metric_lines(home: Path, job: Job) -> Iterator[str]:
-    """Yield the lines of metrics.jsonl of all attempts, in order of attempts."""
+def iterate_metric_lines(home: Path, job: Job) -> Iterator[str]:
+    """Yield the lines of the files metrics.jsonl of all the job's attempts, in order of
+    attempts.
+    """
     for attempt in job.attempts:
         with (
             suppress(OSError),
-            open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file,
+            open_untrusted(JobFolder(home, job.id).attempt(attempt.number).metrics) as file,
         ):
             yield from (line.decode(errors="replace") for line in islice(file, LINES_MAX))

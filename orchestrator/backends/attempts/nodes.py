@@ -23,41 +23,52 @@ RELEASE_POLL_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
-    """Return the free memory to report: the last reported value until a reading differs by more than JITTER_BYTES."""
+def debounce_free_bytes(reported_bytes: int | None, reading_bytes: int) -> int:
+    """Return the free memory to report: the last reported value while a new reading differs by at
+    most JITTER_BYTES.
+
+    Other readings are rounded down to ROUNDING_BYTES.
+    """
     if (
-        told_bytes is not None
-        and abs(told_bytes - read_bytes) <= JITTER_BYTES
-        and read_bytes >= ROUNDING_BYTES
+        reported_bytes is not None
+        and abs(reported_bytes - reading_bytes) <= JITTER_BYTES
+        and reading_bytes >= ROUNDING_BYTES
     ):
-        return told_bytes
-    return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
+        return reported_bytes
+    return reading_bytes // ROUNDING_BYTES * ROUNDING_BYTES
 
 
-def _driver_errors(reading: NvmlReading, devices: int) -> tuple[str, ...]:
-    """Return why each of a node's devices cannot be read, "" where it can."""
-    missing = f"the driver names {len(reading.devices)} of {devices} devices"
-    errors = [reading.error or missing] * devices
+def _list_driver_errors(reading: NvmlReading, device_count: int) -> tuple[str, ...]:
+    """Return an error text for each device of a node, why it cannot be read; "" where it can."""
+    missing = f"the driver names {len(reading.devices)} of {device_count} devices"
+    errors = [reading.error or missing] * device_count
     for device in reading.devices:
-        if device.index < devices:
+        if device.index < device_count:
             errors[device.index] = device.error or ""
-    return tuple(_clean(error) for error in errors)
+    return tuple(_clean_error(error) for error in errors)
 
 
-def _is_same(old: str, new: str) -> bool:
-    """Return whether two errors differ in words with digits at most, such as addresses and times."""
+def _differs_in_numbers_only(old: str, new: str) -> bool:
+    """Return whether two error texts are equal except for words with digits, such as addresses and
+    times.
+    """
     return re.sub(r"\w*\d\w*", "0", old) == re.sub(r"\w*\d\w*", "0", new)
 
 
-def _clean(error: str) -> str:
-    """Return the driver's text on one line, printable and bounded; a word where an error has no printable text."""
+def _clean_error(error: str) -> str:
+    """Return a driver's error text on one line, printable and bounded; a fixed word where it has no
+    printable text.
+    """
     text = "".join(character if character.isprintable() else " " for character in error)
     return " ".join(text.split())[:ERROR_CHARACTERS_MAX] or ("unknown" if error else "")
 
 
 @dataclass(slots=True)
 class NodeWatch:
-    """Live nodes and free device memory as last read; thread-safe. An occupied device keeps its last idle reading."""
+    """The live nodes and the free device memory as last read; thread-safe.
+
+    An occupied device keeps its last reading from before it was occupied.
+    """
 
     cluster: ClusterSpec
     source: NodeSource
@@ -83,22 +94,26 @@ class NodeWatch:
         self.source.set_cluster(cluster)
         self.cluster = cluster
 
-    def live(self) -> dict[str, LiveNode]:
-        """Return nodes by name that were alive at the last refresh. Raises ClusterAway where that got no answer."""
+    def live_nodes(self) -> dict[str, LiveNode]:
+        """Return {node name: node} of nodes alive at the last refresh. Raises ClusterAway if that
+        refresh got no answer.
+        """
         with self._lock:
             if self._is_away:
                 raise ClusterAway("the nodes were not told yet since the cluster was away")
             return dict(self._live)
 
-    def last_known(self) -> dict[str, LiveNode]:
-        """Return nodes by name that were alive when the cluster last answered."""
+    def last_known_nodes(self) -> dict[str, LiveNode]:
+        """Return {node name: node} of the nodes that were alive when the cluster last answered."""
         with self._lock:
             return dict(self._live)
 
     def refresh(self) -> tuple[Node, ...]:
-        """Query live nodes, read the devices that are due, and return the nodes. Raises ClusterAway."""
+        """Ask the cluster for live nodes, read the devices that are due, and return the nodes.
+        Raises ClusterAway.
+        """
         try:
-            live = self.source.live()
+            live = self.source.live_nodes()
         except ClusterAway:
             with self._lock:
                 self._is_away = True
@@ -109,44 +124,57 @@ class NodeWatch:
         for name, node in live.items():
             due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
             if not node.launch.device.kind.traits.is_virtual and due:
-                self._probe(node)
-        return tuple(self._node(node) for node in live.values())
+                self._read_node(node)
+        return tuple(self._describe_node(node) for node in live.values())
 
-    def occupy(self, parts: Sequence[tuple[str, int]]) -> None:
-        """Mark devices as occupied by an attempt; their free memory is not updated meanwhile."""
+    def occupy_devices(self, devices: Sequence[tuple[str, int]]) -> None:
+        """Mark devices, each a (node name, index), as occupied by an attempt. Their free memory is
+        not updated until release.
+        """
         with self._lock:
-            for part in parts:
+            for part in devices:
                 self._busy[part] = self._busy.get(part, 0) + 1
                 self._use.pop(part, None)
 
-    def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-        """Return the free bytes of each device at its last idle reading; () where a device has none."""
+    def free_bytes_before(self, devices: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+        """Return the free bytes of each device, a (node name, index), from before it was occupied.
+
+        () where a device has no such reading.
+        """
         with self._lock:
-            readings = [self._idle_free.get(part) for part in parts]
+            readings = [self._idle_free.get(part) for part in devices]
         return tuple(free for free in readings if free is not None) if None not in readings else ()
 
-    def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
-        """Return the longest time since a device that had computed was last busy; 0 where NVML reports no use."""
+    def idle_for_s(self, devices: Sequence[tuple[str, int]]) -> float:
+        """Return the longest time in seconds for which one of these devices has been idle after it
+        had computed.
+
+        0 where NVML reports no use. Each device is a (node name, index).
+        """
         with self._lock:
-            uses = [self._use[part] for part in parts if part in self._use]
+            uses = [self._use[part] for part in devices if part in self._use]
         return max((told_s - used_s for used_s, told_s in uses), default=0.0)
 
-    def release(self, parts: Sequence[tuple[str, int]]) -> None:
-        """Wait until the devices' memory is free again, at most 60 s, and mark them as unoccupied."""
+    def release_devices(self, devices: Sequence[tuple[str, int]]) -> None:
+        """Wait at most 60 s until the devices' memory is free again, and mark the devices as
+        unoccupied.
+
+        Each device is a (node name, index).
+        """
         try:
-            self._wait_until_free(parts)
+            self._wait_until_free(devices)
         finally:  # whatever the driver does: an occupied device has no news
             with self._lock:
-                for part in parts:
+                for part in devices:
                     self._busy[part] = self._busy.get(part, 1) - 1
                     self._probed_at_s.pop(part[0], None)
 
-    def _wait_until_free(self, parts: Sequence[tuple[str, int]]) -> None:
+    def _wait_until_free(self, devices: Sequence[tuple[str, int]]) -> None:
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
-        waiting = {part for part in parts if self._is_read(part[0])}
+        waiting = {part for part in devices if self._has_real_devices(part[0])}
         while waiting and time.monotonic() < deadline_s:
             for name in sorted({name for name, _ in waiting}):
-                node = self.last_known().get(name)
+                node = self.last_known_nodes().get(name)
                 reading = None if node is None else self.source.read_devices(node)
                 if (
                     reading is None or reading.error
@@ -166,26 +194,26 @@ class NodeWatch:
             if waiting:
                 time.sleep(RELEASE_POLL_S)
 
-    def _is_read(self, name: str) -> bool:
-        node = self.last_known().get(name)
+    def _has_real_devices(self, node_name: str) -> bool:
+        node = self.last_known_nodes().get(node_name)
         return node is not None and not node.launch.device.kind.traits.is_virtual
 
-    def _probe(self, node: LiveNode) -> None:
+    def _read_node(self, node: LiveNode) -> None:
         began_s = time.monotonic()
         reading = self.source.read_devices(node)
         now_s = time.monotonic()
         # a driver that hangs holds up the readings of all nodes: a third of the time at most goes
         # to it
-        self.see(node, reading, now_s + 2 * (now_s - began_s))
+        self.record_reading(node, reading, now_s + 2 * (now_s - began_s))
 
-    def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
-        """Record an NVML reading of a node's devices."""
+    def record_reading(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
+        """Record NVML's reading of a node's devices, taken at `now_s` (monotonic seconds)."""
         name = node.launch.name
         devices = node.launch.devices
-        errors = _driver_errors(reading, devices)
+        errors = _list_driver_errors(reading, devices)
         with self._lock:
             self._probed_at_s[name] = now_s
-            errors = self._errors[name] = self._keep_first(name, errors)
+            errors = self._errors[name] = self._keep_known_errors(name, errors)
             for device in reading.devices:
                 part = (name, device.index)
                 if device.busy_percent:
@@ -195,24 +223,27 @@ class NodeWatch:
                 is_idle = self._busy.get(part, 0) <= 0
                 if device.index < devices and not errors[device.index] and is_idle:
                     self._idle_free[part] = device.free_bytes
-                    free = debounced_bytes(self._free.get(part), device.free_bytes)
+                    free = debounce_free_bytes(self._free.get(part), device.free_bytes)
                     self._free[part] = min(free, node.launch.device.memory)
 
-    def _keep_first(self, name: str, errors: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the errors, each as it was before where only numbers in it differ: that is no news."""
-        before = self._errors.get(name, ())
+    def _keep_known_errors(self, node_name: str, errors: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the node's errors, with the earlier text where only numbers differ; log them if
+        they changed.
+        """
+        before = self._errors.get(node_name, ())
         if len(before) == len(errors):
             errors = tuple(
-                old if _is_same(old, new) else new for old, new in zip(before, errors, strict=True)
+                old if _differs_in_numbers_only(old, new) else new
+                for old, new in zip(before, errors, strict=True)
             )
         if errors != before and any((*errors, *before)):
             text = "; ".join(dict.fromkeys(filter(None, errors)))
             log.warning(
-                "node %s %s", name, f"cannot be read: {text}" if text else "can be read again"
+                "node %s %s", node_name, f"cannot be read: {text}" if text else "can be read again"
             )
         return errors
 
-    def _node(self, node: LiveNode) -> Node:
+    def _describe_node(self, node: LiveNode) -> Node:
         launch = node.launch
         free = [launch.device.memory] * launch.devices
         errors: tuple[str, ...] = ()

@@ -31,7 +31,9 @@ SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class FileMatch:
-    """A file or folder that matches a pattern. `newest_s` and `is_whole` are those of a checkpoint."""
+    """A file or folder that matches a pattern. `newest_s` and `is_whole` are set for checkpoints
+    only.
+    """
 
     pattern: str
     path: str
@@ -50,12 +52,12 @@ class SearchResult:
 
 
 class OutOfBounds(Exception):
-    """A search has looked at as many names, or for as long, as it may."""
+    """A search has looked at the allowed number of names, or has used its allowed time."""
 
 
 @dataclass(slots=True)
-class Bounds:
-    """What one search may still use."""
+class SearchBudget:
+    """The number of names and the time that one search may still use."""
 
     entries: int = ENTRIES_MAX
     until_s: float = field(default_factory=lambda: time.monotonic() + SEARCH_S_MAX)
@@ -69,13 +71,16 @@ class Bounds:
             raise OutOfBounds(f"more than {SEARCH_S_MAX:.0f} s")
 
 
-def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = None) -> SearchResult:
-    """Return the files below `root`, or at absolute paths, that match the patterns.
+def search(
+    root: str, patterns: Sequence[str], checkpoint_files: Sequence[str] | None = None
+) -> SearchResult:
+    """Return the files below `root`, or at absolute paths, that match these shell patterns.
 
-    With `holds`, the patterns of files in a complete checkpoint, each match is examined as a checkpoint, newest first.
-    Never raises for what a job left: a pattern that cannot be evaluated is named in the result.
+    With `checkpoint_files`, the patterns of files that a complete checkpoint has, each match is examined as a
+    checkpoint. The newest checkpoint is examined first. Never raises for what a job left: a pattern
+    that cannot be evaluated is named in the result.
     """
-    bounds = Bounds()
+    bounds = SearchBudget()
     by_path = dict[tuple[str, str], FileMatch]()
     problems = list[str]()
     unevaluated = list[str]()
@@ -87,12 +92,12 @@ def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = Non
             problems.append(f"the pattern {pattern[:80]!r} is not fully evaluated: {error}")
             unevaluated.append(pattern)
     matches = sorted(by_path.values(), key=lambda match: match.mtime_ns, reverse=True)
-    if holds is None:
+    if checkpoint_files is None:
         return SearchResult(tuple(matches), tuple(problems), tuple(unevaluated))
     examined = list[FileMatch]()
     for match in matches:
         try:
-            examined.append(examine_checkpoint(match, holds, bounds))
+            examined.append(examine_checkpoint(match, checkpoint_files, bounds))
         except (OutOfBounds, ValueError, RecursionError) as error:
             problems.append(
                 f"checkpoints older than {os.path.basename(match.path)[:80]!r} are not examined: {error}"
@@ -104,7 +109,9 @@ def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = Non
 
 
 def add_match(by_path: dict[tuple[str, str], FileMatch], pattern: str, path: str) -> None:
-    """Add a match, unless it has vanished or its name is no UTF-8. Raises OutOfBounds."""
+    """Add a match to `by_path`, unless it has vanished or its name is not UTF-8. Raises
+    OutOfBounds.
+    """
     if len(by_path) >= MATCHES_MAX:
         raise OutOfBounds(f"more than {MATCHES_MAX:,} matches")
     try:
@@ -114,10 +121,11 @@ def add_match(by_path: dict[tuple[str, str], FileMatch], pattern: str, path: str
         return
 
 
-def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator[str]:
-    """Yield the paths that match the parts of a pattern. A link to a folder is followed, but not by `**`.
+def iterate_matches(root: str, parts: Sequence[str], budget: SearchBudget) -> Iterator[str]:
+    """Yield the paths below `root` that match a pattern, given by its parts between slashes.
 
-    Folders that cannot be read have no matches. Raises OutOfBounds.
+    A link to a folder is followed, but not by `**`. Folders that cannot be read have no matches.
+    Raises OutOfBounds.
     """
     names = [compile_name(part) for part in parts]
     left = [("/", 1)] if parts[0] == "/" else [(root, 0)]
@@ -130,11 +138,11 @@ def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator
 
     while left:
         folder, index = left.pop()
-        bounds.count_entry()
+        budget.count_entry()
         is_last = index == len(parts) - 1
         name = names[index]
         if parts[index] == ANY_FOLDERS:
-            for entry in list_entries(folder, bounds):
+            for entry in iterate_entries(folder, budget):
                 if is_last and not entry.is_dir(follow_symlinks=False):
                     yield entry.path
                 if entry.is_dir(follow_symlinks=False):
@@ -150,7 +158,7 @@ def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator
             elif not is_last and os.path.isdir(path):
                 enter(path, index + 1)
         else:
-            for entry in list_entries(folder, bounds):
+            for entry in iterate_entries(folder, budget):
                 if name.match(entry.name) is None:
                     continue
                 if is_last:
@@ -159,42 +167,52 @@ def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator
                     enter(entry.path, index + 1)
 
 
-def list_entries(folder: str, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder, none if it cannot be read. Raises OutOfBounds past what a scan allows."""
+def iterate_entries(folder: str, budget: SearchBudget) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder; none if it cannot be read. Raises OutOfBounds once the
+    search's budget is used up.
+    """
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                bounds.count_entry()
+                budget.count_entry()
                 yield entry
     except OSError:
         return
 
 
-def examine_checkpoint(match: FileMatch, holds: Sequence[str], bounds: Bounds) -> FileMatch:
-    """Return the match with its last write and whether it is complete. Raises OSError and OutOfBounds."""
+def examine_checkpoint(
+    match: FileMatch, required_files: Sequence[str], budget: SearchBudget
+) -> FileMatch:
+    """Return the match with the time of its last write, and whether it has all required files, none
+    truncated.
+
+    Raises OSError and OutOfBounds.
+    """
     newest_s = os.stat(match.path).st_mtime
     files = list[str]()
     has_required = True
     if os.path.isdir(match.path):
-        for path in iterate_matches(match.path, (ANY_FOLDERS,), bounds):
+        for path in iterate_matches(match.path, (ANY_FOLDERS,), budget):
             status = os.stat(path)
             newest_s = max(newest_s, status.st_mtime)
             if stat.S_ISREG(status.st_mode):
                 files.append(path)
-        for pattern in holds:
-            matches = iterate_matches(match.path, parse_glob(pattern), bounds)
+        for pattern in required_files:
+            matches = iterate_matches(match.path, parse_glob(pattern), budget)
             has_required = has_required and next(matches, None) is not None
     elif os.path.isfile(match.path):
         files.append(match.path)
-    is_whole = bool(files) and has_required and not any(is_torn(path) for path in files)
+    is_whole = bool(files) and has_required and not any(is_truncated(path) for path in files)
     return FileMatch(match.pattern, match.path, match.mtime_ns, newest_s, is_whole)
 
 
-def is_torn(path: str) -> bool:
-    """Return whether a file is truncated, as after a killed writer; only some formats show it.
+def is_truncated(path: str) -> bool:
+    """Return whether a file is truncated, as after its writer was killed. Only some formats show
+    this.
 
-    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
-    with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).
+    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of
+    safetensors begins with the length of its header, which says where the last tensor ends
+    (huggingface/safetensors, README.md, Format).
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as content:
         size = os.fstat(content.fileno()).st_size
@@ -222,21 +240,27 @@ def is_torn(path: str) -> bool:
             return False  # as above
 
 
-def search_as(
+def search_as_user(
     python: str,
     user: tuple[int, int] | None,
     root: str,
     patterns: Sequence[str],
-    holds: Sequence[str] | None = None,
+    checkpoint_files: Sequence[str] | None = None,
 ) -> SearchResult:
-    """Return the result of `search`, made with the rights of `user` (uid, gid); None is this process's user.
+    """Search as `search` does, with the rights of `user` (uid, gid), and return the result; None is
+    this process's user.
 
-    `python` is the interpreter of the child that takes these rights, once it has started.
+    `python` is the interpreter of the child process that searches as the other user.
     """
     if user is None or not patterns:
-        return search(root, patterns, holds)
+        return search(root, patterns, checkpoint_files)
     request = json.dumps(
-        {"user": user, "root": root, "patterns": list(patterns), "holds": holds and list(holds)}
+        {
+            "user": user,
+            "root": root,
+            "patterns": list(patterns),
+            "holds": checkpoint_files and list(checkpoint_files),
+        }
     )
     problem = "its search as the job's user failed"
     try:
@@ -250,7 +274,7 @@ def search_as(
             env={"PATH": os.environ.get("PATH", os.defpath)},
             check=True,
         )
-        return read_result(json.loads(child.stdout[:REPLY_BYTES_MAX]))
+        return parse_search_result(json.loads(child.stdout[:REPLY_BYTES_MAX]))
     except subprocess.TimeoutExpired:
         problem = f"its search took more than {CHILD_S_MAX:.0f} s"
     except (OSError, ValueError, TypeError, KeyError, subprocess.SubprocessError) as error:
@@ -261,8 +285,10 @@ def search_as(
     return SearchResult((), tuple(sentences), tuple(patterns))
 
 
-def read_result(data: Mapping[str, Any]) -> SearchResult:
-    """Return the result from the JSON of a child. Raises ValueError, TypeError and KeyError."""
+def parse_search_result(data: Mapping[str, Any]) -> SearchResult:
+    """Return the search result from the JSON object that the child wrote. Raises ValueError,
+    TypeError and KeyError.
+    """
     return SearchResult(
         matches=tuple(FileMatch(**match) for match in data["matches"]),
         problems=tuple(data["problems"]),
@@ -270,8 +296,10 @@ def read_result(data: Mapping[str, Any]) -> SearchResult:
     )
 
 
-def main() -> None:
-    """Read a request from standard input, become its user, and write the result of its search."""
+def run_search_child() -> None:
+    """Run the child process: read a request from standard input, become its user, search, and print
+    the result as JSON.
+    """
     request = json.load(sys.stdin)
     uid, gid = request["user"]
     os.setgroups([])
@@ -282,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_search_child()

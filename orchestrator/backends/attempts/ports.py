@@ -27,20 +27,24 @@ class LiveNode:
 
 
 class ClusterAway(ConnectionError):
-    """The cluster does not answer now. Its nodes and launchers may continue without us."""
+    """The cluster does not answer now. Its nodes and launchers may continue without this
+    service.
+    """
 
 
 class NodeSource(Protocol):
     """Source of live nodes and of free device memory. Called from several threads."""
 
-    def live(self) -> dict[str, LiveNode]:
-        """Return every live node by name. Raises ClusterAway."""
+    def live_nodes(self) -> dict[str, LiveNode]:
+        """Return {node name: node} of every live node. Raises ClusterAway."""
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use this cluster description for nodes from now on."""
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """Return NVML's current reading of `node`. A node that does not answer gives a reading with an error."""
+        """Return NVML's current reading of the node's devices. A node that does not answer gives a
+        reading with an error.
+        """
 
 
 class LauncherGroup(Protocol):
@@ -54,7 +58,7 @@ class LauncherGroup(Protocol):
         """Names of nodes with an existing launcher."""
 
     def is_idle(self) -> bool:
-        """Return whether some launcher exists whose ranks were never started."""
+        """Return whether at least one launcher exists whose ranks were never started."""
 
     def free_port(self, node: str) -> int:
         """Return a TCP port that is free on `node`."""
@@ -69,13 +73,17 @@ class LauncherGroup(Protocol):
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node.
+        """Start the processes of every node, unless they were started before, and return the
+        launchers' statuses.
 
-        Nothing starts where `fence` is passed (another service owns the journal).
+        `counts` has the number of ranks per process, by node. Nothing starts where `fence` is
+        passed (another service owns the journal).
         """
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
+        """Return the changed statuses by node, None for a launcher that is gone. Waits at most
+        `timeout_s` for the first change.
+        """
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
         """Send SIGTERM to the ranks of these nodes, and SIGKILL after `grace_s`. Does not wait."""
@@ -87,16 +95,25 @@ class LauncherGroup(Protocol):
 class Launchers(Protocol):
     """Creates launchers on a cluster's nodes, where they outlive the service. Every method may raise ClusterAway."""
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LauncherGroup | str:
-        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
+        """Create launchers on every node of the attempt's placement, and reserve its devices.
 
-    def find(self, attempt: Attempt) -> LauncherGroup:
-        """Return the existing launchers of `attempt`."""
+        Returns the launchers, or as text why they cannot be created.
+        """
 
-    def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and free its devices; no launchers is no error."""
+    def find_launchers(self, attempt: Attempt) -> LauncherGroup:
+        """Return the existing launchers of `attempt`; the group is empty where there are none."""
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
+    def end_launchers(self, attempt: Attempt) -> None:
+        """End the launchers of `attempt`, and free its devices. An attempt without launchers is no
+        error.
+        """
+
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
+        """SIGKILL the processes that a lost launcher left on a live node, and remove their swap
+        files.
+        """

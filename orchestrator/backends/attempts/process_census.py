@@ -20,10 +20,11 @@ TOLD_MAX = 16  # processes without the guard that are written down
 PARTS = 4
 
 
-def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
-    """Yield /proc folders of this user's processes with the launcher's mark or in a session of its ranks.
+def iterate_marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
+    """Yield the /proc folder of each process of this user that has the launcher's mark or is in a
+    session of its ranks.
 
-    The caller's own process is never among them.
+    The caller's own process is left out.
     """
     carried = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
@@ -35,16 +36,18 @@ def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
             yield entry
 
 
-def _is_marked(entry: Path, carried: bytes, sessions: Container[int]) -> bool:
+def _is_marked(proc_folder: Path, mark_variable: bytes, sessions: Container[int]) -> bool:
     with suppress(OSError):  # gone meanwhile, or another user's
-        return os.getsid(int(entry.name)) in sessions or carried in (
-            entry / "environ"
+        return os.getsid(int(proc_folder.name)) in sessions or mark_variable in (
+            proc_folder / "environ"
         ).read_bytes().split(b"\0")
     return False
 
 
 class Census:
-    """Repeated census of one attempt's processes."""
+    """Repeated census of one attempt's processes: their processor time, and PyTorch without the
+    guard.
+    """
 
     def __init__(self, mark: str, guard_settings: Path, report: Path) -> None:
         self._carried = f"{MARK}={mark}".encode()
@@ -61,11 +64,13 @@ class Census:
 
     @property
     def cpu_s(self) -> float:
-        """Total processor seconds of the attempt's processes, as far as a census saw them."""
+        """Total processor seconds of the attempt's processes, as of the last census."""
         return self._ended_cpu_s + sum(self._cpu_s.values())
 
-    def take(self, sessions: Container[int]) -> None:
-        """Read every process of the attempt. Each that loaded PyTorch without the guard is recorded once."""
+    def take_census(self, sessions: Container[int]) -> None:
+        """Read every process of the attempt. A process that has loaded PyTorch without the guard is
+        recorded once.
+        """
         here = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._foreign &= here
         for pid in self._cpu_s.keys() - here:
@@ -77,26 +82,31 @@ class Census:
                 self._foreign.add(pid)
                 continue
             with suppress(OSError, ValueError, IndexError):  # gone meanwhile
-                self._cpu_s[pid] = self._taken_s(entry)
+                self._cpu_s[pid] = self._read_cpu_s(entry)
                 command = (entry / "cmdline").read_bytes()  # another one after exec
                 if self._judged.get(pid) != command:
-                    self._judge(pid, entry, command)
+                    self._check_guarded(pid, entry, command)
 
-    def _taken_s(self, entry: Path) -> float:
+    def _read_cpu_s(self, proc_folder: Path) -> float:
         fields = (
-            (entry / "stat").read_text().rpartition(")")[2].split()
+            (proc_folder / "stat").read_text().rpartition(")")[2].split()
         )  # the name before it may hold anything
         return (int(fields[11]) + int(fields[12])) / self._ticks  # utime and stime, proc(5)
 
-    def _judge(self, pid: int, entry: Path, command: bytes) -> None:
-        mapped = (entry / "maps").read_bytes()
+    def _check_guarded(self, pid: int, proc_folder: Path, command: bytes) -> None:
+        mapped = (proc_folder / "maps").read_bytes()
         if self._settings in mapped:
             self._judged[pid] = command
-        elif TORCH in mapped and os.readlink(entry / "exe").rpartition("/")[2] not in NOT_TRAINING:
+        elif (
+            TORCH in mapped
+            and os.readlink(proc_folder / "exe").rpartition("/")[2] not in NOT_TRAINING
+        ):
             self._judged[pid] = command
-            self._tell(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
+            self._record_unguarded(
+                pid, command.replace(b"\0", b" ").decode(errors="replace").strip()
+            )
 
-    def _tell(self, pid: int, command: str) -> None:
+    def _record_unguarded(self, pid: int, command: str) -> None:
         self._told += 1
         if self._told <= TOLD_MAX:
             with suppress(OSError), open_to_append(self._told_path) as file:

@@ -35,9 +35,10 @@ class Problem(NamedTuple):
 
 
 def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
-    """Return why exec of `program` in `workdir` fails, or its Python cannot start; None where it works.
+    """Return why executing `program` in `workdir` fails, or why its Python cannot start; None where
+    it starts.
 
-    Only Python interpreters are run: the program itself, or the one in its first line.
+    Only Python interpreters are run to find out: the program itself, or the one in its first line.
     """
     if not Path(workdir).is_dir():
         return Problem(
@@ -46,7 +47,7 @@ def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
     file = _find_program(program, workdir, env)
     if isinstance(file, Problem):
         return file
-    interpreter = interpreter_of(file)
+    interpreter = read_interpreter(file)
     if interpreter is not None and not PYTHON.fullmatch(
         file.name
     ):  # pyenv's `python` is a script of a shell
@@ -61,7 +62,7 @@ def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
 
 
 def _find_program(program: str, workdir: str, env: Env) -> Path | Problem:
-    """The file that exec would take."""
+    """Return the file that exec would run, or the problem where there is none."""
     if "/" not in program:
         search = env.get("PATH", os.defpath)
         file = shutil.which(program, path=search)
@@ -90,10 +91,12 @@ def _find_program(program: str, workdir: str, env: Env) -> Path | Problem:
     return path
 
 
-def interpreter_of(file: Path) -> str | None:
-    """Return the interpreter in a script's first line, resolved through `env`; None without such a line."""
+def read_interpreter(script: Path) -> str | None:
+    """Return the interpreter in a script's first line ("#!"), resolved through `env`; None without
+    such a line.
+    """
     try:
-        with file.open("rb") as opened:
+        with script.open("rb") as opened:
             first = opened.read(SHEBANG_BYTES_MAX).partition(b"\n")[0]
     except OSError:  # it may be executed and not read
         return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.left_files import read_heartbeats
 from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, last_saved_s
 from orchestrator.scheduling.failures.meeting import count_lone_ranks
@@ -32,7 +32,9 @@ CPU_SHARE = 0.05
 
 @dataclass(slots=True)
 class LogCounter:
-    """First and last number that a pattern matched in growing logs."""
+    """The first and the last number that a pattern has matched in growing logs, such as training
+    steps.
+    """
 
     pattern: LinePattern
     first: int | None = None
@@ -41,12 +43,14 @@ class LogCounter:
         default_factory=dict
     )  # log -> bytes read, and its unended line
 
-    def follow(self, logs: Sequence[Path]) -> None:
-        """Read the new bytes of each log."""
+    def read_new_lines(self, logs: Sequence[Path]) -> None:
+        """Read what was added to each log since the last call, and update the first and last
+        number.
+        """
         for path in logs:
             offset, rest = self._read.get(path, (0, b""))
             try:
-                with open_left(path) as log:
+                with open_untrusted(path) as log:
                     log.seek(offset)
                     new = log.read(READ_BYTES_MAX)
             except OSError:
@@ -64,7 +68,7 @@ class LogCounter:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """(first, last) matched number; None before the first match."""
+        """(first, last) number that the pattern matched; None before the first match."""
         return None if self.first is None or self.last is None else (self.first, self.last)
 
 
@@ -82,7 +86,12 @@ class Progress:
         tells_peak: bool = False,
         access: FileAccess = OWN_ACCESS,
     ) -> None:
-        """Watch an attempt; `tells_peak`: its pace comes with its peak once, after LEARNED_STEPS."""
+        """Watch an attempt. With `tells_peak`, `pace` includes the peak memory once, after
+        LEARNED_STEPS.
+
+        `started` are the ranks whose processes the orchestrator starts itself; `output` is the
+        script's output folder.
+        """
         self._access = access
         self._spec = spec
         self._folder = folder
@@ -101,13 +110,15 @@ class Progress:
         """(first, last) number that the job's `progress` pattern matched in the log; None without a match."""
         if self._counter is None:
             return None
-        self._counter.follow(self._logs)
+        self._counter.read_new_lines(self._logs)
         return self._counter.counts
 
-    def pace(self, known_step_s: float, at_s: float) -> Pace | None:
-        """Return the slowest rank's speed at the last hang check; None where it is unchanged or too early to tell.
+    def changed_pace(self, known_step_s: float, at_s: float) -> Pace | None:
+        """Return the slowest rank's training speed at the last hang check, if it differs much from
+        `known_step_s`.
 
-        The peak memory is included after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
+        None where it differs little, or too few steps are timed. After LEARNED_STEPS of all ranks
+        the peak memory is included, unless a rank caught an out-of-memory error.
         """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
         step_s = max((step_s for step_s, _ in timed), default=0.0)
@@ -124,7 +135,9 @@ class Progress:
         return Pace(steps_done=steps, step_s=step_s, at_s=at_s, peak_bytes=peak_bytes)
 
     def is_probed(self) -> bool:
-        """Return whether every rank of a probe has measured its step, or the probe's time is over."""
+        """Return whether every rank of a probe (a short measuring run) has measured its step, or
+        the probe's time is over.
+        """
         beats = read_heartbeats(self._folder, self._world_size).reports
         trained = len(beats) == self._world_size and all(
             beat.steps_done >= PROBE_STEPS for beat in beats
@@ -136,14 +149,17 @@ class Progress:
         return count_lone_ranks(self._beats) > 0
 
     def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
-        """Return the seconds without a training step or a checkpoint where above the limit; None otherwise.
+        """Return the seconds without a training step or a checkpoint if they exceed the job's
+        limit; None otherwise.
 
-        Steps come from the guard or the log's counter; before the first step, a backward pass counts.
+        Steps come from the guard or the log's counter; before the first step, a backward pass
+        counts.
 
-        Without a guard and without counted steps, progress is a growing log or processor time (`cpu_s`). A device that
-        was idle as long (`devices_idle_s`) overrules both: a loop may catch and log every exception. A busy device
-        proves nothing: a rank that waits in a collective keeps its device at 100 % (NVIDIA/nccl, src/device: the
-        kernels poll). That rank uses processor time, too. So this kind of hang is found in guarded programs only; an
+        Without a guard and without counted steps, progress is a growing log or processor time
+        (`cpu_s`). A device that was idle as long (`devices_idle_s`) overrules both: a loop may
+        catch and log every exception. A busy device proves nothing: a rank that waits in a
+        collective keeps its device at 100 % (NVIDIA/nccl, src/device: the kernels poll). That rank
+        also uses processor time. So this kind of hang is found in guarded programs only; an
         unguarded program that trains must not be ended.
         """
         beats = read_heartbeats(self._folder, self._world_size).reports
@@ -156,7 +172,7 @@ class Progress:
         is_unseen = counts is None and not steps and not is_watched
         signs: tuple[object, ...]
         if not is_unseen:
-            signs = (steps, counts, self._backwards())
+            signs = (steps, counts, self._count_backward_passes())
             trains = steps > 0 or counts is not None
         else:
             size = sum(map(_size_bytes, self._logs))
@@ -176,8 +192,11 @@ class Progress:
                 still_s = min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None
 
-    def _backwards(self) -> int:
-        """Backward passes that the guard saw; 0 after an out-of-memory error, which a loop may repeat for ever."""
+    def _count_backward_passes(self) -> int:
+        """Return how many backward passes the guard saw; 0 after an out-of-memory error.
+
+        After such an error a loop may repeat the same pass for ever.
+        """
         if any(self._folder.caught(rank).exists() for rank in range(self._world_size)):
             return 0
         return sum(beat.backwards for beat in self._beats)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
-from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.backends.attempts.left_files import read_log_tail
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.device_kind import DeviceId
@@ -31,7 +31,7 @@ MEGABYTE = 1e6  # as MLflow counts (mlflow/system_metrics/metrics/gpu_monitor.py
 
 @frozen
 class Watched:
-    """The node, and the attempt's devices on it, whose use is sampled."""
+    """The node, and the attempt's devices on the node, whose use is sampled."""
 
     node: str
     devices: tuple[int, ...]
@@ -43,27 +43,37 @@ class Watched:
 
 
 class Sampler:
-    """Appends samples to `system.<node>.jsonl` of an attempt."""
+    """Appends samples of processor, memory and device use to `system.<node>.jsonl` in the attempt's
+    folder.
+    """
 
     def __init__(self, folder: AttemptFolder, watched: Watched) -> None:
-        """Nothing is read before `run`."""
+        """Make the sampler; nothing is read before `run`."""
         self._folder = folder
         self._watched = watched
         self._prefix = PREFIX if watched.is_alone else f"{PREFIX}{watched.node}/"
-        self._cpu = _cpu_ticks()
+        self._cpu = _read_cpu_ticks()
 
     def run(self, ranks: Sequence[int], ended: threading.Event) -> None:
-        """Sample until `ended` is set; `ranks` are those of the node, in the order of its devices."""
-        capacity_bytes = self._virtual_capacity_bytes()
+        """Take a sample at intervals until the event `ended` is set.
+
+        `ranks` are those of the node, in the order of its devices.
+        """
+        capacity_bytes = self._read_virtual_capacity_bytes()
         pause_s = FIRST_S
         while not ended.wait(pause_s):
             with suppress(OSError):  # a full disk ends the ranks, not their records
                 self.take_sample(ranks, capacity_bytes)
             pause_s = min(2 * pause_s, EVERY_S)
 
-    def take_sample(self, ranks: Sequence[int], capacity_bytes: int | None) -> None:
-        """Append one sample; `capacity_bytes` is that of a virtual device, None on real ones."""
-        numbers = {**self._of_node(), **dict(self._of_devices(ranks, capacity_bytes))}
+    def take_sample(self, ranks: Sequence[int], virtual_capacity_bytes: int | None) -> None:
+        """Append one sample; `virtual_capacity_bytes` is the memory of a virtual device, None on real
+        ones.
+        """
+        numbers = {
+            **self._sample_node(),
+            **dict(self._sample_devices(ranks, virtual_capacity_bytes)),
+        }
         line = {
             "at_s": time.time(),
             **{f"{self._prefix}{name}": round(value, 1) for name, value in numbers.items()},
@@ -71,11 +81,11 @@ class Sampler:
         with open_to_append(self._folder.system(self._watched.node)) as file:
             file.write(f"{json.dumps(line)}\n".encode())
 
-    def _of_node(self) -> dict[str, float]:
+    def _sample_node(self) -> dict[str, float]:
         before = self._cpu
-        self._cpu = _cpu_ticks()
+        self._cpu = _read_cpu_ticks()
         busy, total = (now - then for now, then in zip(self._cpu, before, strict=True))
-        total_bytes, available_bytes = memory_bytes()
+        total_bytes, available_bytes = read_memory_bytes()
         used_bytes = total_bytes - available_bytes
         return {
             "cpu_utilization_percentage": 100 * busy / max(1, total),
@@ -83,15 +93,18 @@ class Sampler:
             "system_memory_usage_percentage": 100 * used_bytes / total_bytes,
         }
 
-    def _of_devices(
-        self, ranks: Sequence[int], capacity_bytes: int | None
+    def _sample_devices(
+        self, ranks: Sequence[int], virtual_capacity_bytes: int | None
     ) -> Iterator[tuple[str, float]]:
-        if capacity_bytes is not None:
+        if virtual_capacity_bytes is not None:
             for index, rank in zip(self._watched.devices, ranks, strict=False):
-                live_bytes = _live_bytes(self._folder.heartbeat(rank))
+                live_bytes = _read_live_bytes(self._folder.heartbeat(rank))
                 if live_bytes is not None:
                     yield f"gpu_{index}_memory_usage_megabytes", live_bytes / MEGABYTE
-                    yield f"gpu_{index}_memory_usage_percentage", 100 * live_bytes / capacity_bytes
+                    yield (
+                        f"gpu_{index}_memory_usage_percentage",
+                        100 * live_bytes / virtual_capacity_bytes,
+                    )
             return
         for device in read_devices(self._watched.driver, self._watched.device_ids).devices:
             if (
@@ -99,9 +112,9 @@ class Sampler:
                 and device.error is None
                 and device.total_bytes
             ):
-                yield from _of_device(device)
+                yield from _device_metrics(device)
 
-    def _virtual_capacity_bytes(self) -> int | None:
+    def _read_virtual_capacity_bytes(self) -> int | None:
         try:
             capacity_bytes = read_json(self._folder.guard).get("virtual_capacity_bytes")
         except (OSError, ValueError):
@@ -110,16 +123,17 @@ class Sampler:
 
 
 def mean_busy_percent(folder: AttemptFolder) -> float | None:
-    """Return the share of the time, 0 to 100, in which the attempt's devices ran a kernel, as their driver said.
+    """Return the percentage of time (0 to 100) in which the attempt's devices ran a kernel, as
+    their driver reports.
 
-    It begins with the first kernel, and each sample counts for the seconds since the one before it. None where no
-    sample has a share: virtual devices, MIG, or a training that ended within a second. Several processes on one card
-    make it too high (docs/concepts/memory-model.md).
+    The time begins with the first kernel, and each sample counts for the seconds since the one
+    before it. None where no sample has this value: virtual devices, MIG, or a training that ended
+    within a second. Several processes on one card make it too high (docs/concepts/memory-model.md).
     """
     seconds = busy_s = 0.0
     for path in folder.systems():
         before_s = 0.0
-        for line in log_tail(path, SAMPLES_BYTES).splitlines():
+        for line in read_log_tail(path, SAMPLES_BYTES).splitlines():
             row = parse_row(line)
             shares = [row[name] for name in row if OF_DEVICE.search(name)]
             at_s = row.get("at_s", 0.0)
@@ -135,7 +149,7 @@ def mean_busy_percent(folder: AttemptFolder) -> float | None:
     return round(busy_s / seconds, 1)
 
 
-def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
+def _device_metrics(device: NvmlDevice) -> Iterator[tuple[str, float]]:
     name = f"gpu_{device.index}"
     yield f"{name}_memory_usage_megabytes", device.used_bytes / MEGABYTE
     yield f"{name}_memory_usage_percentage", 100 * device.used_bytes / device.total_bytes
@@ -147,7 +161,7 @@ def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
             yield f"{name}_power_usage_percentage", 100 * device.power_w / device.power_limit_w
 
 
-def _live_bytes(heartbeat: Path) -> int | None:
+def _read_live_bytes(heartbeat: Path) -> int | None:
     try:
         live_bytes = read_json(heartbeat).get("live_bytes")
     except (OSError, ValueError):  # not begun yet
@@ -159,14 +173,17 @@ def _live_bytes(heartbeat: Path) -> int | None:
     )
 
 
-def _cpu_ticks() -> tuple[int, int]:
-    """(busy, all) ticks of all processors since the boot: user, nice, system, idle, iowait, ... (man 5 proc)."""
+def _read_cpu_ticks() -> tuple[int, int]:
+    """Return (busy, total) clock ticks of all processors since boot.
+
+    /proc/stat has them as user, nice, system, idle, iowait and others (man 5 proc).
+    """
     ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Return (all, available) bytes of the memory of this machine."""
+def read_memory_bytes() -> tuple[int, int]:
+    """Return (total, available) bytes of this machine's memory."""
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")

@@ -14,15 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from orchestrator.backends.attempts.durable import DISK_AWAY, Fence, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import (
+    DISK_AWAY,
+    Fence,
+    read_attempt_number,
+    write_durably,
+)
 from orchestrator.backends.attempts.evidence import (
     Ending,
-    collect,
-    first_ended,
+    collect_evidence,
+    first_failed_rank,
     read_ending,
     write_ending,
 )
-from orchestrator.backends.attempts.identity import access_of
+from orchestrator.backends.attempts.identity import file_access
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
@@ -35,7 +40,7 @@ from orchestrator.backends.attempts.ports import ClusterAway, LauncherGroup, Lau
 from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import FileAccess, output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
-from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, devices_in
@@ -58,16 +63,18 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-def event_that_is_set() -> threading.Event:
-    """Return an event for which nobody waits."""
+def make_set_event() -> threading.Event:
+    """Return a threading.Event that is already set."""
     event = threading.Event()
     event.set()
     return event
 
 
 @frozen
-class World:
-    """Objects shared by all watchers of one backend."""
+class WatchContext:
+    """Objects that all watchers of one backend share, such as the nodes, the launchers and the
+    clock.
+    """
 
     home: Path
     python: str
@@ -81,19 +88,25 @@ class World:
     inherit_env: tuple[str, ...] = ()
     users: Mapping[str, UserSpec] = field(default_factory=dict)
     serving: threading.Event = field(
-        default_factory=event_that_is_set
+        default_factory=make_set_event
     )  # set once the service answers requests
 
 
 class Ownership(Protocol):
-    """Interface to the service's exclusive ownership of the journal (event log)."""
+    """Interface to this service's exclusive ownership of the journal (event log)."""
 
     @property
     def fence(self) -> int | None:
-        """Fencing number of this owner of the journal; None for a file, which the kernel locks."""
+        """Fencing number of this owner of the journal; None where the journal is a file, which the
+        kernel locks.
+        """
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return normally while this service owns the journal and may act. Raises ServiceError otherwise."""
+        """Return None if this service owns the journal and may act; raise ServiceError otherwise.
+
+        With `asks` false, only local knowledge is checked: the call never waits, and raises in
+        doubt.
+        """
 
 
 class Closed(Exception):
@@ -108,23 +121,25 @@ class Gang:
     statuses: dict[str, LauncherStatus] = field(default_factory=dict)  # by node, as last reported
     lost: set[str] = field(default_factory=set)
 
-    def open(self) -> list[str]:
-        """Return nodes whose launchers have neither ended nor disappeared."""
+    def list_open_nodes(self) -> list[str]:
+        """Return the nodes whose launchers have neither ended nor disappeared."""
         ended = {node for node, status in self.statuses.items() if status["state"] == "ended"}
         return [node for node in self.group.nodes if node not in self.lost | ended]
 
-    def unending(self) -> list[str]:
-        """Return nodes of `open` whose launchers are not yet ending their ranks."""
+    def list_running_nodes(self) -> list[str]:
+        """Return the open nodes whose launchers are not yet ending their ranks."""
         return [
             node
-            for node in self.open()
+            for node in self.list_open_nodes()
             if node not in self.statuses or not self.statuses[node]["ending"]
         ]
 
 
 @dataclass(slots=True)
 class EndingGang:
-    """State of a requested end of an attempt on all of its nodes."""
+    """What is known of the requested end of an attempt on all of its nodes, such as its reason and
+    time.
+    """
 
     hung_for_s: float | None = None
     aborted: bool = False
@@ -137,12 +152,12 @@ class EndingGang:
 class AttemptWatch:
     """Watcher of one attempt, in its own thread."""
 
-    def __init__(self, job: Job, attempt: Attempt, world: World) -> None:
+    def __init__(self, job: Job, attempt: Attempt, context: WatchContext) -> None:
         self._asked = job
-        self._job = with_own_workdir(job, world.home)
+        self._job = relocate_uploads(job, context.home)
         self._attempt = attempt
-        self._world = world
-        self._jobs = JobFolder(world.home, job.id)
+        self._world = context
+        self._jobs = JobFolder(context.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = started_ranks(job.spec, attempt.placement)
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
@@ -154,26 +169,27 @@ class AttemptWatch:
         ] = ()  # unknown where a restarted service takes the attempt up
 
     def stop(self, grace_s: float) -> None:
-        """Request the attempt's end; the thread acts within TICK_S."""
+        """Request the attempt's end; the watcher's thread acts within TICK_S seconds."""
         self._stop_grace_s = grace_s
 
     def run(self) -> None:
         """Watch the attempt until its devices are released; return early when the service closes.
 
-        Whatever raises ends this attempt, and nothing else: its job is told, and its devices are released.
+        Any exception ends this attempt alone: its end is reported with the error, and its devices
+        are released.
         """
         try:
-            self._world.nodes.occupy(self._devices)
+            self._world.nodes.occupy_devices(self._devices)
             self._wait_for_service()
             if self._attempt.evidence is None:
-                self._finish(self._ending())
-            self._remove()
-            self._world.nodes.release(self._devices)
+                self._report_end(self._run_to_end())
+            self._end_launchers_safely()
+            self._world.nodes.release_devices(self._devices)
         except Closed:
             return
         except Exception as error:  # the edge of a thread
             log.exception("attempt %s", self._attempt.name, extra=self._about)
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._end_unread(f"{type(error).__name__}: {error}")
         self._emit_unless_closing(
             Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock())
         )
@@ -183,8 +199,10 @@ class AttemptWatch:
         while not self._world.serving.wait(TICK_S):  # ends with the service at the latest
             self._check_closing()
 
-    def _give_up(self, error: str) -> None:
-        """End the attempt after a fault of its watch, without reading anything that it left."""
+    def _end_unread(self, error: str) -> None:
+        """End the attempt with this error after a fault of its watcher, without reading any file
+        that it left.
+        """
         if self._attempt.evidence is None and not self._has_finished:
             evidence = Evidence(
                 collect_error=error[:ERROR_CHARACTERS_MAX], stopped=self._stop_grace_s is not None
@@ -196,7 +214,10 @@ class AttemptWatch:
                 at_s=self._world.clock(),
             )
             self._emit_unless_closing(event)
-        for release in (self._remove, partial(self._world.nodes.release, self._devices)):
+        for release in (
+            self._end_launchers_safely,
+            partial(self._world.nodes.release_devices, self._devices),
+        ):
             try:
                 release()
             except Closed:
@@ -208,30 +229,32 @@ class AttemptWatch:
         if not self._world.closing.is_set():
             self._world.emit(event)
 
-    def _ending(self) -> Ending:
+    def _run_to_end(self) -> Ending:
         try:
             written = read_ending(self._folder)
             if written is not None:  # the service was restarted before the journal had this end
                 return written
-            group = self._insist(self._take_up)
-            return group if isinstance(group, Ending) else self._watch(group)
+            group = self._retry(self._start_or_resume)
+            return group if isinstance(group, Ending) else self._watch_ranks(group)
         except Closed:
             raise
         except StartFailed as error:
-            self._remove()
+            self._end_launchers_safely()
             return Ending(launch_error=str(error), no_program=error.no_program)
         except (
             Exception
         ) as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
             self._check_closing()
             log.exception("attempt %s", self._attempt.name, extra=self._about)
-            self._remove()
+            self._end_launchers_safely()
             return Ending(launch_error=f"{type(error).__name__}: {error}")
 
-    def _finish(self, ending: Ending) -> None:
-        self._insist(self._confirm)
-        self._insist(lambda: write_ending(self._folder, ending))
-        collected = collect(self._job.spec, self._attempt, self._jobs, ending, self._access())
+    def _report_end(self, ending: Ending) -> None:
+        self._retry(self._confirm)
+        self._retry(lambda: write_ending(self._folder, ending))
+        collected = collect_evidence(
+            self._job.spec, self._attempt, self._jobs, ending, self._file_access()
+        )
         evidence = without_secrets(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
         self._emit(
@@ -239,13 +262,13 @@ class AttemptWatch:
         )
         self._has_finished = True
 
-    def _access(self) -> FileAccess:
-        """Return the rights by which the job's files are searched: those of its own user."""
-        return access_of(self._job, self._world.users, self._world.python)
+    def _file_access(self) -> FileAccess:
+        """Return the rights with which the job's files are searched: those of its user."""
+        return file_access(self._job, self._world.users, self._world.python)
 
-    def _remove(self) -> None:
+    def _end_launchers_safely(self) -> None:
         try:
-            self._insist(self._end_launchers)
+            self._retry(self._end_launchers)
         except Closed:
             raise
         except Exception:  # the edge of a thread: others go on
@@ -254,17 +277,21 @@ class AttemptWatch:
 
     def _end_launchers(self) -> None:
         self._confirm()
-        self._world.launchers.end(self._attempt)
+        self._world.launchers.end_launchers(self._attempt)
 
     def _confirm(self) -> None:
-        """Return while this service surely owns the journal. Raises ClusterAway: another one may act in its place."""
+        """Return None if this service surely owns the journal. Raises ClusterAway in doubt: another
+        service may act instead.
+        """
         try:
             self._world.ownership.confirm(asks=False)
         except ServiceError as error:
             raise ClusterAway(str(error)) from None
 
-    def _insist(self, call: Callable[[], Answer]) -> Answer:
-        """Return the call's result; repeat it while the cluster is away or the disk takes no writes. Raises Closed."""
+    def _retry(self, call: Callable[[], Answer]) -> Answer:
+        """Return the call's result; repeat the call while the cluster is away or the disk takes no
+        writes. Raises Closed.
+        """
         while True:  # ends with the service at the latest
             self._check_closing()
             try:
@@ -276,20 +303,24 @@ class AttemptWatch:
                     raise
                 self._world.closing.wait(AWAY_S)
 
-    def _take_up(self) -> LauncherGroup | Ending:
-        """Return launchers whose ranks run; place and start them where the attempt has not begun."""
+    def _start_or_resume(self) -> LauncherGroup | Ending:
+        """Return the attempt's launchers with running ranks; create and start them if the attempt
+        has not begun.
+
+        Returns the ending instead where it cannot be started.
+        """
         self._confirm()
         began = any(self._folder.log(rank).exists() for rank in self._started)
-        group = self._world.launchers.find(self._attempt)
+        group = self._world.launchers.find_launchers(self._attempt)
         if not began and len(group.nodes) < len(self._attempt.placement):
-            self._world.launchers.end(self._attempt)
-            placed = self._place()
+            self._world.launchers.end_launchers(self._attempt)
+            placed = self._create_launchers()
             if isinstance(placed, Ending):
                 return placed
             group = placed
         if len(group.nodes) == len(self._attempt.placement) and self._stop_grace_s is None:
             if group.is_idle():
-                live = self._world.nodes.live()
+                live = self._world.nodes.live_nodes()
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
                 self._confirm()  # placing may have taken minutes
                 world = self._world
@@ -303,11 +334,11 @@ class AttemptWatch:
                 )
         return group
 
-    def _place(self) -> LauncherGroup | Ending:
-        newest = read_epoch(self._jobs.epoch)
+    def _create_launchers(self) -> LauncherGroup | Ending:
+        newest = read_attempt_number(self._jobs.epoch)
         if newest > self._attempt.number:
             return Ending(launch_error=f"attempt {newest} of this job exists already")
-        live = self._world.nodes.live()
+        live = self._world.nodes.live_nodes()
         gone = tuple(part.node for part in self._attempt.placement if part.node not in live)
         if gone:
             return Ending(nodes_lost=gone)
@@ -316,14 +347,18 @@ class AttemptWatch:
             folder.mkdir(parents=True, exist_ok=True)
         copy_upload(self._asked, self._world.home)
         write_durably(self._jobs.epoch, str(self._attempt.number))
-        self._free_before_bytes = self._world.nodes.free_before(self._devices)
-        placed = self._world.launchers.place(self._attempt, self._jobs, live)
+        self._free_before_bytes = self._world.nodes.free_bytes_before(self._devices)
+        placed = self._world.launchers.create_launchers(self._attempt, self._jobs, live)
         return Ending(launch_error=placed) if isinstance(placed, str) else placed
 
-    def _watch(self, group: LauncherGroup) -> Ending:
-        """Return how the gang ended: by itself, stopped, hung, or with lost nodes."""
-        gang = Gang(group)
-        gang.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
+    def _watch_ranks(self, launchers: LauncherGroup) -> Ending:
+        """Watch the ranks until they end, and return how: by themselves, stopped, hung, or with
+        lost nodes.
+        """
+        gang = Gang(launchers)
+        gang.lost = {
+            part.node for part in self._attempt.placement if part.node not in launchers.nodes
+        }
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         recovered = any(map(ran_out_of_memory, self._job.attempts))
@@ -334,14 +369,14 @@ class AttemptWatch:
             self._started,
             output,
             tells_peak=recovered,
-            access=self._access(),
+            access=self._file_access(),
         )
         ending = EndingGang()
         known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
-        while gang.open():  # bounded: the watchdog ends a gang that stands still
+        while gang.list_open_nodes():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
             try:
-                self._poll(gang)
+                self._poll_launchers(gang)
                 if not ending.aborted and not ending.stopped:
                     ending.lost_before = frozenset(gang.lost)
                 if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
@@ -349,7 +384,7 @@ class AttemptWatch:
                     ending.hung_for_s = progress.hung_for_s(
                         self._world.nodes.idle_for_s(self._devices), cpu_s
                     )
-                    pace = progress.pace(known_step_s, self._world.clock())
+                    pace = progress.changed_pace(known_step_s, self._world.clock())
                     if pace is not None:
                         known_step_s = pace.step_s
                         self._emit(
@@ -365,33 +400,38 @@ class AttemptWatch:
                 )
                 if self._stop_grace_s is None and is_over:
                     self._stop_grace_s = PROBE_GRACE_S
-                self._end_gang(gang, ending)
+                self._end_ranks(gang, ending)
             except ClusterAway:  # its ranks go on, and nothing is known of them
                 self._world.closing.wait(AWAY_S)
                 ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
-        return self._judge(gang, ending, progress.counts)
+        return self._make_ending(gang, ending, progress.counts)
 
-    def _end_gang(self, gang: Gang, ending: EndingGang) -> None:
-        """Ask the launchers to end their ranks where it is time. Raises ClusterAway; then the caller asks again."""
+    def _end_ranks(self, gang: Gang, ending: EndingGang) -> None:
+        """Ask the launchers to end their ranks if that is due. Raises ClusterAway; the caller then
+        asks again.
+        """
         self._confirm()
         grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
         if grace_s is not None and not ending.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that
             # said why
             gang.group.abort(
-                gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s
+                gang.list_open_nodes()
+                if ending.hung_for_s is not None
+                else gang.list_running_nodes(),
+                grace_s,
             )
             ending.aborted = True
             ending.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
         if self._stop_grace_s is not None and not ending.stopped:
-            gang.group.stop(gang.open(), self._stop_grace_s)
+            gang.group.stop(gang.list_open_nodes(), self._stop_grace_s)
             ending.stopped = True
             ending.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
         if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
             if self._is_disk_away():  # a launcher tells an end once its exit code is written
                 ending.give_up_at_s = time.monotonic() + END_TIMEOUT_S
             else:
-                gang.lost.update(gang.open())
+                gang.lost.update(gang.list_open_nodes())
 
     def _is_disk_away(self) -> bool:
         """Return whether the attempt's folder takes no writes now."""
@@ -403,35 +443,41 @@ class AttemptWatch:
             return error.errno in DISK_AWAY
         return False
 
-    def _poll(self, gang: Gang) -> None:
-        """Wait at most a tick for news of any launcher."""
-        live = self._world.nodes.live()
-        for node, status in gang.group.poll(gang.open(), TICK_S).items():
+    def _poll_launchers(self, gang: Gang) -> None:
+        """Wait at most one tick for a changed status of any launcher."""
+        live = self._world.nodes.live_nodes()
+        for node, status in gang.group.poll(gang.list_open_nodes(), TICK_S).items():
             if status is None:
                 gang.lost.add(node)
             else:
                 gang.statuses[node] = status
-        gang.lost.update(node for node in gang.open() if node not in live)
+        gang.lost.update(node for node in gang.list_open_nodes() if node not in live)
 
     def _failure_grace_s(self, gang: Gang) -> float | None:
-        """Seconds that the other nodes have once one has failed; None without a failure."""
+        """Return the seconds that the other nodes' ranks have left after a node failed; None
+        without a failure.
+        """
         if any(status["oom"] for status in gang.statuses.values()):
             return GRACE_AFTER_OOM_S
         failing = any(status["ending"] or status["error"] for status in gang.statuses.values())
         return GRACE_AFTER_FAILURE_S if failing or gang.lost else None
 
-    def _judge(self, gang: Gang, ending: EndingGang, counts: tuple[int, int] | None) -> Ending:
-        live = self._insist(self._world.nodes.live)
+    def _make_ending(
+        self, gang: Gang, ending: EndingGang, counts: tuple[int, int] | None
+    ) -> Ending:
+        live = self._retry(self._world.nodes.live_nodes)
         for node in sorted(gang.lost & live.keys()):
             pids = [*gang.statuses[node]["pids"].values()] if node in gang.statuses else []
-            self._insist(partial(self._world.launchers.end_orphans, self._folder, live[node], pids))
+            self._retry(
+                partial(self._world.launchers.end_orphan_processes, self._folder, live[node], pids)
+            )
         firsts = [
             status["first_ended"] for status in gang.statuses.values() if status["first_ended"]
         ]
         first = (
             min(firsts, key=lambda failure: failure[1])[0]
             if firsts
-            else first_ended(self._folder, self._started)
+            else first_failed_rank(self._folder, self._started)
         )
         errors = [
             status["error"]
@@ -440,7 +486,7 @@ class AttemptWatch:
         ]
         return Ending(
             nodes_lost=tuple(
-                sorted(node for node in gang.lost if not self._all_told(node, ending))
+                sorted(node for node in gang.lost if not self._has_all_exit_codes(node, ending))
             ),
             first_ended_rank=first,
             host_oom_kills=max(
@@ -458,11 +504,12 @@ class AttemptWatch:
             free_before_bytes=self._free_before_bytes,
         )
 
-    def _all_told(self, node: str, ending: EndingGang) -> bool:
+    def _has_all_exit_codes(self, node: str, ending: EndingGang) -> bool:
         """Return whether every rank of `node` wrote its exit code before its launcher disappeared.
 
-        SIGKILL proves nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
-        worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).
+        An exit by SIGKILL counts only once a launcher was asked to end its ranks. Ray kills a
+        worker's children before the worker itself, and the launcher may still write that down
+        (KillChildProcs, core_worker.cc, Ray 2.60).
         """
         codes: list[int | None] = []
         rank = 0

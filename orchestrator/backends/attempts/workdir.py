@@ -21,23 +21,25 @@ from orchestrator.specs.run import JobFolder, find_upload
 NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
 
-def rewrite_config(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
-    """Return a config file's text with new values at dotted keys; all other values stay.
+def rewrite_config(text: str, value_by_key: Mapping[str, str], *, is_json: bool) -> str:
+    """Return a config file's text with new values at dotted keys (`optim.lr`); all other values
+    stay.
 
-    YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
-    lost. JSON is parsed as JSON, since YAML 1.1 reads its 1e-3 as text. Raises OrchestratorError where a key leads
-    through a value, or a file is not what its name says.
+    YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its
+    braces; only comments are lost. JSON is parsed as JSON, since YAML 1.1 reads its 1e-3 as text.
+    Raises OrchestratorError where a key leads through a value, or where a file does not have the
+    format of its name.
     """
     if is_json:
-        return json.dumps(_with_keys(text, keys), indent=2)
+        return json.dumps(_replace_json_values(text, value_by_key), indent=2)
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
         root = yaml.MappingNode("tag:yaml.org,2002:map", [])
-    for key, word in keys.items():
+    for key, word in value_by_key.items():
         *sections, last = key.split(".")
         place = root
         for section in sections:
-            place = _at(place, section, key) or _put(
+            place = _find_entry(place, section, key) or _set_entry(
                 place, section, yaml.MappingNode("tag:yaml.org,2002:map", [])
             )
         value = yaml.compose(word, Loader=yaml.SafeLoader) or yaml.ScalarNode(
@@ -45,17 +47,17 @@ def rewrite_config(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
         )
         if not isinstance(value, yaml.ScalarNode):  # a path may look like a list
             value = yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
-        _at(place, last, key)
-        _put(place, last, value)
+        _find_entry(place, last, key)
+        _set_entry(place, last, value)
     return str(yaml.serialize(root, Dumper=yaml.SafeDumper))
 
 
-def _with_keys(text: str, keys: Mapping[str, str]) -> Any:
+def _replace_json_values(text: str, value_by_key: Mapping[str, str]) -> Any:
     try:
         root = json.loads(text)
     except ValueError as error:
         raise OrchestratorError(f"the config file is no JSON: {error}") from None
-    for key, word in keys.items():
+    for key, word in value_by_key.items():
         *sections, last = key.split(".")
         place = root
         for section in sections:
@@ -67,25 +69,26 @@ def _with_keys(text: str, keys: Mapping[str, str]) -> Any:
     return root
 
 
-def _at(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
+def _find_entry(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
     if not isinstance(place, yaml.MappingNode):
         raise OrchestratorError(NO_SECTION.format(key=key))
     return next((value for word, value in place.value if word.value == name), None)
 
 
-def _put(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
+def _set_entry(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
     assert isinstance(place, yaml.MappingNode), "_at has looked"
     others = [(word, value_node) for word, value_node in place.value if word.value != name]
     place.value = [*others, (yaml.ScalarNode("tag:yaml.org,2002:str", name), value)]
     return value
 
 
-def link_all_but(source: Path, file: str, target: Path) -> Path:
-    """Fill `target` with links to everything in `source` except `file`; return the path for that file's copy.
+def link_all_except(source: Path, excluded_file: str, target: Path) -> Path:
+    """Fill `target` with links to everything in `source` except `excluded_file`; return the path where that
+    file's copy belongs.
 
     Folders on the way to the file are real ones. The function is idempotent.
     """
-    *folders, name = Path(file).parts
+    *folders, name = Path(excluded_file).parts
     for folder in (*folders, name):
         target.mkdir(parents=True, exist_ok=True)
         for entry in source.iterdir():
@@ -97,8 +100,10 @@ def link_all_but(source: Path, file: str, target: Path) -> Path:
     return target
 
 
-def with_own_workdir(job: Job, home: Path) -> Job:
-    """Return the job with paths of its own copy of an uploaded working directory, and of other uploads in this home."""
+def relocate_uploads(job: Job, home: Path) -> Job:
+    """Return the job with the paths of its own copy of an uploaded working directory, and of other
+    uploads in this home.
+    """
 
     def locate(key: str, path: str) -> str:
         upload = find_upload(home, path)
@@ -111,7 +116,9 @@ def with_own_workdir(job: Job, home: Path) -> Job:
 
 
 def copy_upload(job: Job, home: Path) -> None:
-    """Copy an uploaded working directory for the job; an existing copy stays. Raises OSError."""
+    """Copy an uploaded working directory into the job's folder; an existing copy stays. Raises
+    OSError.
+    """
     upload = find_upload(home, job.spec.workdir or "")
     folder = JobFolder(home, job.id)
     target = folder.workdir

@@ -25,7 +25,9 @@ FAULTS = (pynvml.NVMLError, ValueError, OSError)
 
 @frozen
 class NvmlProcess:
-    """A process that uses device memory; `used_bytes` is None where the driver does not say (as in containers)."""
+    """A process that uses device memory. `used_bytes` is None where the driver does not report it,
+    as in containers.
+    """
 
     pid: int
     used_bytes: int | None
@@ -33,7 +35,9 @@ class NvmlProcess:
 
 @frozen
 class NvmlDevice:
-    """A device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
+    """A device and its readings; devices are in PCI bus order. An unreadable device has an `error`
+    and 0 bytes free.
+    """
 
     # as CUDA counts in this order: among the devices that this process may open; of a MIG instance
     # its place on its device
@@ -60,8 +64,11 @@ class NvmlReading:
     error: str | None = None
 
 
-def devices() -> NvmlReading:
-    """Return the current reading of all devices. Never raises; 45 us per call and device, measured without a GPU."""
+def read_nvml() -> NvmlReading:
+    """Return NVML's current reading of all devices of this machine. Never raises.
+
+    A call takes 45 us per device, measured without a GPU.
+    """
     try:
         pynvml.nvmlInit()
     except FAULTS as error:
@@ -71,17 +78,17 @@ def devices() -> NvmlReading:
         for number in range(pynvml.nvmlDeviceGetCount()):
             # One that a control group hides, as Slurm's ConstrainDevices does, CUDA does not count.
             with suppress(pynvml.NVMLError_NoPermission):
-                readings.append(_whole_device(number, len(readings)))
+                readings.append(_read_whole_device(number, len(readings)))
         return NvmlReading(devices=tuple(readings))
     except FAULTS as error:
         return NvmlReading(error=f"NVML does not answer: {error}")
     finally:
-        _query(pynvml.nvmlShutdown)
+        _query_or_none(pynvml.nvmlShutdown)
 
 
 @frozen
 class NvmlRates:
-    """Peak rates of a device, per second. None where the driver does not say."""
+    """Peak rates of a device, per second; None where the driver does not report one."""
 
     capability: tuple[int, int] | None  # CUDA compute capability
     cuda_bytes: int  # device memory without the driver's own part
@@ -93,11 +100,12 @@ class NvmlRates:
     pcie_bandwidth: float | None
 
 
-def rates(device: NvmlDevice) -> NvmlRates | None:
-    """Return the rates of a device; None where it cannot be read. Never raises.
+def read_rates(device: NvmlDevice) -> NvmlRates | None:
+    """Return the peak rates of a device; None where it cannot be read. Never raises.
 
-    A MIG instance has the share of its device's rates that it has of the memory, which NVML tells of all: slices of
-    memory and of processors differ by a seventh or so (MIG User Guide, "MIG Device Names"). It has no links.
+    The rates of a MIG instance are its device's, times its share of the device's memory. Slices of
+    memory and of processors differ by a seventh or so (MIG User Guide, "MIG Device Names"). An
+    instance has no links.
     """
     try:
         pynvml.nvmlInit()
@@ -105,59 +113,65 @@ def rates(device: NvmlDevice) -> NvmlRates | None:
         return None
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
-        parent = _query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        parent = _query_or_none(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
         if parent is None:
-            return _rates(handle)
-        return _share_of(_rates(parent), _cuda_bytes(handle))
+            return _read_device_rates(handle)
+        return _scale_to_instance(_read_device_rates(parent), _read_cuda_bytes(handle))
     except FAULTS:
         return None
     finally:
-        _query(pynvml.nvmlShutdown)
+        _query_or_none(pynvml.nvmlShutdown)
 
 
-def _share_of(whole: NvmlRates, cuda_bytes: int) -> NvmlRates:
-    """Return the rates of a MIG instance with these bytes of its device's."""
-    share = cuda_bytes / max(1, whole.cuda_bytes)
+def _scale_to_instance(device_rates: NvmlRates, instance_bytes: int) -> NvmlRates:
+    """Return the rates of a MIG instance with this much memory, from the rates of its whole
+    device.
+    """
+    share = instance_bytes / max(1, device_rates.cuda_bytes)
     return replace(
-        whole,
-        cuda_bytes=cuda_bytes,
+        device_rates,
+        cuda_bytes=instance_bytes,
         has_mig=False,
-        fp32_flops=whole.fp32_flops and share * whole.fp32_flops,
-        memory_bandwidth=whole.memory_bandwidth and share * whole.memory_bandwidth,
+        fp32_flops=device_rates.fp32_flops and share * device_rates.fp32_flops,
+        memory_bandwidth=device_rates.memory_bandwidth and share * device_rates.memory_bandwidth,
         nvlink_bandwidth=0.0,
     )
 
 
-def _rates(handle: object) -> NvmlRates:
-    cores = _query(pynvml.nvmlDeviceGetNumGpuCores, handle)
-    width = _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
-    core_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-    memory_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
-    lane = PCIE_LANE_BYTES_S.get(_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
-    lanes = _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
-    mode = _query(pynvml.nvmlDeviceGetMigMode, handle)
-    capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+def _read_device_rates(handle: object) -> NvmlRates:
+    cores = _query_or_none(pynvml.nvmlDeviceGetNumGpuCores, handle)
+    width = _query_or_none(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
+    core_mhz = _query_or_none(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory_mhz = _query_or_none(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    lane = PCIE_LANE_BYTES_S.get(
+        _query_or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0
+    )
+    lanes = _query_or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    mode = _query_or_none(pynvml.nvmlDeviceGetMigMode, handle)
+    capability = _query_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return NvmlRates(
         capability=(capability[0], capability[1]) if capability else None,
-        cuda_bytes=_cuda_bytes(handle),
+        cuda_bytes=_read_cuda_bytes(handle),
         has_mig=bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE),
         fp32_flops=2e6 * cores * core_mhz if cores and core_mhz else None,
         memory_bandwidth=2e6 * memory_mhz * width / 8 if memory_mhz and width else None,
-        nvlink_bandwidth=_nvlink_bandwidth(handle),
+        nvlink_bandwidth=_read_nvlink_bandwidth(handle),
         pcie_bandwidth=lane * lanes if lane and lanes else None,
     )
 
 
-def _query(ask: Callable[..., Any], *arguments: object) -> Any:
-    """Return the driver's answer; None where it has none."""
+def _query_or_none(nvml_function: Callable[..., Any], *arguments: object) -> Any:
+    """Return what this function of NVML returns for these arguments; None where the driver has no
+    answer.
+    """
     try:
-        return ask(*arguments)
+        return nvml_function(*arguments)
     except FAULTS:
         return None
 
 
-def _cuda_bytes(handle: object) -> int:
-    memory = _query(
+def _read_cuda_bytes(handle: object) -> int:
+    memory = _query_or_none(
         pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2
     )  # older drivers lack it
     if memory is not None:
@@ -165,12 +179,12 @@ def _cuda_bytes(handle: object) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
-def _nvlink_bandwidth(handle: object) -> float:
+def _read_nvlink_bandwidth(handle: object) -> float:
     links = [
-        _query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        _query_or_none(pynvml.nvmlDeviceGetNvLinkState, handle, link)
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
     ]
-    reply = _query(
+    reply = _query_or_none(
         pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
     )
     if reply is None or reply[0].nvmlReturn != pynvml.NVML_SUCCESS:
@@ -178,26 +192,28 @@ def _nvlink_bandwidth(handle: object) -> float:
     return float(1e6 * reply[0].value.uiVal * sum(map(bool, links)))
 
 
-def _whole_device(number: int, index: int) -> NvmlDevice:
-    """Return the device with NVML's number, and its MIG instances. Raises NoPermission where it is not ours."""
+def _read_whole_device(number: int, index: int) -> NvmlDevice:
+    """Return the device with NVML's number, and its MIG instances. Raises NoPermission where this
+    user may not read it.
+    """
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     except pynvml.NVMLError_NoPermission:
         raise
     except FAULTS as error:
         return NvmlDevice(index=index, error=str(error))
-    mode = _query(pynvml.nvmlDeviceGetMigMode, handle)
+    mode = _query_or_none(pynvml.nvmlDeviceGetMigMode, handle)
     if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-        return _device(handle, index)
+        return _read_device(handle, index)
     instances = list[NvmlDevice]()
-    for slot in range(_query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        instance = _query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
+    for slot in range(_query_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        instance = _query_or_none(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
         if instance is not None:
-            instances.append(_device(instance, len(instances)))
-    return replace(_device(handle, index), instances=tuple(instances))
+            instances.append(_read_device(instance, len(instances)))
+    return replace(_read_device(handle, index), instances=tuple(instances))
 
 
-def _device(handle: object, index: int) -> NvmlDevice:
+def _read_device(handle: object, index: int) -> NvmlDevice:
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         if (
@@ -209,7 +225,7 @@ def _device(handle: object, index: int) -> NvmlDevice:
                 index=index, error="the driver reports more memory free or used than there is"
             )
         name = pynvml.nvmlDeviceGetName(handle)
-        uuid = _query(pynvml.nvmlDeviceGetUUID, handle) or ""
+        uuid = _query_or_none(pynvml.nvmlDeviceGetUUID, handle) or ""
         return NvmlDevice(
             index=index,
             name=name if isinstance(name, str) else name.decode(),
@@ -217,29 +233,29 @@ def _device(handle: object, index: int) -> NvmlDevice:
             total_bytes=memory.total,
             free_bytes=memory.free,
             used_bytes=memory.used,
-            power_w=_watts(pynvml.nvmlDeviceGetPowerUsage, handle),
-            power_limit_w=_watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
-            busy_percent=_busy_percent(handle),
-            processes=_processes(handle),
+            power_w=_query_watts(pynvml.nvmlDeviceGetPowerUsage, handle),
+            power_limit_w=_query_watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
+            busy_percent=_read_busy_percent(handle),
+            processes=_list_processes(handle),
         )
     except FAULTS as error:
         return NvmlDevice(index=index, error=str(error))
 
 
-def _watts(ask: Callable[..., Any], handle: object) -> float | None:
-    milliwatts = _query(ask, handle)
+def _query_watts(nvml_function: Callable[..., Any], handle: object) -> float | None:
+    milliwatts = _query_or_none(nvml_function, handle)
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _busy_percent(handle: object) -> int | None:
-    use = _query(
+def _read_busy_percent(handle: object) -> int | None:
+    use = _query_or_none(
         pynvml.nvmlDeviceGetUtilizationRates, handle
     )  # none of a device in MIG mode, whose memory can be read
     return None if use is None else int(use.gpu)
 
 
-def _processes(handle: object) -> tuple[NvmlProcess, ...]:
-    running = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+def _list_processes(handle: object) -> tuple[NvmlProcess, ...]:
+    running = _query_or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return tuple(
         NvmlProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in running
     )

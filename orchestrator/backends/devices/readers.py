@@ -9,14 +9,15 @@ from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.replace import replace
 
-READERS: Mapping[str, Callable[[], NvmlReading]] = {"nvml": nvml.devices}
+READERS: Mapping[str, Callable[[], NvmlReading]] = {"nvml": nvml.read_nvml}
 
 
 def read_devices(driver: str, device_ids: Sequence[DeviceId] = ()) -> NvmlReading:
-    """Return the driver's reading of a node's devices. Never raises: an unknown driver is an error.
+    """Return this driver's reading of this machine's devices. Never raises: an unknown driver gives
+    a reading with an error.
 
-    `device_ids` name the node's devices, which are numbered from 0 in the reading, by the driver's index or by UUID, as
-    MIG instances are; (): all.
+    `device_ids` select the devices, by the driver's index or by UUID (as for MIG instances); ()
+    selects all. The reading numbers them from 0.
     """
     reader = READERS.get(driver)
     if reader is None:

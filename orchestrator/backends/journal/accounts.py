@@ -51,7 +51,7 @@ class User:
 
 @frozen
 class Token:
-    """Metadata of a token. The token itself is stored nowhere."""
+    """The record of a token: owner, times and beginning. The token itself is not stored."""
 
     id: int
     user: str
@@ -64,7 +64,7 @@ class Token:
 
 @frozen
 class AuditRow:
-    """A request in the audit log: it changed something, or was refused."""
+    """A request in the audit log that changed something, or was refused."""
 
     number: int  # of the row
     at_s: float
@@ -85,40 +85,44 @@ class Accounts:
             str | int, tuple[Principal, float]
         ] = {}  # by digest or number, and their expiry
 
-    def principal(self, token: str) -> Principal | None:
-        """Return the user of this token; None for an unknown, expired or revoked token.
+    def find_principal_by_token(self, token: str) -> Principal | None:
+        """Return the user (name and role) of this token; None for an unknown, expired or revoked
+        token.
 
-        Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
+        Tokens have 256 random bits. The database compares their digests, and the time of this
+        comparison discloses nothing of use.
         """
         if not token.startswith(PREFIX):
             return None
-        return self._find_principal(_digest(token), f"{OWNER} AND digest = :key")
+        return self._query_principal(_token_digest(token), f"{OWNER} AND digest = :key")
 
-    def number_of(self, token: str) -> int | None:
+    def find_token_number(self, token: str) -> int | None:
         """Return the record number of a valid token; None for any other."""
-        if self.principal(token) is None:
+        if self.find_principal_by_token(token) is None:
             return None
-        rows = self._rows("SELECT id FROM tokens WHERE digest = :digest", digest=_digest(token))
+        rows = self._query_rows(
+            "SELECT id FROM tokens WHERE digest = :digest", digest=_token_digest(token)
+        )
         return rows[0].id if rows else None
 
-    def principal_of(self, number: int) -> Principal | None:
+    def find_principal_by_number(self, token_number: int) -> Principal | None:
         """Return the user of the token with this record number; None where it is unknown, expired or revoked."""
-        return self._find_principal(number, f"{OWNER} AND tokens.id = :key")
+        return self._query_principal(token_number, f"{OWNER} AND tokens.id = :key")
 
-    def _find_principal(self, key: str | int, query: str) -> Principal | None:
+    def _query_principal(self, key: str | int, query: str) -> Principal | None:
         now_s = self._clock()
         entry, until_s = self._principals.get(key, (None, 0.0))
         if entry is not None and now_s < until_s:
             return entry
-        rows = self._rows(query, key=key, now_s=now_s)
-        role = _role(rows[0].name, rows[0].role) if rows else None
+        rows = self._query_rows(query, key=key, now_s=now_s)
+        role = _parse_role(rows[0].name, rows[0].role) if rows else None
         if role is None:
             return None
         (row,) = rows
         if row.used_at is None or row.used_at < now_s - TOUCH_S:
             # where the journal cannot be written, its owner is told by others
             with suppress(StorageError):
-                self._change(
+                self._execute(
                     "UPDATE tokens SET used_at = :now_s WHERE id = :id", now_s=now_s, id=row.id
                 )
         principal = Principal(name=row.name, role=role)
@@ -132,7 +136,7 @@ class Accounts:
 
     def set_user(self, name: str, role: Role) -> None:
         """Add a user, or change the role of an existing one."""
-        self._change(
+        self._execute(
             """INSERT INTO users (name, role, created_at) VALUES (:name, :role, :now_s)
             ON CONFLICT (name) DO UPDATE SET role = excluded.role""",
             name=name,
@@ -142,52 +146,69 @@ class Accounts:
         self._principals.clear()
 
     def remove_user(self, name: str) -> None:
-        """Remove a user with all tokens. Raises ServiceError for an unknown user."""
+        """Remove a user with all of the user's tokens. Raises ServiceError for an unknown user."""
         with self._transaction() as connection:
             connection.execute(sa.text('DELETE FROM tokens WHERE "user" = :name'), {"name": name})
             delete = sa.text("DELETE FROM users WHERE name = :name")
             if not connection.execute(delete, {"name": name}).rowcount:
-                raise _unknown_user(name)
+                raise _unknown_user_error(name)
         self._principals.clear()
 
-    def users(self) -> Sequence[User]:
-        """Return every readable user, by name."""
-        rows = self._rows("SELECT name, role, created_at FROM users ORDER BY name")
-        readable = ((row, role) for row in rows if (role := _role(row.name, row.role)) is not None)
+    def list_users(self) -> Sequence[User]:
+        """Return every user whose row can be read, by name."""
+        rows = self._query_rows("SELECT name, role, created_at FROM users ORDER BY name")
+        readable = (
+            (row, role) for row in rows if (role := _parse_role(row.name, row.role)) is not None
+        )
         return [
             User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable
         ]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
-        """Return (token, its record). The token cannot be read again. Raises ServiceError for an unknown user."""
+        """Return (token, its record). The token cannot be read again. Raises ServiceError for an
+        unknown user.
+
+        A token without `lifetime_s` does not expire.
+        """
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         shown = secret[: len(PREFIX) + SHOWN_CHARACTERS]
         return secret, self._add_token(user, secret, shown, lifetime_s)
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
-        """Create a browser session for a user with this role, and return its record number. No token matches it."""
+        """Create a browser session for a user with this role, and return the session's record
+        number.
+
+        No text is a valid token for this record.
+        """
         self.set_user(user, role)
         nobody_knows = secrets.token_urlsafe(SECRET_BYTES)
         return self._add_token(user, nobody_knows, BROWSER, lifetime_s).id
 
-    def close_session(self, number: int) -> None:
+    def close_session(self, token_number: int) -> None:
         """End a browser session. Records of tokens stay."""
-        self._revoke(number, "AND shown = :shown", shown=BROWSER)
+        self._revoke(token_number, "AND shown = :shown", shown=BROWSER)
 
-    def revoke_token(self, number: int) -> None:
+    def revoke_token(self, token_number: int) -> None:
         """Revoke a token. Raises ServiceError without a valid token of this number."""
-        if not self._revoke(number):
-            raise UnknownError(f"there is no live token {number}. `orc token list` shows them")
+        if not self._revoke(token_number):
+            raise UnknownError(
+                f"there is no live token {token_number}. `orc token list` shows them"
+            )
 
-    def tokens(self) -> Sequence[Token]:
-        """Return every token ever made for an existing user, oldest first."""
+    def list_tokens(self) -> Sequence[Token]:
+        """Return the records of all tokens, also of expired and revoked ones, of existing users;
+        oldest first.
+        """
         return [
-            Token(**row._asdict()) for row in self._rows(f"SELECT {TOKEN} FROM tokens ORDER BY id")
+            Token(**row._asdict())
+            for row in self._query_rows(f"SELECT {TOKEN} FROM tokens ORDER BY id")
         ]
 
-    def record(self, principal: Principal, request_id: str, action: str, status: int) -> None:
-        """Add a row to the audit log."""
-        self._change(
+    def add_audit_row(
+        self, principal: Principal, request_id: str, action: str, status: int
+    ) -> None:
+        """Add a request and its HTTP status to the audit log."""
+        self._execute(
             """INSERT INTO audit (at, "user", role, request_id, action, status)
             VALUES (:at, :user, :role, :request_id, :action, :status)""",
             at=self._clock(),
@@ -198,9 +219,11 @@ class Accounts:
             status=status,
         )
 
-    def audit(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
-        """Return at most `limit` rows of the audit log, newest first; only rows before number `before`."""
-        rows = self._rows(
+    def list_audit_rows(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
+        """Return at most `limit` rows of the audit log, newest first. With `before`, only rows with
+        a smaller number.
+        """
+        rows = self._query_rows(
             """SELECT id AS number, at AS at_s, "user", role, request_id, action, status FROM audit
             WHERE id < :before ORDER BY id DESC LIMIT :most""",
             before=ID_MAX if before is None else before,
@@ -212,7 +235,7 @@ class Accounts:
         now_s = self._clock()
         values = {
             "user": user,
-            "digest": _digest(secret),
+            "digest": _token_digest(secret),
             "shown": shown,
             "created_at": now_s,
             "expires_at": None if lifetime_s is None else now_s + lifetime_s,
@@ -220,29 +243,35 @@ class Accounts:
         with self._transaction() as connection:
             owner = sa.text("SELECT name FROM users WHERE name = :name")
             if connection.execute(owner, {"name": user}).one_or_none() is None:
-                raise _unknown_user(user)
+                raise _unknown_user_error(user)
             row = connection.execute(sa.text(ADD_TOKEN), values).one()
         return Token(**row._asdict())
 
-    def _revoke(self, number: int, condition: str = "", **values: object) -> int:
-        """Return how many live tokens of this number there were: none or one."""
+    def _revoke(self, token_number: int, extra_condition: str = "", **values: object) -> int:
+        """Revoke the token with this number if it is valid; return how many were revoked, 0 or
+        1.
+        """
         update = "UPDATE tokens SET revoked_at = :now_s WHERE id = :id AND revoked_at IS NULL"
-        count = self._change(f"{update} {condition}", id=number, now_s=self._clock(), **values)
+        count = self._execute(
+            f"{update} {extra_condition}", id=token_number, now_s=self._clock(), **values
+        )
         self._principals.clear()
         return count
 
-    def _rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
+    def _query_rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
         with self._transaction() as connection:
             return connection.execute(sa.text(query), values).all()
 
-    def _change(self, statement: str, **values: object) -> int:
-        """Return how many rows the statement changed."""
+    def _execute(self, statement: str, **values: object) -> int:
+        """Execute an SQL statement with these values, and return how many rows it changed."""
         with self._transaction() as connection:
             return connection.execute(sa.text(statement), values).rowcount
 
 
-def _role(name: str, text: str) -> Role | None:
-    """Return the role that a user's row names; None where this version knows no such role: that user may do nothing."""
+def _parse_role(name: str, text: str) -> Role | None:
+    """Return the role in a user's row; None where this version knows no such role, so that the user
+    may do nothing.
+    """
     try:
         return Role(text)
     except ValueError:
@@ -254,9 +283,9 @@ def _role(name: str, text: str) -> Role | None:
         return None
 
 
-def _digest(token: str) -> str:
+def _token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _unknown_user(name: str) -> ServiceError:
+def _unknown_user_error(name: str) -> ServiceError:
     return UnknownError(f"there is no user {name!r}. `orc user list` shows them")

@@ -30,8 +30,10 @@ def copy_journal(source: Path, target: Path) -> None:
         raise SpecError("not a SQLite journal", source=str(source), got=str(error)) from None
 
 
-def schema_of(path: Path) -> str:
-    """Return the SQL schema of an intact SQLite journal. Raises SpecError where it is damaged, or no journal."""
+def read_schema(path: Path) -> str:
+    """Return the SQL schema of an intact SQLite journal. Raises SpecError where the file is
+    damaged, or is no journal.
+    """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as opened:
             (verdict,) = opened.execute("PRAGMA quick_check(1)").fetchone()

@@ -32,19 +32,20 @@ log = logging.getLogger(__name__)
 
 
 class Database:
-    """The single connection to a journal's database, shared by threads in turn.
+    """The single connection to a journal's database, which threads use in turn.
 
-    A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease (see `Lease`). A
-    reader of a PostgreSQL database takes no lease and writes nothing. Raises ServiceError where another process owns
-    the database or it refuses, UncertainError where it does not answer in a commit, SpecError for an invalid address.
+    A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease
+    (see `Lease`). A reader of a PostgreSQL database takes no lease and writes nothing. Raises
+    ServiceError where another process owns the database or it refuses, UncertainError where it does
+    not answer in a commit, SpecError for an invalid address.
     """
 
     def __init__(
         self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None
     ) -> None:
-        """Open the database at `url`, made and migrated as needed, if it is not only read.
+        """Open the database at `url`; create and migrate its tables as needed, unless `reads_only`.
 
-        With `stop`, wait until it is set for the lease that another process holds.
+        With `stop`, wait for the lease that another process holds until `stop` is set.
         """
         parsed = _parse_url(url)
         self.reads_only = reads_only
@@ -62,7 +63,7 @@ class Database:
         else:
             self.name = parsed.render_as_string(hide_password=True)
             self._owned = None if reads_only else Lease(self.name)
-        self.engine = _engine(parsed, reads_only=reads_only)
+        self.engine = _make_engine(parsed, reads_only=reads_only)
         try:
             self._open(stop)
         except ServiceError:
@@ -71,7 +72,9 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:
-        """Open a transaction that is durable on exit, and rolled back on an error. Only the journal's owner may."""
+        """Yield a connection in a transaction, which is durable on exit and rolled back on an
+        error. Only for the journal's owner.
+        """
         with self._lock:
             if self._closed:
                 raise ServiceError(
@@ -84,13 +87,16 @@ class Database:
 
     @property
     def fence(self) -> int | None:
-        """Fencing number of this process as lease holder; None for a file."""
+        """Fencing number of this process as the lease's holder; None where the journal is a
+        file.
+        """
         return self._owned.fence if isinstance(self._owned, Lease) else None
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return normally while this process owns the journal and may act. Raises ServiceError otherwise.
+        """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false, only local knowledge is checked, so that the call never waits for the database.
+        With `asks` false, only local knowledge is checked, so that the call never waits for the
+        database.
         """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
             if not asks:
@@ -101,7 +107,7 @@ class Database:
                 pass
 
     def close(self) -> None:
-        """Close the journal; another process may open it then, and every later call is refused."""
+        """Close the journal, so that another process may open it. Every later call is refused."""
         self._ended.set()
         with self._lock:
             self._closed = True
@@ -115,7 +121,9 @@ class Database:
                 self._owned.close()
 
     def _open(self, stop: threading.Event | None) -> None:
-        """Take ownership and migrate the tables to SCHEMA, all or nothing; a reader only checks the schema."""
+        """Take ownership, and migrate the tables to SCHEMA, all or nothing. A reader only checks
+        the schema.
+        """
         if self._owned is None:
             with self.transaction() as connection:
                 _check_schema(connection, self.name)
@@ -127,13 +135,13 @@ class Database:
         patience_s = self._owned.patience_s
         while True:
             with self._connect() as connection:
-                left_s = self._take(connection, self._owned)
-                holder = self._owned.holder(connection)
+                left_s = self._take_lease(connection, self._owned)
+                holder = self._owned.read_holder(connection)
             if not left_s:
                 break
             if stop is not None:
                 log.info("standby: journal %s is owned by %s", self.name, holder)
-                self._stand_by(self._owned, stop, left_s)
+                self._await_lease(self._owned, stop, left_s)
                 continue
             if patience_s <= 0:
                 raise ServiceError(
@@ -143,33 +151,37 @@ class Database:
             time.sleep(min(left_s, patience_s))
             patience_s -= left_s
         log.info("journal %s is owned by this process from now on", self.name)
-        start_loop("journal-lease", partial(self._hold, self._owned.beat_s), self._ended)
+        start_loop("journal-lease", partial(self._keep_lease, self._owned.beat_s), self._ended)
 
-    def _stand_by(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
-        """Wait until another's lease has ended, also while the database is away. Raises ServiceError at `stop`."""
+    def _await_lease(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
+        """Wait until the lease of another process has ended, even while the database is away.
+
+        Raises ServiceError once `stop` is set.
+        """
         while left_s > 0:
             if stop.wait(min(left_s, LOOK_EVERY_S)):
                 raise ServiceError(f"journal {self.name}: the wait for its lease was ended.")
             with suppress(ServiceError), self._connect() as connection:
-                left_s = lease.left_s(connection)
+                left_s = lease.seconds_left(connection)
 
-    def _take(self, connection: sa.Connection, lease: Lease) -> float:
-        """Take the lease and migrate the tables.
-
-        Returns 0 on success, else the seconds until the other's lease expires.
+    def _take_lease(self, connection: sa.Connection, lease: Lease) -> float:
+        """Take the lease and migrate the tables. Return 0 on success, else the seconds until the
+        other holder's lease expires.
         """
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
         exists = sa.inspect(connection).has_table("lease")
         if not exists:
             _migrate(connection, self.name)
-        left_s = lease.take(connection)
+        left_s = lease.try_take(connection)
         if exists and not left_s:
             _migrate(connection, self.name)
         return left_s
 
-    def _hold(self, beat_s: float) -> None:
-        """Renew the lease while the service is idle, until it is lost or given up."""
-        while not self._ended.wait(beat_s):
+    def _keep_lease(self, renewal_s: float) -> None:
+        """Renew the lease every `renewal_s` seconds while the service is idle, until the journal is
+        closed.
+        """
+        while not self._ended.wait(renewal_s):
             try:
                 with self.transaction():
                     pass
@@ -203,7 +215,9 @@ class Database:
 
 
 def _parse_url(url: str) -> sa.URL:
-    """The address, parsed. Raises SpecError where no journal can be kept there."""
+    """Return the journal's address, parsed. Raises SpecError where no journal can be stored at this
+    address.
+    """
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
@@ -227,8 +241,10 @@ def _parse_url(url: str) -> sa.URL:
     return parsed
 
 
-def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
-    """An engine with one connection, which threads use in turn; its errors show no parameters."""
+def _make_engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
+    """Return SQLAlchemy's engine with one connection, which threads use in turn. Its errors show no
+    parameters.
+    """
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(
             url,
@@ -263,18 +279,18 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
     return engine
 
 
-def _check_schema(connection: sa.Connection, name: str) -> None:
-    """Raises ServiceError where no service of this version has opened the journal."""
-    schema = _schema(connection)
+def _check_schema(connection: sa.Connection, journal_name: str) -> None:
+    """Raise ServiceError where the journal's tables are not of this version."""
+    schema = _read_schema_version(connection)
     if schema != SCHEMA:
         raise ServiceError(
-            f"journal {name} has {f'schema {schema}' if schema else 'no tables'}; this version of the orchestrator "
-            f"reads schema {SCHEMA}. Bring its service up (`orc up`) once with this version, or read it with the one "
-            "it has."
+            f"journal {journal_name} has {f'schema {schema}' if schema else 'no tables'}; this version of "
+            f"the orchestrator reads schema {SCHEMA}. Bring its service up (`orc up`) once with this "
+            "version, or read it with the one it has."
         )
 
 
-def _schema(connection: sa.Connection) -> str | None:
+def _read_schema_version(connection: sa.Connection) -> str | None:
     has_version = sa.inspect(connection).has_table("alembic_version")
     return (
         connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
@@ -283,14 +299,14 @@ def _schema(connection: sa.Connection) -> str | None:
     )
 
 
-def _migrate(connection: sa.Connection, name: str) -> None:
-    """Bring the tables to SCHEMA, all or nothing."""
-    schema = _schema(connection)
+def _migrate(connection: sa.Connection, journal_name: str) -> None:
+    """Migrate the tables to SCHEMA, all or nothing."""
+    schema = _read_schema_version(connection)
     if schema == SCHEMA:
         return
     if schema is not None and schema > SCHEMA:
         raise ServiceError(
-            f"journal {name} has schema {schema}; this version of the orchestrator knows {SCHEMA} at most. "
+            f"journal {journal_name} has schema {schema}; this version of the orchestrator knows {SCHEMA} at most. "
             "Use the newer version, or begin an empty journal elsewhere."
         )
     from alembic import command  # half a second of imports that only a new or an old journal needs

@@ -50,33 +50,38 @@ AS_WRITTEN = CoreConfig(ser_json_inf_nan="constants", allow_inf_nan=True)  # a l
 
 
 class Unreadable(ValueError):
-    """A text does not hold an object of the expected type."""
+    """A stored text does not hold an object of the expected type."""
 
 
 class Codec:
     """Writes an object as JSON, with NaN and infinities, and reads it back without validation.
 
-    Fields are read by their types. A field whose written form differs from its value (`10min` for 600.0) keeps its
-    parser. Bounds, patterns, validators of whole objects and `__post_init__` are left out. An unknown key is an error:
-    what a later version wrote must not be lost unseen.
+    Fields are read by their types. A field whose written form differs from its value (`10min` for
+    600.0) keeps its parser. Bounds, patterns, validators of whole objects and `__post_init__` are
+    left out. An unknown key is an error: fields that a later version wrote must not be lost
+    silently.
     """
 
-    def __init__(self, noun: Any) -> None:
-        """Make the codec of a type; `noun` is any annotation that pydantic takes."""
-        schema = _without_rules(TypeAdapter(noun).core_schema)
+    def __init__(self, type_form: Any) -> None:
+        """Make the codec of a type, which is any annotation that pydantic takes."""
+        schema = _without_rules(TypeAdapter(type_form).core_schema)
         # each class has a validator of its own, which was made from its schema with all rules
         self._validator = SchemaValidator(schema, AS_WRITTEN, _use_prebuilt=False)
         self._serializer = SchemaSerializer(schema, AS_WRITTEN, _use_prebuilt=False)
 
     def write(self, value: object, exclude: set[str] | None = None) -> str:
-        """Return the JSON of a value. Raises Unreadable for a text that UTF-8 cannot encode."""
+        """Return the JSON of a value, without the fields in `exclude`. Raises Unreadable for a text
+        that UTF-8 cannot encode.
+        """
         try:
             return self._serializer.to_json(value, exclude=exclude, warnings="error").decode()
         except PydanticSerializationError as error:
             raise Unreadable(str(error)) from None
 
     def read(self, text: str) -> Any:
-        """Return the value from the JSON of `write`. Raises Unreadable with the first problem and its place."""
+        """Return the value from the JSON that `write` returned. Raises Unreadable with the first
+        problem and its place.
+        """
         try:
             return self._validator.validate_json(text, extra="forbid", context=HISTORY)
         except ValidationError as error:
@@ -84,8 +89,9 @@ class Codec:
             place = ".".join(str(part) for part in first["loc"])
             raise Unreadable(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
 
-    def as_kept(self, value: object) -> Any:
-        """Return the value after writing and reading it; a lone surrogate becomes `?`.
+    def round_trip(self, value: object) -> Any:
+        """Return the value as it is after writing and reading; a lone surrogate in a text becomes
+        `?`.
 
         Raises Unreadable where it cannot be read back.
         """
@@ -100,16 +106,16 @@ class Codec:
         return self.read(text)
 
 
-def codec_of(noun: Any) -> Codec:
-    """Return the codec of a type, built once: its schemas take 50 ms."""
-    return _made(noun)
+def find_codec(type_form: Any) -> Codec:
+    """Return the codec of a type. It is built once, since building its schemas takes 50 ms."""
+    return _made(type_form)
 
 
 _made = functools.cache(Codec)
 
 
 def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
-    """Return a core schema that reads the same forms and judges nothing.
+    """Return a copy of pydantic's core schema that reads the same forms but checks no rules.
 
     `is_parsed`: the written form of the field differs from its value, so that its parser stays.
     """
@@ -135,12 +141,14 @@ def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
     if kind == "dataclass":
         parts["post_init"] = False
         if parts["cls"] in REPORTS:
-            return _within_bounds(parts)
+            return _with_report_bounds(parts)
     return parts
 
 
-def _within_bounds(schema: JsonObject) -> JsonObject:
-    """Return the schema of a rank's report that reads what earlier versions kept of it as today's bounds have it."""
+def _with_report_bounds(schema: JsonObject) -> JsonObject:
+    """Return the schema of a rank's report with a step that cuts values of earlier versions to
+    today's bounds.
+    """
     reference = {"ref": schema.pop("ref")} if "ref" in schema else {}
     function = {"type": "no-info", "function": bounded_report}
     return {"type": "function-after", "function": function, "schema": schema, **reference}

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.history import EVENTS, Unreadable, codec_of
+from orchestrator.backends.journal.history import EVENTS, Unreadable, find_codec
 from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.salvage import salvage_job, salvage_submission
 from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
-from orchestrator.backends.journal.tables import table
-from orchestrator.backends.notify.notice import notices_of
-from orchestrator.backends.ports import Decided, Submission, Totals, decisions
+from orchestrator.backends.journal.tables import make_table
+from orchestrator.backends.notify.notice import derive_notices
+from orchestrator.backends.ports import Decided, Submission, Totals, format_decisions
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
@@ -28,10 +28,10 @@ from orchestrator.specs.state import State
 
 PAGE = 500  # rows read at a time
 
-_events = table("events", id=sa.Integer, body=sa.Text, decided=sa.Text)
-_snapshots = table("snapshots", id=sa.Integer, body=sa.Text)
-_live = table("live", id=sa.Text, body=sa.Text)
-_jobs = table(
+_events = make_table("events", id=sa.Integer, body=sa.Text, decided=sa.Text)
+_snapshots = make_table("snapshots", id=sa.Integer, body=sa.Text)
+_live = make_table("live", id=sa.Text, body=sa.Text)
+_jobs = make_table(
     "jobs",
     number=sa.Integer,  # in the order of their ends
     id=sa.Text,
@@ -54,9 +54,10 @@ class Journal:
     def __init__(
         self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None
     ) -> None:
-        """Open the journal at `url`, made and migrated as needed, if it is not only read.
+        """Open the journal at `url`; create and migrate its tables as needed, unless `reads_only`.
 
-        With `stop`, wait until it is set for the lease that another process holds: a standby.
+        With `stop`, wait as a standby for the lease that another process holds, until `stop` is
+        set.
         """
         self.database = Database(url, reads_only=reads_only, stop=stop)
         self.name = self.database.name
@@ -72,9 +73,9 @@ class Journal:
         self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
-        self._event = codec_of(EVENTS)
-        self._state = codec_of(State)
-        self._job = codec_of(Job)
+        self._event = find_codec(EVENTS)
+        self._state = find_codec(State)
+        self._job = find_codec(Job)
         # those in the table of live jobs, where that is not to be written anew
         self._saved = Jobs()
         # the snapshot could not be read: the table of live jobs is written anew
@@ -83,54 +84,60 @@ class Journal:
         self._ended = Counter[str]()
         self._counted = 0
 
-    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
-        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is None without one.
+    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is
+        None if there is none.
 
-        Each event comes with its decisions as text (`decisions`); None where they were not stored. A snapshot that
-        cannot be read counts as none: the state follows from all events. A live job that cannot be read has a
-        placeholder, which holds the devices of its last launch.
+        Each event comes with its decisions as text (`ports.format_decisions`); None where they were
+        not stored. A snapshot that cannot be read counts as none: the state follows from all
+        events. A live job that cannot be read has a placeholder, which holds the devices of its
+        last launch.
         """
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
         if row is None:
-            return None, tuple(self.history())
-        state = self.set_aside.read(self._state, _snapshots.name, *row)
+            return None, tuple(self.iterate_history())
+        state = self.set_aside.read_or_set_aside(self._state, _snapshots.name, *row)
         if state is None:
             self._is_rebuilt = True
-            return None, tuple(self.history())
-        self._saved = self.live()
-        return replace(state, jobs=self._saved), tuple(self.history(row.id))
+            return None, tuple(self.iterate_history())
+        self._saved = self.load_live_jobs()
+        return replace(state, jobs=self._saved), tuple(self.iterate_history(row.id))
 
-    def live(self) -> Jobs:
-        """Return the live jobs of the newest snapshot, with a placeholder for each unreadable one."""
+    def load_live_jobs(self) -> Jobs:
+        """Return the live jobs of the newest snapshot, with a placeholder for each job that cannot
+        be read.
+        """
         with self.database.transaction() as connection:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
-        return Jobs(self._live_job(*entry) for entry in live)
+        return Jobs(self._read_live_job(*entry) for entry in live)
 
-    def read_all(self) -> None:
-        """Read every row once, so that unreadable rows are set aside."""
-        self.load()
-        for _ in self.history():
+    def find_unreadable_rows(self) -> None:
+        """Read every row once, so that each row that cannot be read is set aside."""
+        self.load_state_and_events()
+        for _ in self.iterate_history():
             pass
         with self.database.transaction() as connection:
             ended = connection.execute(sa.select(_jobs.c.number, _jobs.c.body)).all()
         for row in ended:
-            self.set_aside.read(self._job, _jobs.name, *row)
+            self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
         for queue in (self.outbox, self.notices):
-            queue.read_all()
+            queue.find_unreadable_rows()
 
-    def unreadable(self) -> str | None:
-        """Return a sentence on which rows cannot be read; None where all can."""
-        return self.set_aside.problem()
+    def describe_unreadable_rows(self) -> str | None:
+        """Return a sentence that counts the rows that cannot be read; None where all can be
+        read.
+        """
+        return self.set_aside.describe_problem()
 
-    def _live_job(self, job_id: str, body: str) -> Job:
-        """Return a live job, or what stands in for one that cannot be read."""
-        job = self.set_aside.read(self._job, _live.name, job_id, body)
+    def _read_live_job(self, job_id: str, body: str) -> Job:
+        """Return a live job from its row; a placeholder job where the row cannot be read."""
+        job = self.set_aside.read_or_set_aside(self._job, _live.name, job_id, body)
         if job is not None:
             return job
         reason = next(
             row.reason
-            for row in self.set_aside.rows()
+            for row in self.set_aside.list_rows()
             if (row.table, row.row) == (_live.name, job_id)
         )
         named = _events.c.decided.contains(f"launch {job_id}-", autoescape=True)
@@ -144,19 +151,19 @@ class Journal:
     def append(self, decided: Sequence[Decided]) -> None:
         """Append events, decisions, ended jobs, tracker records and notices in one durable transaction."""
         events = [
-            {"body": self._event.write(event), "decided": decisions(actions)}
+            {"body": self._event.write(event), "decided": format_decisions(actions)}
             for event, actions in decided
         ]
         records = [
             action for _, actions in decided for action in actions if isinstance(action, Record)
         ]
         ended = [
-            self._row(action.job, event.at_s)
+            self._ended_row(action.job, event.at_s)
             for event, actions in decided
             for action in actions
             if isinstance(action, Archive)
         ]
-        notices = [*notices_of(decided)] if self.notices.has_targets else []
+        notices = [*derive_notices(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
             self.sweeps.add(connection, (event for event, _ in decided))
@@ -166,12 +173,15 @@ class Journal:
             if ended:
                 connection.execute(_jobs.insert(), ended)
 
-    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """Return {key: submission} for the known idempotency keys among these."""
-        return self._submissions.find(keys)
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:
+        """Return {idempotency key: submission} for those of these keys under which jobs were
+        submitted.
+        """
+        return self._submissions.find_submissions(idempotency_keys)
 
-    def snapshot(self, state: State) -> None:
-        """Store the state after all appended events; `load` then replays only later ones.
+    def store_snapshot(self, state: State) -> None:
+        """Store the state after all appended events, so that a later load replays only newer
+        events.
 
         Only jobs that changed since the last snapshot are written.
         """
@@ -203,16 +213,22 @@ class Journal:
         self._saved = state.jobs
         self._is_rebuilt = False
 
-    def job(self, job_id: str) -> Job | None:
-        """Return an ended job that has left the state; None where there is no readable one."""
+    def find_ended_job(self, job_id: str) -> Job | None:
+        """Return an ended job that is no longer in the state; None where no such job can be
+        read.
+        """
         with self.database.transaction() as connection:
             row = connection.execute(
                 sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)
             ).one_or_none()
-        return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
+        return (
+            None if row is None else self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
+        )
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
+    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
+        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+        that ended before that job.
+        """
         newest = (
             sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
         )
@@ -223,17 +239,21 @@ class Journal:
             )
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
-        jobs = (self.set_aside.read(self._job, _jobs.name, *row) for row in rows)
+        jobs = (self.set_aside.read_or_set_aside(self._job, _jobs.name, *row) for row in rows)
         return [job for job in jobs if job is not None]
 
-    def ends(self) -> dict[str, tuple[str, float]]:
+    def ends_by_job(self) -> dict[str, tuple[str, float]]:
         """Return {job id: (status, end in seconds since 1970)} of all ended jobs, oldest end first."""
         columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
         with self.database.transaction() as connection:
             return {row.id: (row.status, row.ended_at) for row in connection.execute(columns).all()}
 
-    def totals(self) -> Totals:
-        """Return counts of ended jobs and of records that wait for trackers. Only new jobs are counted anew."""
+    def count_rows(self) -> Totals:
+        """Return counts of ended jobs, and of the rows that trackers and targets of notices have
+        yet to receive.
+
+        Only jobs that are new since the last call are counted.
+        """
         columns = (
             _jobs.c.status,
             sa.func.count().label("jobs"),
@@ -248,31 +268,33 @@ class Journal:
                 self._counted = max(self._counted, row.last)
             return Totals(
                 ended=dict(self._ended),
-                undelivered=self.outbox.undelivered(connection),
-                notices=self.notices.undelivered(connection),
-                oldest_notices_s=self.notices.oldest_s(connection),
+                undelivered=self.outbox.count_undelivered(connection),
+                notices=self.notices.count_undelivered(connection),
+                oldest_notices_s=self.notices.oldest_waiting_s(connection),
             )
 
-    def events(self) -> Iterator[Event]:
+    def iterate_events(self) -> Iterator[Event]:
         """Yield every event ever appended, oldest first."""
-        return (event for event, _ in self.history())
+        return (event for event, _ in self.iterate_history())
 
     def began_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
             row = connection.execute(first).one_or_none()
-        event = None if row is None else self._event_of(*row)
+        event = None if row is None else self._read_event(*row)
         return None if event is None else float(event.at_s)
 
-    def history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
-        """Yield (event, decisions as text or None) of every readable event, oldest first, skipping `after` rows."""
+    def iterate_history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
+        """Yield (event, decisions as text, or None) of every readable event, oldest first; skip the
+        first `after` rows.
+        """
         while True:
             page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
             with self.database.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
-                event = self._event_of(row.id, row.body)
+                event = self._read_event(row.id, row.body)
                 if event is not None:
                     yield event, row.decided
             if len(rows) < PAGE:
@@ -281,18 +303,22 @@ class Journal:
 
     @property
     def fence(self) -> int | None:
-        """Fencing number of this process as owner of a PostgreSQL journal; None for a file, which the kernel locks."""
+        """Fencing number of this process as owner of a PostgreSQL journal; None for a file, which
+        the kernel locks.
+        """
         return self.database.fence
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return normally while this process owns the journal and may act; see `Database.confirm`."""
+        """Return None if this process owns the journal and may act; raise ServiceError otherwise.
+        See `Database.confirm`.
+        """
         self.database.confirm(asks=asks)
 
     def close(self) -> None:
-        """Close the journal; another process may open it then, and every later call is refused."""
+        """Close the journal, so that another process may open it. Every later call is refused."""
         self.database.close()
 
-    def _row(self, job: Job, at_s: float) -> dict[str, object]:
+    def _ended_row(self, job: Job, at_s: float) -> dict[str, object]:
         return {
             "id": job.id,
             "status": job.status.value,
@@ -301,17 +327,22 @@ class Journal:
             "body": self._job.write(job),
         }
 
-    def _event_of(self, number: int, body: str) -> Event | None:
-        """Return an event; a submission that cannot be read by its id alone, and None for another such event."""
-        event = self.set_aside.read(self._event, _events.name, number, body)
+    def _read_event(self, number: int, body: str) -> Event | None:
+        """Return the event in a row; None where it cannot be read.
+
+        A submission that cannot be read becomes one of a placeholder job.
+        """
+        event = self.set_aside.read_or_set_aside(self._event, _events.name, number, body)
         if event is None:
             return salvage_submission(body, "its row cannot be read")
         return event
 
-    def as_kept(self, event: Event) -> Event:
-        """Return an event as the journal will read it back. Raises SpecError where it cannot."""
+    def round_trip_event(self, event: Event) -> Event:
+        """Return an event as the journal will read it back. Raises SpecError where it could not be
+        read back.
+        """
         try:
-            return self._event.as_kept(event)
+            return self._event.round_trip(event)
         except Unreadable as error:
             raise SpecError(
                 f"the journal could not be read with it: {error}", source="the journal"

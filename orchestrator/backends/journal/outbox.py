@@ -16,9 +16,9 @@ from typing import Generic
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.history import Unreadable, codec_of
+from orchestrator.backends.journal.history import Unreadable, find_codec
 from orchestrator.backends.journal.set_aside import SetAside
-from orchestrator.backends.journal.tables import table
+from orchestrator.backends.journal.tables import make_table
 from orchestrator.backends.notify.notice import Notice
 from orchestrator.backends.ports import Body
 
@@ -26,51 +26,58 @@ NOTICES_MAX = 10_000  # that wait; more than these are not kept
 PAGE = 500  # ids in one query
 TOLD_S = 30 * 86_400.0  # how long ids of sent notices are stored
 
-_told = table("told", id=sa.Text, kind=sa.Text, at_s=sa.Float)
+_told = make_table("told", id=sa.Text, kind=sa.Text, at_s=sa.Float)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """The rows that a receiver has: for each value of `ran` all up to a number, and some single ones after it."""
+    """The rows that a receiver has: for each value of `ran`, all up to a number, and some single
+    rows after it.
+    """
 
     passed: dict[bool, int]
     ahead: set[int] = field(default_factory=set)
 
 
 class Outbox(Generic[Body]):
-    """A queue in the journal's database. Methods are thread-safe; a receiver calls `delivered` from one thread."""
+    """A queue of rows for receivers, in the journal's database.
+
+    Methods are thread-safe; `mark_delivered` is called from one thread per receiver.
+    """
 
     def __init__(
         self,
         database: Database,
-        noun: type[Body],
-        rows: str,
-        cursors: str,
+        body_type: type[Body],
+        row_table: str,
+        cursor_table: str,
         set_aside: SetAside,
-        ran: Callable[[Body], bool] = lambda _: False,
+        is_urgent: Callable[[Body], bool] = lambda _: False,
     ) -> None:
-        """Use these names of tables; bodies that `ran` go before all others."""
+        """Use the tables with these names. Bodies for which `is_urgent` returns true are delivered before
+        all others.
+        """
         self.database = database
-        self._codec = codec_of(noun)
+        self._codec = find_codec(body_type)
         self._set_aside = set_aside
-        self._ran = ran
+        self._ran = is_urgent
         self._progress: dict[str, _Progress] = {}  # by receiver
-        self._rows = table(rows, id=sa.Integer, ran=sa.Boolean, body=sa.Text)
-        self._cursors = table(cursors, name=sa.Text, last_row=sa.Integer)
+        self._rows = make_table(row_table, id=sa.Integer, ran=sa.Boolean, body=sa.Text)
+        self._cursors = make_table(cursor_table, name=sa.Text, last_row=sa.Integer)
 
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
-        """Append rows within a transaction of the journal."""
+        """Append a row for each body, within a transaction of the journal."""
         if bodies:
             rows = [{"ran": self._ran(body), "body": self._codec.write(body)} for body in bodies]
             connection.execute(self._rows.insert(), rows)
 
-    def register(self, receivers: Iterable[str]) -> None:
-        """Register exactly these receivers.
+    def register_receivers(self, receivers: Iterable[str]) -> None:
+        """Register these receivers and no others.
 
-        A new receiver begins at the oldest existing row. A receiver that is missing here loses its cursor and delays no
-        row any more; registered again, it is new.
+        A new receiver begins at the oldest existing row. A receiver that is missing here loses its
+        cursor, and rows no longer wait for it; registered again, it is new.
         """
         names = tuple(receivers)
         cursors = self._cursors
@@ -84,59 +91,70 @@ class Outbox(Generic[Body]):
         for name in {*self._progress} - {*names}:
             del self._progress[name]
 
-    def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """Return at most `limit` (number, row) that a receiver lacks, in order; unreadable rows are skipped."""
+    def list_pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
+        """Return at most `limit` (number, body) of rows that a receiver lacks, in order; unreadable
+        rows are skipped.
+        """
         while True:
             with self.database.transaction() as connection:
-                progress = self._progress_of(receiver, connection)
+                progress = self._find_progress(receiver, connection)
                 rows = [
                     row
                     for ran in (True, False)
                     for row in connection.execute(
-                        self._after(progress, ran, limit, self._rows.c.body)
+                        self._select_after(progress, ran, limit, self._rows.c.body)
                     ).all()
                     if row.id not in progress.ahead
                 ][:limit]
             bodies = [
-                (row.id, self._set_aside.read(self._codec, self._rows.name, row.id, row.body))
+                (
+                    row.id,
+                    self._set_aside.read_or_set_aside(
+                        self._codec, self._rows.name, row.id, row.body
+                    ),
+                )
                 for row in rows
             ]
             readable = [(number, body) for number, body in bodies if body is not None]
             if len(readable) < len(rows):
-                self.delivered(receiver, [number for number, body in bodies if body is None])
+                self.mark_delivered(receiver, [number for number, body in bodies if body is None])
             if readable or not rows:
                 return readable
 
-    def read_all(self) -> None:
-        """Read every row once, so that unreadable rows are set aside."""
+    def find_unreadable_rows(self) -> None:
+        """Read every row once, so that each row that cannot be read is set aside."""
         with self.database.transaction() as connection:
             rows = connection.execute(sa.select(self._rows.c.id, self._rows.c.body)).all()
         for row in rows:
-            self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
+            self._set_aside.read_or_set_aside(self._codec, self._rows.name, row.id, row.body)
 
-    def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """Return {receiver: number of rows it lacks}, within a transaction of the journal."""
+    def count_undelivered(self, connection: sa.Connection) -> dict[str, int]:
+        """Return {receiver: number of rows that it lacks}, within a transaction of the journal."""
         counts = {}
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
-            progress = self._progress_of(name, connection)
-            lacks = sa.or_(*(self._beyond(ran, passed) for ran, passed in progress.passed.items()))
+            progress = self._find_progress(name, connection)
+            lacks = sa.or_(
+                *(self._is_beyond(ran, passed) for ran, passed in progress.passed.items())
+            )
             rows = connection.execute(
                 sa.select(sa.func.count()).select_from(self._rows).where(lacks)
             ).scalar_one()
             counts[name] = rows - len(progress.ahead)
         return counts
 
-    def delivered(self, receiver: str, numbers: Iterable[int]) -> None:
-        """Record that a receiver has these rows, and move its cursor to the first that it lacks."""
-        delivered = set(numbers)
+    def mark_delivered(self, receiver: str, row_numbers: Iterable[int]) -> None:
+        """Record that a receiver has the rows with these numbers, and move its cursor to the first
+        row that it lacks.
+        """
+        delivered = set(row_numbers)
         if receiver in self._progress:  # the journal may be away
             self._progress[receiver].ahead |= delivered
         with self.database.transaction() as connection:
-            progress = self._progress_of(receiver, connection)
+            progress = self._find_progress(receiver, connection)
             progress.ahead |= delivered
             first_lacking = []
             for ran in progress.passed:
-                for row in connection.execute(self._after(progress, ran, 1)).all():
+                for row in connection.execute(self._select_after(progress, ran, 1)).all():
                     if row.id not in progress.ahead:
                         first_lacking.append(row.id)
                         break
@@ -148,42 +166,50 @@ class Outbox(Generic[Body]):
             connection.execute(moved.values(last_row=passed))
             self._remove_passed(connection)
 
-    def _progress_of(self, receiver: str, connection: sa.Connection) -> _Progress:
-        """Return the progress of a registered receiver, from its cursor where this process has not sent anything."""
+    def _find_progress(self, receiver: str, connection: sa.Connection) -> _Progress:
+        """Return a registered receiver's progress; read it from its stored cursor if this process
+        has sent nothing yet.
+        """
         if receiver not in self._progress:
             cursor = sa.select(self._cursors.c.last_row).where(self._cursors.c.name == receiver)
             last_row = connection.execute(cursor).scalar_one()
             self._progress[receiver] = _Progress({True: last_row, False: last_row})
         return self._progress[receiver]
 
-    def _after(
+    def _select_after(
         self, progress: _Progress, ran: bool, limit: int, *columns: sa.Column[str]
     ) -> sa.Select[tuple[int, str]]:
-        """Rows after the passed ones, of which at least `limit` are lacking where there are so many."""
-        rows = sa.select(self._rows.c.id, *columns).where(self._beyond(ran, progress.passed[ran]))
+        """Return the query for rows after the delivered ones; at least `limit` of its rows are
+        lacking, if so many exist.
+        """
+        rows = sa.select(self._rows.c.id, *columns).where(
+            self._is_beyond(ran, progress.passed[ran])
+        )
         return rows.order_by(self._rows.c.id).limit(limit + len(progress.ahead))
 
-    def _beyond(self, ran: bool, passed: int) -> sa.ColumnElement[bool]:
+    def _is_beyond(self, ran: bool, passed: int) -> sa.ColumnElement[bool]:
         return sa.and_(self._rows.c.ran.is_(ran), self._rows.c.id > passed)
 
     def _remove_passed(self, connection: sa.Connection) -> None:
-        """Remove what every receiver has passed; where there is no receiver, every row."""
+        """Remove the rows that every receiver has; without any receiver, every row."""
         slowest = connection.execute(sa.select(sa.func.min(self._cursors.c.last_row))).scalar_one()
         passed = sa.true() if slowest is None else self._rows.c.id <= slowest
         connection.execute(self._rows.delete().where(passed))
 
 
 class Notices(Outbox[Notice]):
-    """Outbox of notices to people, each sent once; nothing is stored while no target is registered."""
+    """Outbox of notices to people, each sent once. Nothing is stored while no target is
+    registered.
+    """
 
     def __init__(self, database: Database, set_aside: SetAside) -> None:
         super().__init__(database, Notice, "notices", "targets", set_aside)
         self.has_targets = False
 
-    def register(self, receivers: Iterable[str]) -> None:
-        """Register exactly these notification targets; see `Outbox.register`."""
+    def register_receivers(self, receivers: Iterable[str]) -> None:
+        """Register these notification targets and no others; see `Outbox.register_receivers`."""
         names = tuple(receivers)
-        super().register(names)
+        super().register_receivers(names)
         self.has_targets = bool(names)
 
     def add(self, connection: sa.Connection, bodies: Sequence[Notice]) -> None:
@@ -191,11 +217,11 @@ class Notices(Outbox[Notice]):
         if not self.has_targets or not bodies:
             return
         by_id = {notice.id: notice for notice in bodies}
-        told_ids = _find_told(connection, [*by_id])
+        told_ids = _find_sent(connection, [*by_id])
         fresh = [notice for notice in by_id.values() if notice.id not in told_ids]
         if not fresh:
             return
-        self._remember(connection, fresh)
+        self._insert_sent(connection, fresh)
         super().add(connection, fresh)
         last = connection.execute(sa.select(sa.func.max(self._rows.c.id))).scalar_one()
         dropped = connection.execute(
@@ -208,8 +234,10 @@ class Notices(Outbox[Notice]):
                 dropped,
             )
 
-    def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
-        """Return {target: time of its oldest waiting notice} in seconds since 1970, for targets that lack one."""
+    def oldest_waiting_s(self, connection: sa.Connection) -> dict[str, float]:
+        """Return {target: time of its oldest waiting notice}, in seconds since 1970, for targets
+        that lack a notice.
+        """
         cursors = self._cursors
         rows = self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
@@ -223,22 +251,22 @@ class Notices(Outbox[Notice]):
                 oldest[row.name] = self._codec.read(row.body).at_s
         return oldest
 
-    def tell(self, notices: Sequence[Notice]) -> None:
-        """Append the notices that were not sent before."""
+    def append_notices(self, notices: Sequence[Notice]) -> None:
+        """Append the notices that were not sent before, in a transaction of their own."""
         with self.database.transaction() as connection:
             self.add(connection, notices)
 
-    def remember(self, notice: Notice) -> None:
+    def mark_sent(self, notice: Notice) -> None:
         """Mark a notice as sent, without sending it."""
         with self.database.transaction() as connection:
-            self._remember(connection, [notice])
+            self._insert_sent(connection, [notice])
 
-    def find_told(self, ids: Sequence[str]) -> set[str]:
-        """Return those of these ids whose notices were sent in the last TOLD_S seconds."""
+    def find_sent(self, ids: Sequence[str]) -> set[str]:
+        """Return those of these notice ids that were sent in the last TOLD_S seconds."""
         with self.database.transaction() as connection:
-            return _find_told(connection, ids)
+            return _find_sent(connection, ids)
 
-    def knows_kind(self, kind: str) -> bool:
+    def was_kind_sent(self, kind: str) -> bool:
         """Return whether any notice of this kind was sent in the last TOLD_S seconds."""
         with self.database.transaction() as connection:
             return (
@@ -248,7 +276,7 @@ class Notices(Outbox[Notice]):
                 is not None
             )
 
-    def _remember(self, connection: sa.Connection, notices: Sequence[Notice]) -> None:
+    def _insert_sent(self, connection: sa.Connection, notices: Sequence[Notice]) -> None:
         connection.execute(
             _told.delete().where(_told.c.at_s < max(notice.at_s for notice in notices) - TOLD_S)
         )
@@ -256,7 +284,7 @@ class Notices(Outbox[Notice]):
         connection.execute(_told.insert(), rows)
 
 
-def _find_told(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+def _find_sent(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
     told_ids = set[str]()
     for first in range(0, len(ids), PAGE):
         page = sa.select(_told.c.id).where(_told.c.id.in_(ids[first : first + PAGE]))

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from orchestrator.backends.journal.tables import table
+from orchestrator.backends.journal.tables import make_table
 from orchestrator.specs.errors import ServiceError
 
 LEASE_S = 10.0  # how long a holder that fell silent keeps others out
 SURE = 0.5  # share of the lease after which a holder asks before it acts
 
-_lease = table(
+_lease = make_table(
     "lease",
     id=sa.Integer,  # there is one row
     fence=sa.BigInteger,  # of the newest holder; never given twice
@@ -31,10 +31,12 @@ _now = sa.func.clock_timestamp()
 
 
 class FileLock:
-    """Exclusive lock on the journal's file; the kernel frees it when the process ends."""
+    """Exclusive lock on the journal's file; the kernel releases it when the process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ServiceError where another process has it."""
+        """Lock the journal's file at `path`. Raises ServiceError where another process has locked
+        it.
+        """
         lock_path = path.with_name(path.name + ".lock")
         self._descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -57,15 +59,17 @@ class FileLock:
 class Lease:
     """Lease on a PostgreSQL journal: one row in the table `lease`, which expires after LEASE_S without renewal."""
 
-    def __init__(self, journal: str) -> None:
-        """`journal` is its name in errors. Nothing is held before `take`."""
-        self._journal = journal
+    def __init__(self, journal_name: str) -> None:
+        """Prepare the lease; `journal_name` is the journal's name in errors. Nothing is held before
+        `take`.
+        """
+        self._journal = journal_name
         self._fence: int | None = None
         self._renewed_s = -LEASE_S  # by the monotonic clock
 
     @property
     def fence(self) -> int | None:
-        """Fencing number of this process as holder; None before `take`."""
+        """Fencing number of this process as the lease's holder; None before `try_take`."""
         return self._fence
 
     @property
@@ -80,19 +84,25 @@ class Lease:
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for another's lease: by then a living holder renews it, and a dead one's expires."""
+        """Seconds to wait for another holder's lease: in that time a live holder renews it, and a
+        dead holder's lease expires.
+        """
         return 1.5 * LEASE_S
 
-    def left_s(self, connection: sa.Connection) -> float:
-        """Return the seconds until the lease expires. Locks nothing, so that a stopped standby blocks nobody."""
+    def seconds_left(self, connection: sa.Connection) -> float:
+        """Return the seconds until the lease expires, negative afterwards. Locks no row, so that a
+        stopped standby blocks nobody.
+        """
         return float(
             connection.execute(
                 sa.select(sa.extract("epoch", _lease.c.expires_at - _now))
             ).scalar_one()
         )
 
-    def take(self, connection: sa.Connection) -> float:
-        """Try to take the lease. Returns 0 on success, else the seconds until the other's lease expires."""
+    def try_take(self, connection: sa.Connection) -> float:
+        """Try to take the lease. Return 0 on success, else the seconds until the other holder's
+        lease expires.
+        """
         asked_s = time.monotonic()
         left = sa.extract("epoch", _lease.c.expires_at - _now)
         row = connection.execute(
@@ -103,7 +113,9 @@ class Lease:
         self._fence = row.fence + 1
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         connection.execute(
-            _lease.update().values(fence=self._fence, holder=holder, expires_at=_now + _interval())
+            _lease.update().values(
+                fence=self._fence, holder=holder, expires_at=_now + _lease_interval()
+            )
         )
         self._renewed_s = asked_s
         return 0.0
@@ -112,10 +124,10 @@ class Lease:
         """Extend the lease by LEASE_S, and lock its row. Raises ServiceError where it is lost."""
         asked_s = time.monotonic()
         mine = _lease.update().where(_lease.c.fence == self._fence)
-        if connection.execute(mine.values(expires_at=_now + _interval())).rowcount != 1:
+        if connection.execute(mine.values(expires_at=_now + _lease_interval())).rowcount != 1:
             raise ServiceError(
-                f"journal {self._journal} was taken over by {self.holder(connection)} while this process was silent "
-                f"for more than {LEASE_S:g} s. It acts and writes no more; nothing of this change was kept."
+                f"journal {self._journal} was taken over by {self.read_holder(connection)} while this process was "
+                f"silent for more than {LEASE_S:g} s. It acts and writes no more; nothing of this change was kept."
             )
         self._renewed_s = asked_s
 
@@ -126,19 +138,21 @@ class Lease:
             _lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now)
         )
 
-    def holder(self, connection: sa.Connection) -> str:
-        """Return the name of the current or last holder."""
+    def read_holder(self, connection: sa.Connection) -> str:
+        """Return the process and host that hold the lease, or held it last."""
         return str(connection.execute(sa.select(_lease.c.holder)).scalar_one())
 
 
-def _interval() -> sa.ColumnElement[object]:
+def _lease_interval() -> sa.ColumnElement[object]:
     return sa.func.make_interval(0, 0, 0, 0, 0, 0, LEASE_S)
 
 
 def database_connect_args() -> dict[str, object]:
-    """Return connection settings of a holder: limits on idle transactions and on waits for locks.
+    """Return psycopg's connection arguments for the lease's holder: limits on idle transactions and
+    on waits for locks.
 
-    Requests that a cut network leaves unanswered also end after LEASE_S; the kernel alone would retry for 15 minutes.
+    Requests that a cut network leaves unanswered also end after LEASE_S; the kernel alone would
+    retry for 15 minutes.
     """
     lease_ms = round(1000 * LEASE_S)
     options = f"-c idle_in_transaction_session_timeout={lease_ms} -c lock_timeout={2 * lease_ms}"

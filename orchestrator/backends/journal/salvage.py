@@ -26,32 +26,35 @@ UNKNOWN_PROGRAM = "unreadable"
 
 
 def salvage_job(
-    job_id: str, body: str, reason: str, decided: Iterable[str], released: Iterable[str]
+    job_id: str, body: str, reason: str, decision_texts: Iterable[str], release_texts: Iterable[str]
 ) -> Job:
-    """Return a placeholder job that never starts, and that occupies the devices of its last recorded launch.
+    """Return a placeholder job that never starts, and that occupies the devices of its last
+    recorded launch.
 
-    `decided` are recorded decisions that may name the job, oldest first. `released` are texts of events that may free
-    its devices. Only the id is trusted; other fields are used where they have the expected form.
+    `decision_texts` are recorded decisions that may name the job, oldest first. `release_texts` are texts of
+    events that may free its devices. Only the id is trusted; other fields are used where they have
+    the expected form.
     """
-    raw = _plain(body)
+    raw = _parse_object(body)
     name, _, order = job_id.rpartition("-")
     launches = [
         launch
-        for text in decided
+        for text in decision_texts
         for line in text.splitlines()
-        if (launch := _launch_of(job_id, line))
+        if (launch := _parse_launch(job_id, line))
     ]
     number, placement = launches[-1] if launches else (0, ())
-    is_free = any(_is_release(_plain(text), job_id, number) for text in released)
+    is_free = any(_is_release_event(_parse_object(text), job_id, number) for text in release_texts)
     attempts = tuple(
-        _attempt(job_id, n, placement, released=n < number or is_free) for n in range(1, number + 1)
+        _placeholder_attempt(job_id, n, placement, released=n < number or is_free)
+        for n in range(1, number + 1)
     )
     runs = bool(attempts) and not is_free
     return Job(
         id=job_id,
-        spec=_spec(name, raw.get("spec")),
+        spec=_placeholder_spec(name, raw.get("spec")),
         order=int(order) if order.isdecimal() else 0,
-        submitted_at_s=_number(raw.get("submitted_at_s")),
+        submitted_at_s=_number_or_zero(raw.get("submitted_at_s")),
         status=JobStatus.RUNNING if runs else JobStatus.QUEUED,
         reason=f"its row cannot be read ({reason}); `orc cancel {job_id}` ends it and frees its devices",
         attempts=attempts,
@@ -60,19 +63,25 @@ def salvage_job(
 
 
 def salvage_submission(body: str, reason: str) -> Submitted | None:
-    """Return an unreadable submission event with a placeholder job that never starts; None for other events."""
-    raw = _plain(body)
+    """Return an unreadable submission event with a placeholder job that never starts; None for
+    other events.
+    """
+    raw = _parse_object(body)
     job_id = raw.get("job_id")
     order = raw.get("order")
     if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):
         return None
-    spec = _spec(job_id.rpartition("-")[0], raw.get("spec"))
+    spec = _placeholder_spec(job_id.rpartition("-")[0], raw.get("spec"))
     return Submitted(
-        job_id=job_id, order=order, spec=spec, at_s=_number(raw.get("at_s")), unreadable=reason
+        job_id=job_id,
+        order=order,
+        spec=spec,
+        at_s=_number_or_zero(raw.get("at_s")),
+        unreadable=reason,
     )
 
 
-def _plain(body: str) -> Mapping[str, Any]:
+def _parse_object(body: str) -> Mapping[str, Any]:
     try:
         raw = json.loads(body)
     except ValueError:
@@ -80,21 +89,23 @@ def _plain(body: str) -> Mapping[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _number(value: object) -> float:
+def _number_or_zero(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _spec(name: str, raw: object) -> JobSpec:
+def _placeholder_spec(job_name: str, raw: object) -> JobSpec:
     user = raw.get("user") if isinstance(raw, dict) else None
     spec = JobSpec(name="unreadable", command=(UNKNOWN_PROGRAM,), global_batch_size=1)
     return spec.model_copy(
-        update={"name": name or "unreadable", "user": user if isinstance(user, str) else None}
+        update={"name": job_name or "unreadable", "user": user if isinstance(user, str) else None}
     )
 
 
-def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
-    """Return number and placement of a recorded launch of the job (`ports.decisions`); None for other lines."""
-    parts = line.split(" ")
+def _parse_launch(job_id: str, decision_line: str) -> tuple[int, Placement] | None:
+    """Return (attempt number, placement) if the line records a launch of the job
+    (`ports.format_decisions`); else None.
+    """
+    parts = decision_line.split(" ")
     if parts[:1] != ["launch"] or parts[2:3] != ["on"] or "as" not in parts:
         return None
     number = parts[1].removeprefix(f"{job_id}-")
@@ -110,11 +121,13 @@ def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
     )
 
 
-def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
+def _is_release_event(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
     return (raw.get("type"), raw.get("job_id"), raw.get("number")) == ("released", job_id, number)
 
 
-def _attempt(job_id: str, number: int, placement: Placement, *, released: bool) -> Attempt:
+def _placeholder_attempt(
+    job_id: str, number: int, placement: Placement, *, released: bool
+) -> Attempt:
     devices = device_count(placement)
     plan = Plan(
         engine=Engine.SCRIPT,

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.history import Codec, Unreadable
-from orchestrator.backends.journal.tables import table
+from orchestrator.backends.journal.tables import make_table
 from orchestrator.specs.frozen import frozen
 
 ROWS_MAX = 1000  # that are listed; of more, the first
 
-_set_aside = table(
+_set_aside = make_table(
     "set_aside", table=sa.Text, row=sa.Text, body=sa.Text, reason=sa.Text, at=sa.Float
 )
 
@@ -34,10 +34,10 @@ class UnreadableRow:
 
 
 class SetAside:
-    """The unreadable rows of a journal. Every method is thread-safe."""
+    """The unreadable rows of a journal, which are stored apart. Every method is thread-safe."""
 
     def __init__(self, database: Database) -> None:
-        """Load what was set aside before."""
+        """Load the rows that were set aside before."""
         self._database = database
         with database.transaction() as connection:
             rows = connection.execute(
@@ -50,16 +50,20 @@ class SetAside:
             for row in rows
         }
 
-    def read(self, codec: Codec, table: str, row: object, body: str) -> Any | None:
-        """Return the object in a row; None where it is unreadable, which is recorded. Call outside transactions."""
+    def read_or_set_aside(self, codec: Codec, table: str, row: object, body: str) -> Any | None:
+        """Return the object in a row. A row that cannot be read is set aside, and gives None. Call
+        outside transactions.
+        """
         try:
             return codec.read(body)
         except Unreadable as error:
-            self.put(table, row, body, str(error))
+            self.set_aside_row(table, row, body, str(error))
             return None
 
-    def put(self, table: str, row: object, body: str, reason: str) -> None:
-        """Set a row aside, once."""
+    def set_aside_row(self, table: str, row: object, body: str, reason: str) -> None:
+        """Store an unreadable row with the reason; a row that is set aside already is not stored
+        again.
+        """
         key = (table, str(row))
         if key in self._rows:
             return
@@ -79,13 +83,15 @@ class SetAside:
                 connection.execute(_set_aside.insert().values(**values))
         self._rows[key] = entry
 
-    def rows(self) -> list[UnreadableRow]:
-        """Return the rows set aside, in the order of discovery."""
+    def list_rows(self) -> list[UnreadableRow]:
+        """Return the rows that were set aside, in the order in which they were found."""
         return [*self._rows.values()]
 
-    def problem(self) -> str | None:
-        """Return one sentence for probes and people; None where all rows can be read."""
-        rows = self.rows()
+    def describe_problem(self) -> str | None:
+        """Return a sentence on the unreadable rows, for people and health probes; None where all
+        rows can be read.
+        """
+        rows = self.list_rows()
         if not rows:
             return None
         first = rows[0]
@@ -95,10 +101,12 @@ class SetAside:
             "`orc doctor --repair` shows them"
         )
 
-    def remove(self, table: str, row: str) -> UnreadableRow | None:
-        """Delete a row for good, here and in its own table, and return it; None where there is none.
+    def delete_row(self, table: str, row: str) -> UnreadableRow | None:
+        """Delete an unreadable row for good, here and in its own table. Return it; None where there
+        is no such row.
 
-        A row of `live` is a job: its cancellation frees its devices, and only its bytes are dropped here.
+        A row of the table `live` is a job: its cancellation frees its devices, and only its bytes
+        are dropped here.
         """
         entry = self._rows.get((table, row))
         if entry is None:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.tables import table
+from orchestrator.backends.journal.tables import make_table
 from orchestrator.backends.ports import Submission
 from orchestrator.specs.events import Event, RequestKey, Submitted
 
 KEPT_S = 86_400.0  # as Stripe keeps its keys (docs.stripe.com/api/idempotent_requests)
 
-_submissions = table(
+_submissions = make_table(
     "submissions",
     key=sa.Text,
     digest=sa.Text,
@@ -24,13 +24,15 @@ _submissions = table(
 
 
 class Submissions:
-    """Table of recent submissions in a journal. Every method is thread-safe."""
+    """Table of recent submissions in a journal, by idempotency key. Every method is thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, connection: sa.Connection, events: Iterable[Event]) -> None:
-        """Store the submissions with a key, within a transaction of the journal; older ones are dropped."""
+        """Store those of these events that are submissions with a key, within a transaction; drop
+        older ones.
+        """
         ids: dict[RequestKey, list[str]] = {}
         at_s = 0.0
         for event in events:
@@ -46,9 +48,11 @@ class Submissions:
         ]
         connection.execute(_submissions.insert(), rows)
 
-    def find(self, names: Sequence[str]) -> Mapping[str, Submission]:
-        """Return {key: submission} of the last KEPT_S seconds for these keys."""
-        wanted = sa.select(_submissions).where(_submissions.c.key.in_(names))
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:
+        """Return {idempotency key: submission} for those of these keys that were used in the last
+        KEPT_S seconds.
+        """
+        wanted = sa.select(_submissions).where(_submissions.c.key.in_(idempotency_keys))
         with self._database.transaction() as connection:
             rows = connection.execute(wanted).all()
         return {

@@ -17,7 +17,9 @@ ADD_SWEEP = sa.text("INSERT INTO sweeps (id) VALUES (:sweep)")
 
 @frozen
 class TrialRow:
-    """The job of a trial, and the last value of its metric; None before it ended with one."""
+    """A trial's job, and the last value of its metric; None before the job has ended with a
+    value.
+    """
 
     job: str
     number: int
@@ -31,7 +33,9 @@ class Sweeps:
         self._database = database
 
     def add(self, connection: sa.Connection, events: Iterable[Event]) -> None:
-        """Store submitted trials, and new sweeps, within a transaction of the journal."""
+        """Store the trials, and the new sweeps, that these events submit, within a transaction of
+        the journal.
+        """
         trials = [
             {"job": event.job_id, "sweep": event.array, "number": event.spec.trial.number}
             for event in events
@@ -42,39 +46,41 @@ class Sweeps:
         if begun := [trial for trial in trials if trial["number"] == 0]:
             connection.execute(ADD_SWEEP, begun)
 
-    def open(self) -> list[str]:
+    def list_open_sweeps(self) -> list[str]:
         """Return ids of unfinished sweeps, oldest first."""
-        rows = self._rows("SELECT id FROM sweeps WHERE ended IS NULL ORDER BY number")
+        rows = self._query_rows("SELECT id FROM sweeps WHERE ended IS NULL ORDER BY number")
         return [row.id for row in rows]
 
-    def newest(self, limit: int) -> list[str]:
+    def list_newest_sweeps(self, limit: int) -> list[str]:
         """Return ids of at most `limit` sweeps, newest first."""
-        rows = self._rows("SELECT id FROM sweeps ORDER BY number DESC LIMIT :most", most=limit)
+        rows = self._query_rows(
+            "SELECT id FROM sweeps ORDER BY number DESC LIMIT :most", most=limit
+        )
         return [row.id for row in rows]
 
-    def ended(self, sweep: str) -> str | None:
-        """Return why the sweep has ended; "" while it runs, None for an unknown sweep."""
-        rows = self._rows("SELECT ended FROM sweeps WHERE id = :sweep", sweep=sweep)
+    def find_end_reason(self, sweep_id: str) -> str | None:
+        """Return the reason why a sweep ended; "" while it runs, None for an unknown sweep."""
+        rows = self._query_rows("SELECT ended FROM sweeps WHERE id = :sweep", sweep=sweep_id)
         return rows[0].ended or "" if rows else None
 
-    def trials(self, sweep: str) -> Sequence[TrialRow]:
+    def list_trials(self, sweep_id: str) -> Sequence[TrialRow]:
         """Return the trials of a sweep, by number."""
         query = "SELECT job, number, value FROM trials WHERE sweep = :sweep ORDER BY number"
-        return [TrialRow(**row._asdict()) for row in self._rows(query, sweep=sweep)]
+        return [TrialRow(**row._asdict()) for row in self._query_rows(query, sweep=sweep_id)]
 
-    def tell(self, job: str, value: float) -> None:
+    def store_metric_value(self, job_id: str, value: float) -> None:
         """Store a trial's metric value."""
-        self._change("UPDATE trials SET value = :value WHERE job = :job", job=job, value=value)
+        self._execute("UPDATE trials SET value = :value WHERE job = :job", job=job_id, value=value)
 
-    def end(self, sweep: str, why: str) -> None:
-        """Mark the sweep as ended; the first reason stays."""
+    def mark_ended(self, sweep_id: str, reason: str) -> None:
+        """Mark the sweep as ended for this reason; a reason that is stored already stays."""
         update = "UPDATE sweeps SET ended = :why WHERE id = :sweep AND ended IS NULL"
-        self._change(update, sweep=sweep, why=why)
+        self._execute(update, sweep=sweep_id, why=reason)
 
-    def _rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
+    def _query_rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
         with self._database.transaction() as connection:
             return connection.execute(sa.text(query), values).all()
 
-    def _change(self, statement: str, **values: object) -> None:
+    def _execute(self, statement: str, **values: object) -> None:
         with self._database.transaction() as connection:
             connection.execute(sa.text(statement), values)

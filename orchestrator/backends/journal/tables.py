@@ -11,8 +11,8 @@ from sqlalchemy.types import TypeEngine
 Kind = type[TypeEngine[Any]] | TypeEngine[Any]
 
 
-def table(name: str, /, **columns: Kind) -> sa.Table:
-    """Return the table with these columns; the first is its key."""
+def make_table(name: str, /, **columns: Kind) -> sa.Table:
+    """Return SQLAlchemy's table with these columns, for queries; the first column is the key."""
 
     def make_columns() -> Iterator[sa.Column[Any]]:
         for number, (column, kind) in enumerate(columns.items()):

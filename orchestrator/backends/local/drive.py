@@ -17,15 +17,19 @@ from orchestrator.specs.state import State
 
 
 @dataclass
-class Drive:
-    """The scheduler with one job in progress, and what it wants to be started."""
+class LocalScheduler:
+    """The scheduler with a single job, and the launches that it has decided and that have not
+    started.
+    """
 
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(State()))
     job: Job | None = None  # as last recorded
     launches: list[Launch] = field(default_factory=list)  # not started yet
 
-    def tell(self, event: Event) -> None:
-        """Apply an event, and keep the job and the launches that follow from it."""
+    def apply_event(self, event: Event) -> None:
+        """Pass an event to the scheduler, and store the job and the launches that follow from
+        it.
+        """
         if isinstance(event, Started | Finished):
             self.launches.clear()
         for action in self.scheduler.step(event):
@@ -34,8 +38,8 @@ class Drive:
             if isinstance(action, Record):
                 self.job = action.job
 
-    def start_as_typed(self) -> None:
-        """Give the attempt that was just started the plan of the command as typed, where that is known.
+    def use_typed_plan(self) -> None:
+        """Give the newest attempt the plan of the command as typed, where that plan is known.
 
         Nothing is known of the script's memory, so that a smaller micro-batch would be a guess.
         """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.durable import open_to_append
-from orchestrator.backends.attempts.launcher import Launcher, begins_afresh
+from orchestrator.backends.attempts.launcher import Launcher, rank_preexec_hook
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.specs.run import AttemptFolder
 
@@ -35,7 +35,9 @@ GRACE_S = 60.0
 
 
 class Terminal:
-    """A pseudo-terminal of one rank, between it and the terminal of the caller."""
+    """A pseudo-terminal for one rank; it passes input and output between the rank and the caller's
+    terminal.
+    """
 
     def __init__(self, log: Path) -> None:
         self.main, self.rank_side = pty.openpty()
@@ -46,44 +48,48 @@ class Terminal:
         settings[1] &= ~termios.OPOST  # the caller's terminal turns line feeds
         termios.tcsetattr(self.rank_side, termios.TCSANOW, settings)
         self._ended = threading.Event()
-        self._pump = threading.Thread(target=self._copy, daemon=True)
+        self._pump = threading.Thread(target=self._copy_streams, daemon=True)
 
-    def begin(self) -> None:
-        """Pass input and output on from now on."""
+    def start_copying(self) -> None:
+        """Start to pass input and output between the rank and the caller's terminal."""
         os.close(self.rank_side)
         self.resize()
-        self.take_over()
+        self.take_caller_terminal()
         self._pump.start()
 
-    def take_over(self) -> None:
-        """Pass single keys on, where the caller's terminal is in our hands; it still turns keys into signals."""
+    def take_caller_terminal(self) -> None:
+        """Set the caller's terminal to pass on single keys, if this process is in its foreground.
+        Ctrl-C stays a signal.
+        """
         with contextlib.suppress(OSError):  # no terminal, or not that of this session
             if os.tcgetpgrp(0) == os.getpgrp():
                 self._before = termios.tcgetattr(0)
                 tty.setcbreak(0, termios.TCSADRAIN)  # what was typed before stays
 
-    def give_back(self) -> None:
-        """Restore the caller's terminal."""
+    def restore_caller_terminal(self) -> None:
+        """Restore the settings of the caller's terminal."""
         if self._before is not None:
             termios.tcsetattr(0, termios.TCSADRAIN, self._before)
             self._before = None
 
     def resize(self) -> None:
-        """Give the rank's terminal the size of the caller's."""
+        """Set the rank's terminal to the size of the caller's."""
         with contextlib.suppress(OSError):
             size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.main, termios.TIOCSWINSZ, size)
 
     def close(self) -> None:
-        """Pass on what is left, and restore the caller's terminal."""
+        """Pass on the remaining output, and restore the caller's terminal."""
         self._ended.set()
         if self._pump.is_alive():
             self._pump.join(DRAIN_S)
-        self.give_back()
+        self.restore_caller_terminal()
         self._log.close()
 
-    def _copy(self) -> None:
-        """Copy until the rank's side is closed by all; after its end until nothing comes any more."""
+    def _copy_streams(self) -> None:
+        """Copy until all processes have closed the rank's side; after the rank's end, until no
+        output comes any more.
+        """
         while True:
             sources = [self.main] if self._before is None else [self.main, 0]
             ready, _, _ = select.select(sources, [], [], 0.1)
@@ -94,11 +100,11 @@ class Terminal:
                     data = os.read(self.main, CHUNK_BYTES)
                 except OSError:  # EIO: nobody has the other side open
                     return
-                self._show(data)
+                self._write_output(data)
             if 0 in ready and (typed := os.read(0, CHUNK_BYTES)):
                 os.write(self.main, typed)
 
-    def _show(self, data: bytes) -> None:
+    def _write_output(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a terminal that went away
             os.write(1, data)
         self._log_bytes += len(data)
@@ -109,8 +115,10 @@ class Terminal:
             self._log.write(data)
 
 
-class OutputFiles:
-    """Regular files behind the caller's streams, with their sizes at the begin of an attempt."""
+class RedirectedOutput:
+    """Regular files to which the caller's output is redirected, with their sizes when the attempt
+    began.
+    """
 
     def __init__(self) -> None:
         self._offsets: dict[tuple[int, int], tuple[int, int]] = {}  # file -> (stream, offset)
@@ -121,8 +129,10 @@ class OutputFiles:
                     file = (status.st_dev, status.st_ino)
                     self._offsets.setdefault(file, (stream, status.st_size))
 
-    def keep(self, log: Path) -> None:
-        """Append what was written to the files since then to a log, the last LOG_BYTES_MAX of each."""
+    def copy_to_log(self, log: Path) -> None:
+        """Append to a log what was written to the files since the beginning, at most the last
+        LOG_BYTES_MAX of each.
+        """
         for stream, offset in self._offsets.values():
             with (
                 contextlib.suppress(OSError),
@@ -137,7 +147,9 @@ class OutputFiles:
 
 
 class Foreground(Launcher):
-    """The launcher of the caller's own processes: nothing of what they inherit is changed but by their plan."""
+    """Launcher of the ranks of `orc launch`, as the caller's own processes. They inherit the
+    caller's environment and streams.
+    """
 
     def __init__(
         self, folder: AttemptFolder, epoch_path: str, epoch: int, mark: str, watched: Watched
@@ -146,28 +158,28 @@ class Foreground(Launcher):
         self.terminal: Terminal | None = None
 
     def use_terminal(self) -> None:
-        """Give the one rank that follows a terminal of its own."""
+        """Give the only rank a pseudo-terminal of its own."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         self.terminal = Terminal(self._folder.log(0))
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to every rank's process group."""
-        self._signal(signal.Signals(number))
+    def forward_signal(self, signal_number: int) -> None:
+        """Send this signal to every rank's process group."""
+        self._signal(signal.Signals(signal_number))
 
     def _fork(self, *_: Any) -> str:
         return "it shares the caller's streams"
 
-    def _inherited_env(self) -> dict[str, str]:
+    def _inherited_variables(self) -> dict[str, str]:
         return dict(os.environ)
 
-    def _streams(self, _log: BinaryIO) -> dict[str, Any]:
+    def _stream_arguments(self, _log: BinaryIO) -> dict[str, Any]:
         if self.terminal is None:
             return {}
         streams = zip((0, 1, 2), ("stdin", "stdout", "stderr"), strict=True)
         return {name: self.terminal.rank_side for stream, name in streams if os.isatty(stream)}
 
-    def _before_exec(self) -> Callable[[], None]:
-        afresh = begins_afresh()
+    def _preexec_hook(self) -> Callable[[], None]:
+        afresh = rank_preexec_hook()
         terminal = self.terminal
 
         def hook() -> None:
@@ -182,12 +194,12 @@ class Foreground(Launcher):
             super()._notice_failure()
             return
         for rank in self._ranks.values():
-            if self._any(self._folder.oom, rank.number):
+            if self._has_report(self._folder.oom, rank.number):
                 self._kill_within(GRACE_S)
 
 
-def say(text: str) -> None:
-    """Print a line of ours to stderr, where anybody reads it."""
+def print_message(text: str) -> None:
+    """Print a message of `orc launch` to stderr; an output that nobody reads is no error."""
     try:
         print(f"[orc] {text}", file=sys.stderr, flush=True)
     except OSError as error:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import LauncherStatus
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
+from orchestrator.backends.local.foreground import Foreground, RedirectedOutput, print_message
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import LAUNCH_GRACE_S, AttemptFolder
@@ -49,20 +49,24 @@ STARTERS = (
 )
 
 
-class Refusal(Exception):
-    """An error of ours, or of what stands before the command."""
+class LaunchRefused(Exception):
+    """An error of `orc launch` itself, such as a wrong option, and not of the command that it
+    runs.
+    """
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of what stands before the command."""
+    """Parser of the options of `orc launch` that precede the command."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error, whose exit code is ours."""
-        raise Refusal(message)
+        """Raise LaunchRefused with the message, instead of exiting with argparse's own exit
+        code.
+        """
+        raise LaunchRefused(message)
 
 
-def main(words: Sequence[str]) -> int:
-    """Run `orc launch` with these words, and return its exit code."""
+def run_launch_command(arguments: Sequence[str]) -> int:
+    """Run `orc launch` with these command-line arguments, and return its exit code."""
     parser = Parser(prog="orc launch", add_help=False, allow_abbrev=False)
     for name in FLAGS:
         parser.add_argument(name, action="store_true")
@@ -70,35 +74,41 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--grace", type=float, default=LAUNCH_GRACE_S)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     try:
-        options = parser.parse_args(words)
-    except Refusal as error:
-        say(str(error))
+        options = parser.parse_args(arguments)
+    except LaunchRefused as error:
+        print_message(str(error))
         return OWN_ERROR
-    return run_line(options)
+    return run_with_options(options)
 
 
-def run_line(options: Namespace) -> int:
-    """Run a line to its end, and return its exit code."""
+def run_with_options(options: Namespace) -> int:
+    """Run `orc launch` with these parsed options to its end, and return its exit code."""
     if options.command[:1] == ["--"]:
         del options.command[0]
     try:
         if not options.command:
-            raise Refusal("nothing to launch: orc launch python train.py --lr 1e-3")
-        count, number = tasks(os.environ)
+            raise LaunchRefused("nothing to launch: orc launch python train.py --lr 1e-3")
+        count, number = find_task(os.environ)
         if count == 1 or options.dry_run:
-            return Watch(options).run()
+            return LaunchRun(options).run()
         if number == 0:
-            say(f"{count} processes are started side by side: each runs its command as typed")
-        become(options.command)
-    except Refusal as error:
-        say(str(error))
+            print_message(
+                f"{count} processes are started side by side: each runs its command as typed"
+            )
+        exec_command(options.command)
+    except LaunchRefused as error:
+        print_message(str(error))
     except Exception:  # the edge: a fault of ours is told apart from the command's
         traceback.print_exc()
     return OWN_ERROR
 
 
-def tasks(environment: Env) -> tuple[int, int]:
-    """Return how many processes a starter runs side by side, and this one's number; (1, 0) without one."""
+def find_task(environment: Env) -> tuple[int, int]:
+    """Return (number of processes that a starter such as srun runs side by side, this process's
+    number).
+
+    (1, 0) where no such starter has set its variables.
+    """
     for size, rank in STARTERS:
         count = environment.get(size, "")
         number = environment.get(rank, "")
@@ -107,17 +117,19 @@ def tasks(environment: Env) -> tuple[int, int]:
     return 1, 0
 
 
-def become(command: Sequence[str]) -> NoReturn:
-    """Replace this process by the command as typed."""
+def exec_command(command: Sequence[str]) -> NoReturn:
+    """Replace this process by the command, unchanged. A command that cannot be executed ends it
+    with an error code.
+    """
     try:
         os.execvp(command[0], list(command))
     except OSError as error:
-        say(f"{command[0]}: {error.strerror}")
+        print_message(f"{command[0]}: {error.strerror}")
         os._exit(NO_PERMISSION if isinstance(error, PermissionError) else NO_PROGRAM)
 
 
-class Watch:
-    """A run of `orc launch`."""
+class LaunchRun:
+    """A run of `orc launch`: it asks its core for a plan, runs attempts and passes signals on."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
@@ -127,29 +139,32 @@ class Watch:
         self._locks: list[BinaryIO] = []  # held as long as this process lives
 
     def run(self) -> int:
-        """Return the exit code after the last attempt. Raises Refusal."""
+        """Run attempts until the core decides to end, and return the exit code. Raises
+        LaunchRefused.
+        """
         for number in PASSED_ON:
             is_ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup
             if not is_ignored and not self._options.dry_run:
                 signal.signal(number, self._on_signal)
         with planning_turn():
-            plan = self._ask({"request": vars(self._options), "cwd": os.getcwd()})
+            plan = self._ask_core({"request": vars(self._options), "cwd": os.getcwd()})
             for lock in plan.get("locks", ()):
-                self._lock(**lock)
+                self._hold_lock(**lock)
         while "exit" not in plan:
-            self._wait(plan["wait_s"])
-            code = self._attempt(plan)
+            self._wait_for_attempt(plan["wait_s"])
+            code = self._run_attempt(plan)
             if code is not None:
                 return code
-            plan |= self._ask(
+            plan |= self._ask_core(
                 {"state": plan["state"], "code": self._code, "signals": self._signals}
             )
         return int(plan["exit"])
 
-    def _ask(self, question: JsonObject) -> JsonObject:
-        """Return the core's answer, whose lines are printed; without one before any attempt the command runs bare.
+    def _ask_core(self, question: JsonObject) -> JsonObject:
+        """Return the core's answer to this question, and print the answer's lines.
 
-        Raises Refusal.
+        If the core fails before any attempt, the command runs without it; later, LaunchRefused is
+        raised.
         """
         self._core = subprocess.Popen(
             [sys.executable, "-m", CORE],
@@ -164,44 +179,50 @@ class Watch:
             answer: JsonObject = json.loads(text)
         except ValueError:
             if self._signals:  # which ended it
-                return {"exit": self._end_code(0)}
+                return {"exit": self._exit_code_after(0)}
             if "request" in question and not self._options.dry_run:
-                say("its core failed: the command runs as typed, without it")
-                become(self._options.command)
-            raise Refusal("its core failed, and says why above") from None
+                print_message("its core failed: the command runs as typed, without it")
+                exec_command(self._options.command)
+            raise LaunchRefused("its core failed, and says why above") from None
         for line in answer["lines"]:
-            say(line)
+            print_message(line)
         return answer
 
-    def _lock(self, path: str, content: JsonObject, refuses: str) -> None:
-        """Hold a lock to the end of this process; `refuses` is the error where another one has it, "" for none."""
+    def _hold_lock(self, path: str, content: JsonObject, refuses: str) -> None:
+        """Hold a lock until this process ends, and write `content` into its file.
+
+        Where another process has the lock, raise LaunchRefused with the text `refuses`; "" ignores
+        that.
+        """
         try:
             file = open_lock(path)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if refuses and isinstance(error, BlockingIOError):
-                raise Refusal(refuses) from None
+                raise LaunchRefused(refuses) from None
             return
         file.truncate()
         file.write(json.dumps({**content, "pid": os.getpid()}).encode())
         file.flush()
         self._locks.append(file)
 
-    def _wait(self, wait_s: float) -> None:
-        """Wait before an attempt, until something asks for an end."""
+    def _wait_for_attempt(self, wait_s: float) -> None:
+        """Wait `wait_s` seconds before an attempt, or until a signal asks for the end."""
         end_s = time.monotonic() + wait_s
         while not self._signals and time.monotonic() < end_s:
             time.sleep(min(TICK_S, wait_s))
 
-    def _attempt(self, plan: JsonObject) -> int | None:
-        """Run an attempt; return the exit code where the core need not judge, else None, and keep it."""
+    def _run_attempt(self, plan: JsonObject) -> int | None:
+        """Run an attempt. Return the exit code where the core need not judge the attempt; else
+        store it, and return None.
+        """
         if self._signals:
-            return self._end_code(0)
+            return self._exit_code_after(0)
         folder = AttemptFolder(plan["folder"])
-        files = OutputFiles()
+        files = RedirectedOutput()
         status = self._run_ranks(plan, folder)
-        files.keep(folder.log(0))
-        first, code = first_end(status)
+        files.copy_to_log(folder.log(0))
+        first, code = find_first_failure(status)
         ending = {
             "first_ended_rank": first,
             "host_oom_kills": status["host_oom_kills"],
@@ -211,14 +232,17 @@ class Watch:
         }
         write_durably(folder.path / "ending.json", json.dumps(ending))
         if status["error"] and not status["pids"]:
-            say(status["error"])
+            print_message(status["error"])
             return NO_PROGRAM if status["no_program"] else OWN_ERROR
-        self._code = self._end_code(code)
+        self._code = self._exit_code_after(code)
         is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
         return None if is_judged and not has_lost_reader() else self._code
 
     def _run_ranks(self, plan: JsonObject, folder: AttemptFolder) -> LauncherStatus:
-        """Run the ranks to their end, in a terminal of its own where one has ours."""
+        """Run the ranks until they end, and return the launcher's last status.
+
+        A single rank gets a pseudo-terminal if the caller has a terminal.
+        """
         launcher = Foreground(
             folder, plan["epoch_path"], plan["epoch"], plan["mark"], Watched(**plan["watched"])
         )
@@ -229,7 +253,7 @@ class Watch:
             status = launcher.start(ranks, plan["workdir"], plan["count"])
             self._launcher = launcher
             if launcher.terminal is not None:
-                launcher.terminal.begin()
+                launcher.terminal.start_copying()
             while status["state"] != "ended":  # by the ranks, or by a signal
                 status = launcher.wait(status["version"], TICK_S)
         finally:
@@ -238,48 +262,56 @@ class Watch:
                 launcher.terminal.close()
         return status
 
-    def _end_code(self, code: int) -> int:
-        """Return the exit code after the script's own: 143 after our SIGTERM, unless the core says that it is done."""
+    def _exit_code_after(self, script_code: int) -> int:
+        """Return the exit code for the script's own code: 143 after SIGTERM, else the script's
+        code.
+
+        A script that ended with 0 after another signal gives 128 plus the first signal's number.
+        """
         if signal.SIGTERM in self._signals:
             return 128 + signal.SIGTERM
-        return code or (128 + self._signals[0] if self._signals else 0)
+        return script_code or (128 + self._signals[0] if self._signals else 0)
 
-    def _on_signal(self, number: int, _: Any) -> None:
-        """Pass a signal on; an end has its grace, and a second interrupt kills."""
+    def _on_signal(self, signal_number: int, _: Any) -> None:
+        """Pass a signal on to the ranks. After SIGTERM they have the grace time; a second interrupt
+        kills them at once.
+        """
         launcher = self._launcher
-        is_second = number == signal.SIGINT and number in self._signals
-        if number in ENDS:
-            self._signals.append(number)
-        if number == signal.SIGTSTP:
+        is_second = signal_number == signal.SIGINT and signal_number in self._signals
+        if signal_number in ENDS:
+            self._signals.append(signal_number)
+        if signal_number == signal.SIGTSTP:
             self._stop_with_ranks()
         elif launcher is not None:
-            if number == signal.SIGWINCH and launcher.terminal is not None:
+            if signal_number == signal.SIGWINCH and launcher.terminal is not None:
                 launcher.terminal.resize()
-            launcher.signal(number)
+            launcher.forward_signal(signal_number)
             if is_second:
                 launcher.abort(0.0)
-            elif number in (signal.SIGTERM, signal.SIGHUP):
+            elif signal_number in (signal.SIGTERM, signal.SIGHUP):
                 launcher.abort(self._options.grace)
-        elif self._core is not None and number in ENDS:
+        elif self._core is not None and signal_number in ENDS:
             self._core.terminate()
 
     def _stop_with_ranks(self) -> None:
-        """Stop the ranks and this process, as a shell's Ctrl-Z does, until it is continued."""
+        """Stop the ranks and this process, as Ctrl-Z does in a shell; return once the process is
+        continued.
+        """
         launcher = self._launcher
         terminal = None if launcher is None else launcher.terminal
         if launcher is not None:
-            launcher.signal(signal.SIGSTOP)
+            launcher.forward_signal(signal.SIGSTOP)
         if terminal is not None:
-            terminal.give_back()
+            terminal.restore_caller_terminal()
         os.kill(os.getpid(), signal.SIGSTOP)
         if terminal is not None:
-            terminal.take_over()
+            terminal.take_caller_terminal()
         if launcher is not None:
-            launcher.signal(signal.SIGCONT)
+            launcher.forward_signal(signal.SIGCONT)
 
 
-def first_end(status: LauncherStatus) -> tuple[int | None, int]:
-    """Return the rank that failed first and its exit code as a shell has it; (None, 0) after a success."""
+def find_first_failure(status: LauncherStatus) -> tuple[int | None, int]:
+    """Return (rank that failed first, its exit code as in a shell); (None, 0) after a success."""
     if status["first_ended"] is None:
         return None, 0
     rank, _ = status["first_ended"]
@@ -288,7 +320,10 @@ def first_end(status: LauncherStatus) -> tuple[int | None, int]:
 
 
 def has_evidence(folder: AttemptFolder, code: int) -> bool:
-    """Return whether an attempt left anything to judge: a success only what it caught, a failure any trace."""
+    """Return whether an attempt left anything to judge.
+
+    After a success that is a caught error, after a failure any trace.
+    """
     if code == 0:
         return any(folder.path.glob("rank*.caught.json"))
     log = folder.log(0)
@@ -306,8 +341,10 @@ def has_lost_reader() -> bool:
 
 @contextlib.contextmanager
 def planning_turn() -> Iterator[None]:
-    """Let one line of this machine plan at a time, so that no two count on the same free bytes; bounded."""
-    folder = lock_folder()
+    """Hold a lock of this machine, so that only one `orc launch` at a time plans on the free bytes.
+    The wait is bounded.
+    """
+    folder = find_lock_folder()
     if folder is None:
         yield
         return
@@ -323,15 +360,17 @@ def planning_turn() -> Iterator[None]:
 
 
 def open_lock(path: str) -> BinaryIO:
-    """Return a lock's file, which other users may lock, too. Raises OSError."""
+    """Open a lock's file, which other users may also lock, and return it. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with contextlib.suppress(OSError):  # another user's
         os.fchmod(descriptor, 0o666)
     return os.fdopen(descriptor, "r+b")
 
 
-def lock_folder() -> Path | None:
-    """Return the folder of this machine's locks, which all users share; None where there can be none."""
+def find_lock_folder() -> Path | None:
+    """Return the folder of this machine's locks, which all users share; None where it cannot
+    exist.
+    """
     folder = Path(tempfile.gettempdir()) / "orc-launch"
     try:
         folder.mkdir(exist_ok=True)

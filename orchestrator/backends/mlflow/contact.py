@@ -16,7 +16,7 @@ EXPERIMENT = "orchestrator"
 REQUEST_TIMEOUT_S = 5
 
 
-def bound_requests() -> None:
+def limit_mlflow_requests() -> None:
     """Set timeouts and retries of MLflow's client, and bypass proxies for servers on this machine."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = (
         "0"  # the relay's are longer apart; the default waits 4 minutes
@@ -33,7 +33,7 @@ def bound_requests() -> None:
 
 
 class Contact:
-    """Connection to a server, with a cache of run ids; replaced after any error."""
+    """Connection to an MLflow server, with a cache of run ids. It is replaced after any error."""
 
     def __init__(self, tracking_uri: str) -> None:
         from mlflow import MlflowClient  # 2 s of imports, in the relay's thread
@@ -46,30 +46,37 @@ class Contact:
         self.run_ids: dict[str, str] = {}
         self.closed: set[str] = set()  # keys of runs that are complete
 
-    def find_or_create(self, key: str, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
-        """Return the run whose tag `orc.run` is this key; create it where there is none."""
-        first = self.only(key)
+    def find_or_create_run(
+        self, run_key: str, start_ms: int, tags: Mapping[str, str], name: str
+    ) -> Run:
+        """Return the run whose tag `orc.run` is this key; create it with these tags if there is
+        none.
+
+        `start_ms` is the run's start in milliseconds since 1970.
+        """
+        first = self.find_run(run_key)
         if first is not None:
             return first
-        run = self.create(start_ms, tags, name)
+        run = self.create_run(start_ms, tags, name)
         return (
-            self.only(key) or run
+            self.find_run(run_key) or run
         )  # another service may have created one since, and this one been frozen
 
-    def create(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
-        """Create a run, and return it."""
+    def create_run(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+        """Create a run, and return it. `start_ms` is its start in milliseconds since 1970."""
         return self.client.create_run(
             self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name
         )
 
-    def only(self, key: str) -> Run | None:
-        """Return the one run with this key; None without one. Duplicates are deleted.
+    def find_run(self, run_key: str) -> Run | None:
+        """Return the run whose tag `orc.run` is this key; None without one. If there are several,
+        all but one are deleted.
 
-        Duplicates come from a creation that timed out but succeeded, or from a service that was frozen. Every service
-        keeps the same run: the one that has ended, else the first by id.
+        Duplicates come from a creation that timed out but succeeded, or from a service that was
+        frozen. Every service leaves the same run: the one that has ended, else the first by id.
         """
         runs = self.client.search_runs(
-            [self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100
+            [self.experiment_id], f"tags.`orc.run` = '{run_key}'", max_results=100
         )
         first, *others = sorted(
             runs, key=lambda run: (run.info.end_time is None, run.info.run_id)

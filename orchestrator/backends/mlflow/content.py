@@ -53,7 +53,7 @@ METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 @frozen
 class RunContent:
-    """Content of an MLflow run, without its curves."""
+    """The content of an MLflow run (tags, parameters, metrics, texts), without its curves."""
 
     name: str
     start_ms: int
@@ -66,23 +66,30 @@ class RunContent:
     picture: Picture | None = None  # of the frontier
 
 
-def run_key(job: Job, number: int) -> str:
-    """Return the tag that identifies a run; number 0 is the job's own run."""
-    return f"{job.key}/{number}"
+def run_key(job: Job, attempt_number: int) -> str:
+    """Return the key in the tag `orc.run` of an attempt's run; number 0 means the job's own run."""
+    return f"{job.key}/{attempt_number}"
 
 
 def comparison_key(job: Job) -> str:
-    """Return the key, unique across homes, of the job's comparison."""
+    """Return the key of the comparison to which the job belongs. It is unique across homes."""
     return f"{job.array}@{job.submitted_at_s!r}"
 
 
 def sweep_key(sweep_id: str, submitted_at_s: float) -> str:
-    """Return the key, unique across homes, of a sweep submitted at this time."""
+    """Return the key of the sweep that was submitted at this time (seconds since 1970). It is
+    unique across homes.
+    """
     return f"{sweep_id}@{submitted_at_s!r}"
 
 
-def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
-    """Return the run of a whole job; `compare` is the URL of its attempts side by side, or ""."""
+def job_run_content(
+    job: Job, hide_secrets: Hide, compare_url: str, picture: Picture | None = None
+) -> RunContent:
+    """Return the content of the run of a whole job.
+
+    `compare_url` is the URL of MLflow's page with its attempts side by side, or "".
+    """
     ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]
     end_s = max(ends, default=job.submitted_at_s) if job.status.ended else None
     metrics = {"attempts": float(len(job.attempts))}
@@ -93,10 +100,10 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}}
     tags = {
         "status": job.status,
-        "reason": hide(describe_status_with_holder(job)),
-        "job_spec": hide(json.dumps(spec)),
-        "mlflow.note.content": hide(_note(job, compare)),
-        **source_tags(job, hide),
+        "reason": hide_secrets(describe_status_with_holder(job)),
+        "job_spec": hide_secrets(json.dumps(spec)),
+        "mlflow.note.content": hide_secrets(_job_description(job, compare_url)),
+        **source_tags(job, hide_secrets),
     }
     params = {
         "family": job.spec.family_name,
@@ -109,30 +116,32 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         params["global_batch_size"] = str(job.spec.global_batch_size)
     return RunContent(
         name=job.id,
-        start_ms=_ms(job.submitted_at_s),
-        end_ms=None if end_s is None else _ms(end_s),
+        start_ms=_milliseconds(job.submitted_at_s),
+        end_ms=None if end_s is None else _milliseconds(end_s),
         status={JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}.get(
             job.status, "FAILED"
         ),
-        tags=_cut(tags),
-        params=_cut(params),
+        tags=_cut_texts(tags),
+        params=_cut_texts(params),
         metrics=metrics,
         texts={},
         picture=picture,
     )
 
 
-def attempt_content(
+def attempt_run_content(
     job: Job,
     attempt: Attempt,
-    hide: Hide,
+    hide_secrets: Hide,
     explanation: Sequence[str] = (),
     observation: Observation | None = None,
     device: DeviceSpec | None = None,
 ) -> RunContent:
-    """Return the run of one attempt: plan, measurements, end, and reasons for differences from the last one.
+    """Return the content of the run of one attempt: plan, measurements, end, and how it differs
+    from the attempt before.
 
-    `explanation` explains its end; `observation` calibrates later predictions; `device` is the kind it ran on.
+    `explanation` has sentences on its end; `observation` has predicted and measured values;
+    `device` is the kind it ran on.
     """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED
@@ -140,8 +149,8 @@ def attempt_content(
     tags = {
         "status": attempt.status,
         "outcome": failure.kind if failure else "succeeded" if ended else "",
-        "reason": hide(failure.reason) if failure else "",
-        "change": hide(
+        "reason": hide_secrets(failure.reason) if failure else "",
+        "change": hide_secrets(
             f"{changed} ({attempt.change_reason})" if attempt.change_reason else changed
         ),
         "engine": attempt.plan.engine,
@@ -150,20 +159,20 @@ def attempt_content(
         "peak_moment": attempt.estimate.moment,
         "orc_version": importlib.metadata.version("orchestrator"),
         **attempt.versions,
-        **source_tags(job, hide),
+        **source_tags(job, hide_secrets),
     }
     if attempt.probe:
         tags["probe"] = "true"
     if attempt.facts.lost:
-        tags["not_resumed"] = hide(", ".join(attempt.facts.lost))
+        tags["not_resumed"] = hide_secrets(", ".join(attempt.facts.lost))
     if doubts := list_record_warnings(attempt):
-        tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
+        tags["warnings"] = hide_secrets("; ".join(doubts))[-TEXT_MAX:]
     if attempt.facts.unwatched:
-        tags["unwatched"] = hide(attempt.facts.unwatched[0])
+        tags["unwatched"] = hide_secrets(attempt.facts.unwatched[0])
     if caught := count_caught_errors(attempt.facts):
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
-        tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
+        tags["excerpt"] = hide_secrets(failure.excerpt)[-TEXT_MAX:]
     outcome = (
         "" if observation is None else TypeAdapter(Observation).dump_json(observation).decode()
     )
@@ -175,23 +184,34 @@ def attempt_content(
     killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
     return RunContent(
         name=attempt.name,
-        start_ms=_ms(attempt.launched_at_s),
-        end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s)
+        start_ms=_milliseconds(attempt.launched_at_s),
+        end_ms=_milliseconds(
+            attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s
+        )
         if ended
         else None,
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
-        tags=_cut(tags),
-        params=_cut(
-            {**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}
+        tags=_cut_texts(tags),
+        params=_cut_texts(
+            {
+                **recorded_settings(job.spec, attempt.plan),
+                **_training_parameters(job.spec),
+                "placement": place,
+            }
         ),
-        metrics={**_attempt_metrics(attempt, observation), **_rates(job, attempt, device)},
-        texts=_texts(attempt, hide)
-        | ({"explanation.txt": hide("\n".join(explanation))} if explanation else {}),
+        metrics={
+            **_attempt_metric_values(attempt, observation),
+            **_rate_metrics(job, attempt, device),
+        },
+        texts=_attempt_texts(attempt, hide_secrets)
+        | ({"explanation.txt": hide_secrets("\n".join(explanation))} if explanation else {}),
     )
 
 
-def source_tags(job: Job, hide: Hide) -> dict[str, str]:
-    """Return tags of code and user, by the names of MLflow's context providers (mlflow/tracking/context, 3.17)."""
+def source_tags(job: Job, hide_secrets: Hide) -> dict[str, str]:
+    """Return the run's tags of code and user, named as MLflow's context providers do
+    (mlflow/tracking/context, 3.17).
+    """
     command = job.spec.command
     source = job.spec.source
     script = (
@@ -199,30 +219,30 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
         if command is None
         else next((word for word in command if word.endswith(".py")), command[0])
     )
-    tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide(script)}
+    tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide_secrets(script)}
     if job.user:
         tags["mlflow.user"] = job.user
     if source is not None:
         tags |= {
             "mlflow.source.git.commit": source.commit,
             "mlflow.source.git.dirty": str(source.dirty).lower(),
-            "mlflow.source.git.branch": hide(source.branch),
-            "mlflow.source.git.repoURL": hide(source.repo_url),
+            "mlflow.source.git.branch": hide_secrets(source.branch),
+            "mlflow.source.git.repoURL": hide_secrets(source.repo_url),
         }
     return {name: value for name, value in tags.items() if value}
 
 
-def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
+def compare_url(mlflow_url: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """Return the URL of an MLflow page that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
     # not the view of traces
     query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
-    return f"{address.rstrip('/')}/#/compare-runs?{query}"
+    return f"{mlflow_url.rstrip('/')}/#/compare-runs?{query}"
 
 
-def run_url(address: str, experiment_id: str, run_id: str) -> str:
+def run_url(mlflow_url: str, experiment_id: str, run_id: str) -> str:
     """Return the URL of a run's page on an MLflow server."""
-    return f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+    return f"{mlflow_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 class MetricPoint(NamedTuple):
@@ -235,10 +255,12 @@ class MetricPoint(NamedTuple):
 
 
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float]:
-    """Return (points since launch, new elapsed milliseconds) from lines of metrics.
+    """Return (points with times since the launch, new elapsed milliseconds) from lines of
+    `metrics.jsonl`.
 
-    Time is the sum of `step_s`, so that the same lines read again give the same points. Lines that are not JSON objects
-    with a step are skipped: a killed rank leaves such lines.
+    `elapsed_ms` is the time of the lines before them. Time is the sum of `step_s`, so that the same
+    lines read again give the same points. Lines that are not JSON objects with a step are skipped:
+    a killed rank leaves such lines.
     """
     points = []
     for text_line in text.splitlines():
@@ -255,24 +277,28 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float
     return points, elapsed_ms
 
 
-def parse_samples(text: str, number: int) -> tuple[list[MetricPoint], int]:
-    """Return (points since 1970, next number) from lines of system samples, whose number is the step of each."""
+def parse_samples(text: str, first_number: int) -> tuple[list[MetricPoint], int]:
+    """Return (points with times since 1970, number of the next sample) from lines of system
+    samples.
+
+    Each sample's number is the step of its points; the first line has the number `first_number`.
+    """
     points = []
     for text_line in text.splitlines():
         row = parse_row(text_line)
         if "at_s" not in row:
             continue
-        at_ms = _ms(row["at_s"])
+        at_ms = _milliseconds(row["at_s"])
         points += [
-            MetricPoint(name, float(value), at_ms, number)
+            MetricPoint(name, float(value), at_ms, first_number)
             for name, value in row.items()
             if name != "at_s" and METRIC_NAME.fullmatch(name)
         ]
-        number += 1
-    return points, number
+        first_number += 1
+    return points, first_number
 
 
-def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
+def _attempt_metric_values(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
     predicted = predicted_peak_bytes(attempt)
     overhead_bytes = None if observation is None else observation.overhead_bytes
     evidence = attempt.evidence
@@ -301,8 +327,10 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _training(spec: JobSpec) -> dict[str, str]:
-    """Return what a model's training is judged by beside its plan; a script says its own by its command."""
+def _training_parameters(spec: JobSpec) -> dict[str, str]:
+    """Return a model's learning rate, seed and steps as parameters of its run; {} for a script,
+    whose command has them.
+    """
     if spec.is_script:
         return {}
     training = spec.training
@@ -317,10 +345,11 @@ def _training(spec: JobSpec) -> dict[str, str]:
     }
 
 
-def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:
-    """Return samples and tokens per second, utilisation, device-seconds and their cost, as far as they are known.
+def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:
+    """Return metrics by name: samples and tokens per second, utilisation, device-seconds and cost,
+    as far as known.
 
-    Tokens are those of full samples of a model; the curve has those that were trained.
+    Tokens are those of full samples of a model; the curve has the tokens that were really trained.
     """
     plan = attempt.plan
     step_s = attempt.measured_step_s
@@ -339,7 +368,7 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
+def _attempt_texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
     estimate = corrected(attempt.estimate, attempt.correction)
     totals = {
         name: getattr(estimate, name)
@@ -365,34 +394,38 @@ def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
     return texts
 
 
-def _note(job: Job, compare: str) -> str:
-    """Return the job's description in Markdown, shown above its run."""
+def _job_description(job: Job, compare: str) -> str:
+    """Return the job's description in Markdown, which MLflow shows above its run."""
     last = job.attempts[-NOTED_ATTEMPTS:]
-    return _write("job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes)
+    return _fill_template(
+        "job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes
+    )
 
 
-def comparison_note(comparison: Comparison, link: str) -> str:
-    """Return the Markdown description of a comparison's run: its verdict, and a table of its strategies."""
-    return _write("comparison", comparison, link)[:TEXT_MAX]
+def comparison_description(comparison: Comparison, mlflow_link: str) -> str:
+    """Return the Markdown description of a comparison's run: its result, and a table of its
+    strategies.
+    """
+    return _fill_template("comparison", comparison, mlflow_link)[:TEXT_MAX]
 
 
-def sweep_note(report: SweepReport, link: str) -> str:
+def sweep_description(report: SweepReport, mlflow_link: str) -> str:
     """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
-    return _write("sweep", report, link)[:TEXT_MAX]
+    return _fill_template("sweep", report, mlflow_link)[:TEXT_MAX]
 
 
-def _write(name: str, *values: object) -> str:
-    return str(getattr(_notes(), name)(*values)).rstrip("\n")
+def _fill_template(name: str, *values: object) -> str:
+    return str(getattr(_load_templates(), name)(*values)).rstrip("\n")
 
 
 @cache
-def _notes() -> object:
+def _load_templates() -> object:
     return load_text_template("orchestrator.backends.mlflow", "notes").module
 
 
-def _cut(texts: Mapping[str, str]) -> dict[str, str]:
+def _cut_texts(texts: Mapping[str, str]) -> dict[str, str]:
     return {name: str(text)[:TEXT_MAX] for name, text in texts.items()}
 
 
-def _ms(seconds: float) -> int:
+def _milliseconds(seconds: float) -> int:
     return int(1000 * seconds)

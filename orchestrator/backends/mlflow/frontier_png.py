@@ -46,10 +46,11 @@ STYLES: dict[Mark, dict[str, Any]] = {
 }
 
 
-def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
-    """Return step time against bytes per device, both logarithmic; `labelled` says what the numbers at points are of.
+def draw_figure(title: str, picture: Picture, label_prefix: str = "attempt ") -> Figure:
+    """Return a figure of step time against bytes per device, both logarithmic.
 
-    Points with names have a colour for each name, and the names in the legend.
+    `label_prefix` precedes the numbers at points, such as "attempt ". Points with names get a colour
+    for each name, and the names are in the legend.
     """
     from matplotlib.figure import (
         Figure,
@@ -70,7 +71,7 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
         if point.label:
             place = point.step_s, point.needed_bytes
             axes.annotate(
-                f"{labelled}{point.label}",
+                f"{label_prefix}{point.label}",
                 place,
                 xytext=(7, 5),
                 textcoords="offset points",
@@ -95,7 +96,7 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
 
 
 def _draw_limit(axes: Axes, picture: Picture) -> None:
-    """Draw the line where the memory ends, or say that it lies above."""
+    """Draw a line at the device's memory, or a text if the memory is above the axis."""
     text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
     height = picture.capacity_bytes
     coordinates = "data"
@@ -129,7 +130,9 @@ def _scatter_marks(axes: Axes, picture: Picture) -> None:
 
 
 def _scatter_names(axes: Axes, picture: Picture, names: Sequence[str]) -> None:
-    """Draw each point in the colour of its name: filled where measured, with the interval of its step time."""
+    """Draw each point in the colour of its name. Measured points are filled, with the interval of
+    their step time.
+    """
     labels = {point.name: f"{point.label} {point.name}" for point in picture.points if point.label}
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     for point in picture.points:

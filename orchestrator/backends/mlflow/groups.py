@@ -9,16 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.contact import Contact
 from orchestrator.backends.mlflow.content import (
     compare_url,
+    comparison_description,
     comparison_key,
-    comparison_note,
+    sweep_description,
     sweep_key,
-    sweep_note,
 )
-from orchestrator.backends.mlflow.frontier_png import figure
+from orchestrator.backends.mlflow.frontier_png import draw_figure
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import Hide
 from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
@@ -38,8 +38,8 @@ LINKED_MAX = 20  # trials that the link of a sweep compares: its address has all
 RUNS_MAX = 1000  # of one comparison or sweep
 
 
-class Groups:
-    """The parent runs of a home's comparisons and sweeps."""
+class ParentRuns:
+    """The parent runs in MLflow of a home's comparisons and sweeps."""
 
     def __init__(self, address: str, home: Path, lookups: Lookups) -> None:
         self._address = address
@@ -48,8 +48,8 @@ class Groups:
         self._sweeps: dict[str, str] = {}  # run -> id of each sweep that goes on
         self._lock = threading.Lock()  # jobs of one group may be sent at once
 
-    def take_up(self, run: Run) -> None:
-        """Resume the parent run of a sweep that an earlier process began."""
+    def resume_sweep(self, run: Run) -> None:
+        """Continue a sweep's parent run that an earlier process began; other runs are ignored."""
         tags = run.data.tags
         sweep = self._lookups.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
         if (
@@ -58,17 +58,18 @@ class Groups:
         ):
             self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
 
-    def tags(self, contact: Contact, job: Job) -> dict[str, str]:
-        """Return tags that put a job's runs below its comparison or sweep; {} for other jobs.
+    def parent_tags(self, contact: Contact, job: Job) -> dict[str, str]:
+        """Return the tags that put a job's runs below the parent run of its comparison or sweep; {}
+        for other jobs.
 
-        The parent run is created where it is missing.
+        The parent run is created if it is missing.
         """
         if job.array is not None and job.spec.trial is not None:
             sweep = self._lookups.sweep(job.array)
             begun_s = job.submitted_at_s if sweep is None else sweep.submitted_at_s
             key = sweep_key(job.array, begun_s)
             tags = {"orc.run": f"sweep {key}", SWEEP_OF_TAG: job.array}
-            run_id = self._group(contact, job.array, begun_s, tags)
+            run_id = self._find_or_create_run(contact, job.array, begun_s, tags)
             self._sweeps.setdefault(run_id, job.array)
             return {"mlflow.parentRunId": run_id, SWEEP_TAG: key}
         if job.array is None or not job.spec.is_compared:
@@ -76,22 +77,32 @@ class Groups:
         key = comparison_key(job)
         tags = {"orc.run": f"comparison {key}", "orc.comparison_of": job.spec.family_name}
         return {
-            "mlflow.parentRunId": self._group(contact, job.array, job.submitted_at_s, tags),
+            "mlflow.parentRunId": self._find_or_create_run(
+                contact, job.array, job.submitted_at_s, tags
+            ),
             COMPARISON_TAG: key,
         }
 
-    def _group(self, contact: Contact, name: str, begun_s: float, tags: dict[str, str]) -> str:
-        """The id of the run of a comparison or a sweep, found or created."""
+    def _find_or_create_run(
+        self, contact: Contact, name: str, begun_s: float, tags: dict[str, str]
+    ) -> str:
+        """Return the id of the parent run with the key `tags["orc.run"]`; create the run if it is
+        missing.
+
+        `begun_s` is its start in seconds since 1970.
+        """
         key = tags["orc.run"]
         with self._lock:
             if key not in contact.run_ids:
-                contact.run_ids[key] = contact.find_or_create(
+                contact.run_ids[key] = contact.find_or_create_run(
                     key, int(1000 * begun_s), tags, name
                 ).info.run_id
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:
-        """End the runs of finished sweeps, with a table of trials, once every trial's run has ended."""
+        """End the parent runs of finished sweeps once all of their trials' runs have ended; add a
+        table of the trials.
+        """
         for run_id, sweep_id in list(self._sweeps.items()):
             report = self._lookups.sweep(sweep_id)
             if report is None or not report.ended or report.live:
@@ -114,10 +125,14 @@ class Groups:
             del self._sweeps[run_id]
 
     def _log_sweep(
-        self, contact: Contact, run_id: str, report: SweepReport, by_job: Mapping[str | None, Run]
+        self,
+        contact: Contact,
+        run_id: str,
+        report: SweepReport,
+        run_by_job: Mapping[str | None, Run],
     ) -> None:
         for trial in report.trials:
-            run = by_job[trial.job]
+            run = run_by_job[trial.job]
             if (
                 trial.value is not None and report.metric not in run.data.metrics
             ):  # a script's, out of its log
@@ -127,21 +142,23 @@ class Groups:
                 contact.client.set_tag(run_id, "best", trial.job)
         link = compare_url(
             self._address,
-            tuple(by_job[trial.job].info.run_id for trial in report.trials[:LINKED_MAX]),
+            tuple(run_by_job[trial.job].info.run_id for trial in report.trials[:LINKED_MAX]),
             contact.experiment_id,
         )
         for name in ("method", "metric", "goal"):
             contact.client.log_param(run_id, name, getattr(report, name))
-        contact.client.set_tag(run_id, "mlflow.note.content", sweep_note(report, link))
+        contact.client.set_tag(run_id, "mlflow.note.content", sweep_description(report, link))
         contact.client.log_text(run_id, json.dumps(asdict(report), indent=2), "sweep.json")
 
     def end_comparison(
-        self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide
+        self, contact: Contact, job: Job, tags: Mapping[str, str], hide_secrets: Hide
     ) -> None:
-        """End the run of a comparison whose jobs have all ended, with its table, chart and verdict."""
+        """If all jobs of the job's comparison have ended, end its parent run, with table, chart and
+        result.
+        """
         if job.spec.trial is None:
             with self._lock:
-                self._end_comparison(contact, job, tags, hide)
+                self._end_comparison(contact, job, tags, hide_secrets)
 
     def _end_comparison(
         self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide
@@ -157,27 +174,31 @@ class Groups:
         jobs = [member for member in found_jobs if member is not None]
         if len(jobs) < member_count or not all(member.status.ended for member in jobs):
             return
-        runs = compared_runs(contact.client, contact.experiment_id, key)
+        runs = list_compared_runs(contact.client, contact.experiment_id, key)
         if (
             len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None})
             < member_count
         ):
             return
-        curves = {member.id: parse_loss_curve(metric_lines(self._home, member)) for member in jobs}
+        curves = {
+            member.id: parse_loss_curve(iterate_metric_lines(self._home, member)) for member in jobs
+        }
         report = make_comparison(self._lookups.state(), jobs, curves)
         link = compare_url(
             self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
         )
-        contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(report, link)))
+        contact.client.set_tag(
+            run_id, "mlflow.note.content", hide(comparison_description(report, link))
+        )
         rows = json.dumps([asdict(row) for row in report.rows], indent=2)
         contact.client.log_text(run_id, hide(rows), "comparison.json")
         if report.picture is not None:
-            picture = figure(f"Strategies of {report.name}", report.picture, "")
+            picture = draw_figure(f"Strategies of {report.name}", report.picture, "")
             contact.client.log_figure(run_id, picture, "comparison.png")
         contact.client.set_terminated(run_id, "FINISHED")
 
 
-def member_name(job: Job, attempt: Attempt) -> str:
+def attempt_run_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
         member = job.spec.member
@@ -190,8 +211,10 @@ def member_name(job: Job, attempt: Attempt) -> str:
     return job.id if attempt.number == 1 else attempt.name
 
 
-def trial_of(job: Job) -> dict[str, str]:
-    """Return the parameters of a trial as parameters of its MLflow run; {} for other jobs."""
+def trial_parameters(job: Job) -> dict[str, str]:
+    """Return the hyperparameters of a trial's job, as parameters of its MLflow run; {} for other
+    jobs.
+    """
     return (
         {}
         if job.spec.trial is None
@@ -199,10 +222,10 @@ def trial_of(job: Job) -> dict[str, str]:
     )
 
 
-def compared_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
+def list_compared_runs(client: MlflowClient, experiment_id: str, comparison_key: str) -> list[Run]:
     """Return the runs of a comparison's strategies, without the parent run."""
     return list(
         client.search_runs(
-            [experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX
+            [experiment_id], f"tags.`{COMPARISON_TAG}` = '{comparison_key}'", max_results=RUNS_MAX
         )
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.backends.mlflow.server import register_socket
+from orchestrator.backends.mlflow.server import register_socket_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -54,18 +54,23 @@ WORDY = (
 )  # tasks that need a tokenizer
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files at the top of an output folder. Subfolders are a trainer's checkpoints."""
+def list_top_files(folder: Path) -> list[Path]:
+    """Return the files directly in an output folder. Its subfolders are checkpoints of a trainer,
+    and are left out.
+    """
     return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def task_of(folder: Path) -> str | None:
-    """Return the pipeline task of the transformers model in a folder; None without a model that has one."""
-    return _task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
+def find_task(folder: Path) -> str | None:
+    """Return the pipeline task (such as text-generation) of the transformers model in a folder.
+
+    None where the folder has no model with such a task.
+    """
+    return _read_task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
 
 
-def base_of(folder: Path) -> tuple[Path, str] | None:
-    """Return (base model folder, its pipeline task) of the adapters in a folder.
+def find_base_model(folder: Path) -> tuple[Path, str] | None:
+    """Return (base model's folder, its pipeline task) for the adapters in a folder.
 
     None where there are no adapters, or no usable base model on this machine.
     """
@@ -73,14 +78,14 @@ def base_of(folder: Path) -> tuple[Path, str] | None:
         name = str(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    base = _local(name)
+    base = _find_local_model(name)
     if base is None or not _has_any(folder, ADAPTERS):
         return None
-    task = _task(base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER))
+    task = _read_task(base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER))
     return None if task is None else (base, task)
 
 
-def _task(folder: Path, *, has_tokenizer: bool) -> str | None:
+def _read_task(folder: Path, *, has_tokenizer: bool) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         architecture = str(config["architectures"][0])
@@ -96,8 +101,10 @@ def _has_any(folder: Path, names: Iterable[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _local(name: str) -> Path | None:
-    """The folder of a model on this machine: itself, or that of its name in Hugging Face's cache."""
+def _find_local_model(name: str) -> Path | None:
+    """Return the folder of a model: itself if the name is a path, else the model's folder in
+    Hugging Face's cache, or None.
+    """
     if Path(name).is_absolute():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
@@ -109,25 +116,27 @@ def _local(name: str) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
-    """Copy the job's output folder to the run's artifacts, and write into the tag MODEL_TAG what came of it."""
+def copy_output(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
+    """Copy the job's output folder to the artifacts of its MLflow run, and write the result or the
+    error into the tag MODEL_TAG.
+    """
     from mlflow import MlflowClient
 
-    register_socket(Path(home))  # whose own server the URI may name
+    register_socket_uri(Path(home))  # whose own server the URI may name
 
     client = MlflowClient(tracking_uri)
     output = Path(folder)
-    files = files_of(output)
-    task = task_of(output)
+    files = list_top_files(output)
+    task = find_task(output)
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"
-    elif task is not None and _has("transformers"):
-        outcome = _logged_model(
+    elif task is not None and _can_import("transformers"):
+        outcome = _find_or_log_model(
             client, tracking_uri, run_id, name, task, partial(_save_model, files, task)
         )
-    elif _has("transformers", "peft") and (base := base_of(output)) is not None:
-        outcome = _logged_model(
+    elif _can_import("transformers", "peft") and (base := find_base_model(output)) is not None:
+        outcome = _find_or_log_model(
             client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base)
         )
     else:
@@ -137,21 +146,24 @@ def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> N
     client.set_tag(run_id, MODEL_TAG, outcome)
 
 
-def _has(*libraries: str) -> bool:
+def _can_import(*libraries: str) -> bool:
     from importlib.util import find_spec
 
     return all(find_spec(library) is not None for library in libraries)
 
 
-def _logged_model(
+def _find_or_log_model(
     client: MlflowClient,
     tracking_uri: str,
     run_id: str,
     name: str,
     task: str,
-    save: Callable[[Path, Model], Path],
+    save_model: Callable[[Path, Model], Path],
 ) -> str:
-    """The id of the run's LoggedModel; one that an earlier process left unfinished is made anew."""
+    """Return the id of the run's LoggedModel; create it with `save_model` if it is missing or unfinished.
+
+    `save_model` writes the model into a folder, and returns the folder to upload.
+    """
     import mlflow
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
     from mlflow.models import Model
@@ -169,44 +181,57 @@ def _logged_model(
     )
     with tempfile.TemporaryDirectory(prefix="orc-model-") as scratch:
         about: Any = Model(model_id=str(model.model_id), run_id=run_id)
-        client.log_model_artifacts(model.model_id, str(save(Path(scratch), about)))
+        client.log_model_artifacts(model.model_id, str(save_model(Path(scratch), about)))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     return str(model.model_id)
 
 
-def _save_adapters(files: list[Path], base: Path, task: str, scratch: Path, about: Model) -> Path:
-    """MLflow's form of adapters beside a base model in a folder, whose weights are neither loaded nor copied."""
+def _save_adapters(
+    files: list[Path], base_folder: Path, task: str, scratch: Path, mlflow_model: Model
+) -> Path:
+    """Write adapters and their base model's name in MLflow's form, and return the folder.
+
+    The base model's weights are neither loaded nor copied.
+    """
     by_name = {path.name: path for path in files}
     described = {
-        path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")
+        path.name: path
+        for path in list_top_files(base_folder)
+        if path.suffix in (".json", ".txt", ".model")
     } | by_name
     adapters = [by_name.pop(name) for name in (ADAPTER_CONFIG, *ADAPTERS) if name in by_name]
     saved = _save_model(
         [path for name, path in described.items() if path not in adapters],
         task,
         scratch,
-        about,
+        mlflow_model,
         "peft",
     )
     shutil.rmtree(saved / "model")
     (saved / "peft").mkdir()
     for path in adapters:
         shutil.copyfile(path, saved / "peft" / path.name)
-    flavor = about.flavors["transformers"]
+    flavor = mlflow_model.flavors["transformers"]
     del flavor["model_binary"]
     flavor |= {
         "peft_adaptor": "peft",
-        "local_base_model_path": str(base),
-        "source_model_name": str(base),
+        "local_base_model_path": str(base_folder),
+        "source_model_name": str(base_folder),
     }
-    about.model_size_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    about.save(str(saved / "MLmodel"))
+    mlflow_model.model_size_bytes = sum(
+        path.stat().st_size for path in saved.rglob("*") if path.is_file()
+    )
+    mlflow_model.save(str(saved / "MLmodel"))
     return saved
 
 
-def _save_model(files: list[Path], task: str, scratch: Path, about: Model, *needed: str) -> Path:
-    """MLflow's form of a model; its weights are linked and copied, and never loaded."""
+def _save_model(
+    files: list[Path], task: str, scratch: Path, mlflow_model: Model, *requirements: str
+) -> Path:
+    """Write a model in MLflow's form, and return the folder. Its weights are linked and copied,
+    never loaded.
+    """
     import transformers
     from mlflow.transformers import save_model
 
@@ -218,11 +243,13 @@ def _save_model(files: list[Path], task: str, scratch: Path, about: Model, *need
     (scratch / "model").mkdir()
     for path in files:
         (scratch / "model" / path.name).symlink_to(path.resolve())
-    needs = [f"{name}=={version(name)}" for name in ("transformers", "torch", "mlflow", *needed)]
+    needs = [
+        f"{name}=={version(name)}" for name in ("transformers", "torch", "mlflow", *requirements)
+    ]
     where = str(scratch / "model"), str(scratch / "saved")
-    save_model(*where, task=task, mlflow_model=about, pip_requirements=needs)
+    save_model(*where, task=task, mlflow_model=mlflow_model, pip_requirements=needs)
     return scratch / "saved"
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    copy_output(*sys.argv[1:])

@@ -10,8 +10,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.backends.attempts.launcher import dies_with_parent
-from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
+from orchestrator.backends.attempts.launcher import die_with_parent_hook
+from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, list_top_files
 from orchestrator.backends.mlflow.server import PASSED_ON
 from orchestrator.backends.ports import Lookups
 from orchestrator.specs.frozen import frozen
@@ -31,8 +31,10 @@ class _Copy:
     job_id: str
 
 
-class Outputs:
-    """Queue of outputs to copy. Its entries are tags of the jobs' runs, so that a restart loses nothing."""
+class OutputQueue:
+    """Queue of job outputs to copy to MLflow. Its entries are tags of the jobs' runs, so that a
+    restart loses nothing.
+    """
 
     def __init__(self, tracking_uri: str, home: Path, lookups: Lookups) -> None:
         self._uri = tracking_uri
@@ -45,11 +47,11 @@ class Outputs:
 
     @property
     def has_work(self) -> bool:
-        """Whether a copy is under way or waits."""
+        """Whether a copy is running or waiting."""
         return bool(self._waiting) or self._process is not None
 
-    def take_up(self, client: MlflowClient, experiment_id: str) -> None:
-        """Resume copies that an earlier process of the service did not finish."""
+    def resume_copies(self, client: MlflowClient, experiment_id: str) -> None:
+        """Queue the copies that an earlier process of the service did not finish."""
         wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"
         run_ids = {copy.run_id for copy in (*self._waiting, *filter(None, [self._current]))}
         for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
@@ -60,15 +62,17 @@ class Outputs:
             if job is not None and is_ours and run.info.run_id not in run_ids:
                 self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job.id))
 
-    def ask(self, client: MlflowClient, run: Run, job_id: str) -> None:
-        """Queue the copy of the job's output, unless it is empty or was queued before."""
-        if MODEL_TAG in run.data.tags or not files_of(JobFolder(self._home, job_id).output):
+    def enqueue(self, client: MlflowClient, run: Run, job_id: str) -> None:
+        """Queue the copy of the job's output to this run, unless the output is empty or was queued
+        before.
+        """
+        if MODEL_TAG in run.data.tags or not list_top_files(JobFolder(self._home, job_id).output):
             return
         client.set_tag(run.info.run_id, MODEL_TAG, PENDING)
         self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job_id))
 
-    def go_on(self, client: MlflowClient) -> None:
-        """Start the next copy once the last one has ended; returns at once."""
+    def start_next(self, client: MlflowClient) -> None:
+        """Start the next copy if none is running. Returns at once."""
         if self._process is not None and self._current is not None:
             if self._process.poll() is None and time.monotonic() < self._until_s:
                 return
@@ -77,13 +81,13 @@ class Outputs:
                 client.set_tag(
                     self._current.run_id,
                     MODEL_TAG,
-                    f"not copied: {self._last_words(self._current)}"[:500],
+                    f"not copied: {self._last_log_line(self._current)}"[:500],
                 )
             self._process = self._current = None
         if self._waiting:
-            self._start(self._waiting.popleft())
+            self._start_copy(self._waiting.popleft())
 
-    def _start(self, copy: _Copy) -> None:
+    def _start_copy(self, copy: _Copy) -> None:
         folder = JobFolder(self._home, copy.job_id)
         name = copy.job_id
         module = ("-m", "orchestrator.backends.mlflow.log_model")
@@ -92,7 +96,7 @@ class Outputs:
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "no_proxy": os.environ["no_proxy"],
         }
-        with self._log(copy).open("wb") as log:
+        with self._log_path(copy).open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -107,16 +111,18 @@ class Outputs:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=dies_with_parent(),
+                preexec_fn=die_with_parent_hook(),
             )
         self._current = copy
         self._until_s = time.monotonic() + COPY_S
 
-    def _last_words(self, copy: _Copy) -> str:
+    def _last_log_line(self, copy: _Copy) -> str:
         try:
-            return " ".join(self._log(copy).read_text(errors="replace").strip().splitlines()[-1:])
+            return " ".join(
+                self._log_path(copy).read_text(errors="replace").strip().splitlines()[-1:]
+            )
         except OSError as error:
             return str(error)
 
-    def _log(self, copy: _Copy) -> Path:
+    def _log_path(self, copy: _Copy) -> Path:
         return JobFolder(self._home, copy.job_id).path / "log_model.log"

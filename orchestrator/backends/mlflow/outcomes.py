@@ -23,12 +23,13 @@ log = logging.getLogger(__name__)
 
 
 def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
-    """Return the usable observations of the attempts that another home recorded, oldest first.
+    """Return the usable observations (predicted and measured values) of attempts that another home
+    recorded, oldest first.
 
-    Raises ServiceError where MLflow does not answer. Raises SpecError where no attempt was recorded, or no MLflow store
-    exists, since the client would create one.
+    Raises ServiceError where MLflow does not answer. Raises SpecError where no attempt was
+    recorded, or no MLflow store exists, since the client would create one.
     """
-    if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
+    if not tracking_uri.startswith(SERVERS) and not _sqlite_path(tracking_uri).is_file():
         raise SpecError(
             "no MLflow is there",
             path="--from-mlflow",
@@ -64,15 +65,19 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     except MlflowException as error:
         message = str(error).partition(" with exception")[0][:300]
         raise ServiceError(f"MLflow at {tracking_uri} does not answer: {message}") from None
-    return select_newest(outcome for text in texts if (outcome := _read(text)) is not None)
+    return select_newest(
+        outcome for text in texts if (outcome := _parse_observation(text)) is not None
+    )
 
 
-def _sqlite_file(uri: str) -> Path:
+def _sqlite_path(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE) if uri.startswith(SQLITE) else "")
 
 
-def _read(text: str) -> Observation | None:
-    """Return the outcome; None where another version of the orchestrator wrote it."""
+def _parse_observation(text: str) -> Observation | None:
+    """Return the observation from its JSON; None where another version of the orchestrator wrote
+    it.
+    """
     try:
         return TypeAdapter(Observation).validate_json(text)
     except ValidationError:

@@ -18,8 +18,10 @@ UNUSED = (
 )  # 30 MB that libraries of MLflow import where they find it, for nothing here
 
 
-def main() -> None:
-    """Serve until SIGTERM. Only this process's user may open the socket file and other files."""
+def serve_mlflow() -> None:
+    """Serve MLflow until SIGTERM. Only this process's user may open the socket file and other
+    files.
+    """
     sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]  # None: the import fails
     os.umask(0o077)
     from mlflow.server.fastapi_app import app
@@ -34,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_mlflow()

@@ -52,12 +52,12 @@ START_S = 60.0  # that a reader waits for a start
 class MlflowServer:
     """The MLflow server of one home, on the socket file `home/mlflow/server.sock`.
 
-    It outlives the service, and the next service finds it again. It runs while records wait or somebody reads, and
-    KEPT_S longer (`want_server`).
+    It outlives the service, and the next service finds it again. It runs while records wait or
+    somebody reads, and KEPT_S longer (`want_server`).
     """
 
     def __init__(self, home: str | Path) -> None:
-        """Nothing is started."""
+        """Make the object; no server is started."""
         self.home = Path(home).resolve()
         self.folder = self.home / "mlflow"
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,10 +68,10 @@ class MlflowServer:
     @property
     def uri(self) -> str:
         """The tracking URI for MLflow's client in this process."""
-        return register_socket(self.home)
+        return register_socket_uri(self.home)
 
     def is_wanted(self) -> bool:
-        """Return whether the server was needed within the last KEPT_S."""
+        """Return whether the server was needed within the last KEPT_S seconds."""
         try:
             return time.time() - (self.folder / WANTED).stat().st_mtime < KEPT_S
         except OSError:  # nobody ever did, or the disk is away: what needs it says so again
@@ -80,36 +80,37 @@ class MlflowServer:
     def ensure_running(self) -> bool:
         """Start the server if needed; return whether it answers now. A start takes up to a minute.
 
-        Call it every few seconds. It takes at most 2 s. A server that listens on a port is of an earlier version of
-        ours, and ends at once.
+        Call it every few seconds; each call takes at most 2 s. A server that listens on a port was
+        started by an earlier version, and is ended at once.
         """
         now_s = time.monotonic()
         if self._process is not None:
             self._process.poll()
-        if self._healthy():
+        if self._is_healthy():
             self._seen_at_s = now_s
             self._pause_s = RESTART_FIRST_S
             return True
-        alive = self.processes()
-        is_ours = all(map(_is_on_a_socket, alive))
+        alive = self.list_processes()
+        is_ours = all(map(_serves_socket_file, alive))
         if is_ours and ((alive and now_s - self._seen_at_s < HUNG_S) or now_s < self._not_before_s):
             return False
-        _signal(alive, signal.SIGKILL)
-        self._start()
+        _signal_processes(alive, signal.SIGKILL)
+        self._start_server()
         self._seen_at_s = now_s
         self._not_before_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
         return False
 
-    def check(self) -> None:
-        """Return normally where the server serves the records of its folder.
+    def check_serves_records(self) -> None:
+        """Raise ConnectionError, with the reason, unless the server serves the records of its
+        folder.
 
-        Raises ConnectionError with the reason else. The variables that start it are private names of MLflow, which a
-        later version may ignore. Its default experiment shows that: it is in the folder's database, and its artifacts
-        are at the server.
+        The variables that start the server are private names of MLflow, which a later version may
+        ignore. So its default experiment must be in the folder's database, with artifacts at the
+        server.
         """
         try:
-            status, body = self._get(
+            status, body = self._request(
                 "/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S
             )
             place = (
@@ -117,14 +118,14 @@ class MlflowServer:
             )
         except (OSError, HTTPException) as error:
             raise ConnectionError(
-                f"MLflow does not answer: {error}. {self._last_words()}"
+                f"MLflow does not answer: {error}. {self._describe_log_end()}"
             ) from None
         except (ValueError, KeyError, TypeError):
             place = ""
         if not place.startswith(ARTIFACTS) or not (self.folder / "mlflow.db").is_file():
             raise ConnectionError(
                 f"MLflow {version('mlflow')} does not serve {self.folder} as it is started (status {status}): "
-                f"install a version that the support matrix names. {self._last_words()}"
+                f"install a version that the support matrix names. {self._describe_log_end()}"
             )
 
     def stop(self) -> None:
@@ -136,18 +137,20 @@ class MlflowServer:
             ):  # the kernel has the signal and will see to it
                 self._process.wait(STOP_S)
 
-    def processes(self) -> tuple[int, ...]:
+    def list_processes(self) -> tuple[int, ...]:
         """Return process ids of this home's server."""
-        return server_processes(self.home)
+        return list_server_processes(self.home)
 
-    def _healthy(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
-            return self._get("/health", HEALTH_TIMEOUT_S)[0] == 200
+            return self._request("/health", HEALTH_TIMEOUT_S)[0] == 200
         except (OSError, HTTPException):
             return False
 
-    def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of an answer. Raises OSError, HTTPException."""
+    def _request(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return (HTTP status, body) of a GET request to the server. Raises OSError,
+        HTTPException.
+        """
         connection = HTTPConnection("localhost", timeout=timeout_s)
         connection.sock = connect_socket(self.folder, timeout_s)
         with contextlib.closing(connection):
@@ -155,15 +158,15 @@ class MlflowServer:
             answer = connection.getresponse()
             return answer.status, answer.read()
 
-    def _last_words(self) -> str:
+    def _describe_log_end(self) -> str:
         log = self.folder / "server.log"
         try:
             return f"{log} ends with: {' '.join(log.read_text(errors='replace').strip().splitlines()[-1:])[:300]}"
         except OSError as error:
             return str(error)
 
-    def _start(self) -> None:
-        _make_folder(self.folder)
+    def _start_server(self) -> None:
+        _make_private_folder(self.folder)
         remove_unfinished(self.folder / "mlflow.db")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {
@@ -189,33 +192,38 @@ class MlflowServer:
             )
 
 
-def remove_unfinished(database: Path) -> None:
-    """Remove a database of MLflow that has no experiment, whose server must not run.
+def remove_unfinished(database_file: Path) -> None:
+    """Remove MLflow's database if it has no experiment yet; the server must not be running.
 
-    MLflow makes the tables, migrates them, and then makes its default experiment. Killed before that, it starts never
-    again (SQLite has no transactions of its migrations, mlflow 3.17). A file without experiments holds no record.
+    MLflow makes the tables, migrates them, and then makes its default experiment. A server that was
+    killed in between never starts again (SQLite has no transactions of its migrations, mlflow
+    3.17). A file without experiments holds no record.
     """
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as opened:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{database_file}?mode=ro", uri=True)
+        ) as opened:
             has_record = bool(opened.execute("SELECT 1 FROM experiments LIMIT 1").fetchall())
     except sqlite3.Error as error:  # a file that cannot be read may hold records
         has_record = "no such table" not in str(error)
     if not has_record:
-        database.unlink(missing_ok=True)
-        database.with_name(f"{database.name}-journal").unlink(missing_ok=True)
+        database_file.unlink(missing_ok=True)
+        database_file.with_name(f"{database_file.name}-journal").unlink(missing_ok=True)
 
 
 def want_server(home: Path) -> None:
-    """Note that the home's server is needed now; the service starts it within some seconds."""
+    """Record that the home's MLflow server is needed now; the service starts it within some
+    seconds.
+    """
     folder = home.resolve() / "mlflow"
     with contextlib.suppress(
         OSError
     ):  # no room or no right: the reader is told that nothing answers
-        _make_folder(folder)
+        _make_private_folder(folder)
         (folder / WANTED).touch()
 
 
-def _make_folder(folder: Path) -> None:
+def _make_private_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
 
@@ -224,24 +232,27 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def socket_path(folder: Path) -> Iterator[str]:
-    """Yield a short path of the socket file in a folder, for a connection. Raises OSError.
+def short_socket_path(mlflow_folder: Path) -> Iterator[str]:
+    """Yield a short path to the server's socket file in a folder, to connect to it. Raises OSError.
 
-    The kernel takes 107 bytes, and a home may have a longer path: this one leads through a descriptor of the folder.
+    The kernel allows 107 bytes, and a home may have a longer path: this path leads through an open
+    descriptor of the folder.
     """
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    descriptor = os.open(mlflow_folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
     finally:
         os.close(descriptor)
 
 
-def connect_socket(folder: Path, timeout_s: float | None) -> socket.socket:
-    """Return a connection to the server on the socket file in a folder. Raises OSError."""
+def connect_socket(mlflow_folder: Path, timeout_s: float | None) -> socket.socket:
+    """Return a connection to the server on the socket file in a folder; None as timeout waits
+    forever. Raises OSError.
+    """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        with socket_path(folder) as path:
+        with short_socket_path(mlflow_folder) as path:
             connection.connect(path)
     except OSError:
         connection.close()
@@ -252,11 +263,12 @@ def connect_socket(folder: Path, timeout_s: float | None) -> socket.socket:
 _folders: dict[str, Path] = {}  # by host
 
 
-def register_socket(home: Path) -> str:
-    """Return the tracking URI of the home's own server, for MLflow's client in this process.
+def register_socket_uri(home: Path) -> str:
+    """Return the tracking URI of the home's own server, and make MLflow's client in this process
+    able to use it.
 
-    The client has no support for socket files. So urllib3, by which it connects, is patched to map names below HOST to
-    one; every other name is unchanged.
+    The client has no support for socket files. So urllib3, which it uses, is patched to connect
+    host names below HOST to such a file; other names are unchanged.
     """
     from urllib3.util import connection
 
@@ -282,8 +294,10 @@ def register_socket(home: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-def server_processes(home: Path) -> tuple[int, ...]:
-    """Return process ids of the home's server, identified by an environment variable."""
+def list_server_processes(home: Path) -> tuple[int, ...]:
+    """Return the process ids of the home's MLflow server, which are recognised by an environment
+    variable.
+    """
     mark = f"{MARK}={home.resolve()}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -294,24 +308,28 @@ def server_processes(home: Path) -> tuple[int, ...]:
 
 
 def end_server(home: Path) -> None:
-    """End every process of the home's server, also of an earlier service. Writes nothing."""
-    _signal(server_processes(home), signal.SIGTERM)
+    """End every process of the home's MLflow server, also one that an earlier service started.
+    Writes nothing.
+    """
+    _signal_processes(list_server_processes(home), signal.SIGTERM)
     deadline_s = time.monotonic() + STOP_S
-    while server_processes(home) and time.monotonic() < deadline_s:
+    while list_server_processes(home) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    _signal(server_processes(home), signal.SIGKILL)
+    _signal_processes(list_server_processes(home), signal.SIGKILL)
 
 
-def _is_on_a_socket(process: int) -> bool:
-    """Whether this version, or a later one, started the process; True of one that has ended."""
+def _serves_socket_file(process_id: int) -> bool:
+    """Return whether this process runs our server on a socket file; earlier versions used a port.
+    True if it has ended.
+    """
     try:
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
+        command = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:
         return True
     return not command or MODULE.encode() in command.split(b"\0")
 
 
-def _signal(processes: tuple[int, ...], number: signal.Signals) -> None:
+def _signal_processes(processes: tuple[int, ...], number: signal.Signals) -> None:
     for process in processes:
         try:
             os.kill(process, number)

@@ -18,21 +18,25 @@ WIRE_SERVER = ip_address(
 )  # Azure's, within each of its networks, and public by its number
 
 
-class Refused(ConnectionError):
+class AddressRefused(ConnectionError):
     """The address is not allowed. The message contains no URL."""
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is on the public network, not private, loopback, link-local or metadata."""
+    """Return whether an IP address is on the public network: not private, loopback, link-local or a
+    metadata service.
+    """
     address = ip_address(text.partition("%")[0])
     return all(
         inner.is_global and not inner.is_multicast and inner != WIRE_SERVER
-        for inner in _with_embedded(address)
+        for inner in _list_embedded(address)
     )
 
 
-def _with_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
-    """The address, and the IPv4 addresses inside it, to which a gateway or the kernel may send on."""
+def _list_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+    """Return the address and the IPv4 addresses inside it, to which a gateway or the kernel may
+    forward.
+    """
     if isinstance(address, IPv4Address):
         return [address]
     inner: list[IPv4Address | IPv6Address] = []
@@ -48,7 +52,9 @@ def _with_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv
 
 
 def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[str]:
-    """Return a host's addresses, resolved once. Raises Refused if one is not public and the host not allowed."""
+    """Return a host's IP addresses, resolved once. Raises AddressRefused if an address is not
+    public and the host not allowed.
+    """
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
@@ -57,14 +63,16 @@ def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[s
     if host not in allowed_hosts:
         for address in addresses:
             if not is_public(address):
-                raise Refused(
+                raise AddressRefused(
                     f"the address {address} is not public: `notify.allow_hosts` may name its host"
                 )
     return addresses
 
 
-class Pinned(http.client.HTTPSConnection):
-    """HTTPS connection to one of the checked addresses, whatever the name resolves to by now."""
+class PinnedConnection(http.client.HTTPSConnection):
+    """HTTPS connection to one of the checked addresses, even if the host's name now resolves to
+    others.
+    """
 
     def __init__(
         self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float
@@ -75,7 +83,9 @@ class Pinned(http.client.HTTPSConnection):
         self._timeout_s = timeout_s
 
     def connect(self) -> None:
-        """Connect to the first address that answers. The certificate must be the host's."""
+        """Connect to the first address that answers. The certificate must be valid for the host's
+        name.
+        """
         for number, address in enumerate(self._addresses, 1):
             try:
                 connected = socket.create_connection((address, self.port), self._timeout_s)

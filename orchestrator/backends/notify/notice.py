@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from orchestrator.backends.ports import Decided
-from orchestrator.backends.redaction import hider
+from orchestrator.backends.redaction import make_hider
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import FailureKind
@@ -32,10 +32,12 @@ class Notice:
     data: Mapping[str, str] = field(default_factory=dict)  # for programs
 
 
-def notice(
+def make_notice(
     kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]
 ) -> Notice:
-    """Return a notice whose id follows from `kind` and `key`, so that it is the same in every home."""
+    """Return a notice whose id is derived from `kind` and `key`, so that a repeated notice has the
+    same id in every home.
+    """
     digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
     return Notice(
         id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data
@@ -43,10 +45,12 @@ def notice(
 
 
 def job_notice(
-    kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, reason: str
+    kind: NoticeKind, job: Job, key: str, at_s: float, job_event: str, reason: str
 ) -> Notice:
-    """Return a notice about one job, with the values of its secrets and variables hidden."""
-    reason = hider(job.spec, os.environ)(reason)
+    """Return a notice about one job, with its secrets hidden. Its title is the job's id followed by
+    `job_event`.
+    """
+    reason = make_hider(job.spec, os.environ)(reason)
     data = {
         "job": job.id,
         "name": job.spec.name,
@@ -55,18 +59,18 @@ def job_notice(
         "reason": reason,
     }
     text = f"{reason}\n\n`orc explain {job.id}` says more."
-    return notice(kind, key, at_s, f"{job.id} {verdict}", text, data)
+    return make_notice(kind, key, at_s, f"{job.id} {job_event}", text, data)
 
 
-def notices_of(decided: Sequence[Decided]) -> Iterator[Notice]:
-    """Yield the notices of these decisions; the same decisions give the same ids."""
-    for event, actions in decided:
+def derive_notices(decisions: Sequence[Decided]) -> Iterator[Notice]:
+    """Yield the notices that follow from these decisions; the same decisions give the same ids."""
+    for event, actions in decisions:
         for action in actions:
             if isinstance(action, Record):
-                yield from _of_record(event, action)
+                yield from _record_notices(event, action)
 
 
-def _of_record(event: Event, record: Record) -> Iterator[Notice]:
+def _record_notices(event: Event, record: Record) -> Iterator[Notice]:
     job = record.job
     attempt = record.attempt
     if isinstance(event, Finished) and attempt is not None and attempt.number == event.number:

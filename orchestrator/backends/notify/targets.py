@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 
 from orchestrator.backends.notify.notice import Notice
-from orchestrator.backends.notify.webhook import deliver, signing_key
+from orchestrator.backends.notify.webhook import parse_signing_key, send_webhook
 from orchestrator.backends.ports import Receiver
 from orchestrator.specs.notify import NotifySpec, TargetSpec
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Target(Receiver[Notice]):
-    """A notification target of the cluster file. Its address is a secret, and never shown."""
+    """A notification target of the cluster file. Its address is a secret, and is never shown."""
 
     def __init__(self, spec: TargetSpec, cluster: str, secrets: Mapping[str, str]) -> None:
         self.address = "webhook" if spec.webhook else "apprise"
@@ -27,11 +27,13 @@ class Target(Receiver[Notice]):
         self._secrets = secrets
 
     def group(self, body: Notice) -> str:
-        """Return the notice's own id, so that each notice is sent alone."""
+        """Return the notice's own id as its group, so that each notice is sent alone."""
         return body.id
 
     def send(self, rows: Sequence[tuple[int, Notice]]) -> None:
-        """Deliver notices of the wanted kinds, and drop those older than EXPIRES_S. Raises OSError on failure."""
+        """Deliver the notices of the wanted kinds; drop those older than EXPIRES_S seconds. Raises
+        OSError on failure.
+        """
         wanted = [notice for _, notice in rows if notice.kind in self.spec.kinds]
         fresh = [notice for notice in wanted if notice.at_s > time.time() - EXPIRES_S]
         for notice in wanted:
@@ -51,18 +53,22 @@ class Target(Receiver[Notice]):
 
     @property
     def problem(self) -> str | None:
-        """Text on a variable that is missing, so that no notice can be sent; None where all are set."""
+        """Sentence on a secret variable that is missing, so that nothing can be sent; None where
+        all are set.
+        """
         for name in (self.spec.apprise, self.spec.webhook, self.spec.signed_with):
             if name is not None and not self._secrets.get(name, "").strip():
                 return f"no notice reaches {self.spec.name}: the service was started without the variable {name}"
         return None
 
-    def secret(self, name: str | None) -> str:
-        """Return the value of a secret variable. Raises OSError where the service lacks it."""
-        assert name is not None, self.spec
-        value = self._secrets.get(name, "").strip()
+    def find_secret(self, variable: str | None) -> str:
+        """Return the value of the secret in this environment variable. Raises OSError where the
+        service lacks it.
+        """
+        assert variable is not None, self.spec
+        value = self._secrets.get(variable, "").strip()
         if not value:
-            raise ConnectionError(f"the service was started without the variable {name}")
+            raise ConnectionError(f"the service was started without the variable {variable}")
         return value
 
 
@@ -77,13 +83,13 @@ class WebhookTarget(Target):
 
     def deliver(self, notices: Sequence[Notice]) -> None:
         """POST each notice. On return the receiver has answered 2xx to all of them."""
-        url = self.secret(self.spec.webhook)
+        url = self.find_secret(self.spec.webhook)
         try:
-            key = signing_key(self.secret(self.spec.signed_with))
+            key = parse_signing_key(self.find_secret(self.spec.signed_with))
         except ValueError as error:
             raise ConnectionError(str(error)) from None
         for notice in notices:
-            deliver(url, key, notice, self._cluster, self._allowed)
+            send_webhook(url, key, notice, self._cluster, self._allowed)
 
 
 class AppriseTarget(Target):
@@ -103,7 +109,7 @@ class AppriseTarget(Target):
         sender = apprise.Apprise(
             asset=apprise.AppriseAsset(app_id="orc", app_desc="orc", secure_logging=True)
         )
-        if not sender.add(self.secret(self.spec.apprise)):
+        if not sender.add(self.find_secret(self.spec.apprise)):
             raise ConnectionError(f"{self.spec.apprise} holds no URL that apprise knows")
         title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"
         parts = [f"{notice.text}\n\nid: {notice.id}" for notice in notices]
@@ -124,10 +130,12 @@ class AppriseTarget(Target):
             raise ConnectionError("apprise could not deliver it")
 
 
-def targets_of(
+def make_targets(
     notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]
 ) -> dict[str, Target]:
-    """Return {name: target}. Their secrets are removed from the environment, so that no job inherits them."""
+    """Return {target name: target}. The targets' secrets are removed from the environment, so that
+    no job inherits them.
+    """
     names = {
         name
         for target in notify.targets

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from orchestrator.backends.notify.addresses import Pinned, Refused, resolve_host
+from orchestrator.backends.notify.addresses import AddressRefused, PinnedConnection, resolve_host
 from orchestrator.backends.notify.notice import Notice
 
 PREFIX = "whsec_"
@@ -25,8 +25,10 @@ TIMEOUT_S = 10.0  # of each wait for the receiver
 TOTAL_S = 30.0  # of one delivery
 
 
-def signing_key(secret: str) -> bytes:
-    """Return the key bytes of a `whsec_...` text. Raises ValueError, without the secret, for other texts."""
+def parse_signing_key(secret: str) -> bytes:
+    """Return the key bytes of a secret `whsec_BASE64`. Raises ValueError, without the secret, for
+    another form.
+    """
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
@@ -38,26 +40,33 @@ def signing_key(secret: str) -> bytes:
     return key
 
 
-def signature(key: bytes, message_id: str, timestamp_s: int, body: bytes) -> str:
-    """Return `v1,` and the base64 of HMAC-SHA256 over id, timestamp and body, joined by dots."""
+def sign_message(key: bytes, message_id: str, timestamp_s: int, body: bytes) -> str:
+    """Return `v1,` and the base64 of HMAC-SHA256 over message id, timestamp and body, joined by
+    dots.
+    """
     signed = f"{message_id}.{timestamp_s}.".encode() + body
     return "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
 
 
-def body_of(notice: Notice, cluster: str) -> bytes:
-    """Return the JSON body: type, timestamp of the event, and data. The same notice gives the same bytes."""
+def webhook_body(notice: Notice, cluster_name: str) -> bytes:
+    """Return the JSON body of the notice's webhook: type, timestamp of the event, and data. Equal
+    notices give equal bytes.
+    """
     timestamp = datetime.fromtimestamp(notice.at_s, UTC).isoformat()
-    data = {"cluster": cluster, "title": notice.title, "text": notice.text, **notice.data}
+    data = {"cluster": cluster_name, "title": notice.title, "text": notice.text, **notice.data}
     return json.dumps({"type": f"orc.{notice.kind}", "timestamp": timestamp, "data": data}).encode()
 
 
-def deliver(
-    url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
+def send_webhook(
+    url: str, signing_key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
 ) -> None:
-    """Send one notice. On return the receiver has answered 2xx. Raises OSError, whose message never holds the URL."""
+    """Send one notice to this URL, signed; return once the receiver has answered 2xx.
+
+    Raises OSError, whose message never holds the URL.
+    """
     try:
-        _deliver(url, key, notice, cluster, allowed_hosts)
-    except Refused:
+        _post_notice(url, signing_key, notice, cluster, allowed_hosts)
+    except AddressRefused:
         raise
     except OSError as error:
         message = (
@@ -69,7 +78,7 @@ def deliver(
         raise ConnectionError(f"no HTTP request or answer: {type(error).__name__}") from None
 
 
-def _deliver(
+def _post_notice(
     url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
 ) -> None:
     parts = urlsplit(url)
@@ -78,16 +87,16 @@ def _deliver(
     if not host or parts.scheme not in ("https", "http"):
         raise ConnectionError("its URL is not https://HOST/PATH")
     if not tls and host not in allowed_hosts:
-        raise Refused(
+        raise AddressRefused(
             "it would be sent without TLS: use https, or name its host in `notify.allow_hosts`"
         )
     if parts.username or parts.password:
         raise ConnectionError("its URL holds a password: a receiver checks the signature")
     port = parts.port or (443 if tls else 80)
-    connection = Pinned(
+    connection = PinnedConnection(
         host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S
     )
-    body = body_of(notice, cluster)
+    body = webhook_body(notice, cluster)
     timestamp_s = int(time.time())
     headers = {
         "Host": parts.netloc,
@@ -95,10 +104,10 @@ def _deliver(
         "User-Agent": "orc",
         "webhook-id": notice.id,
         "webhook-timestamp": str(timestamp_s),
-        "webhook-signature": signature(key, notice.id, timestamp_s, body),
+        "webhook-signature": sign_message(key, notice.id, timestamp_s, body),
     }
     watchdog = threading.Timer(
-        TOTAL_S, _cut, (connection,)
+        TOTAL_S, _shut_connection, (connection,)
     )  # a receiver may send a byte every few seconds
     watchdog.start()
     try:
@@ -114,7 +123,7 @@ def _deliver(
         raise ConnectionError(f"it answered {status}")
 
 
-def _cut(connection: Pinned) -> None:
+def _shut_connection(connection: PinnedConnection) -> None:
     opened = connection.sock
     if opened is not None:
         try:

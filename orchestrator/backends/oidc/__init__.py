@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from orchestrator.backends.oidc.provider import Provider
 
 
-def provider_of(spec: OidcSpec | None, environment: MutableMapping[str, str]) -> Provider | None:
-    """Return the provider of a cluster file; None without one. Its secret is removed from the environment.
+def make_provider(spec: OidcSpec | None, environment: MutableMapping[str, str]) -> Provider | None:
+    """Return the OpenID provider of a cluster file's `oidc`; None without that entry.
 
-    Raises SpecError where the extra or the variable is missing.
+    Its secret is removed from the environment. Raises SpecError where the extra `oidc` or the
+    variable is missing.
     """
     if spec is None:
         return None

@@ -37,7 +37,7 @@ AGE_S_MAX = 600  # of a token that has just been made
 
 @frozen
 class SignIn:
-    """A pending sign-in; `url` is the provider's page."""
+    """A pending sign-in; `url` is the provider's page to which the browser is sent."""
 
     url: str
     state: str
@@ -61,24 +61,28 @@ class Provider:
         )  # discovery, and until when it counts
         self._keys: tuple[KeySet | None, float] = (None, 0.0)  # and since when they are known
 
-    def begin(self, redirect_uri: str) -> SignIn:
+    def begin_sign_in(self, redirect_uri: str) -> SignIn:
         """Return a new pending sign-in with fresh state, nonce and verifier."""
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
-        with self._client(redirect_uri) as client:
+        with self._make_client(redirect_uri) as client:
             url, _ = client.create_authorization_url(
-                self._endpoint("authorization_endpoint"),
+                self._find_endpoint("authorization_endpoint"),
                 state=state,
                 code_verifier=verifier,
                 nonce=nonce,
             )
         return SignIn(url=url, state=state, nonce=nonce, verifier=verifier)
 
-    def claims(self, redirect_uri: str, code: str, nonce: str, verifier: str) -> Mapping[str, Any]:
-        """Return the provider's claims about the user, after validation of its token."""
+    def fetch_claims(
+        self, redirect_uri: str, code: str, nonce: str, verifier: str
+    ) -> Mapping[str, Any]:
+        """Exchange the authorization code for the provider's token; return the validated token's
+        claims about the user.
+        """
         try:
-            with self._client(redirect_uri) as client:
+            with self._make_client(redirect_uri) as client:
                 token = client.fetch_token(
-                    self._endpoint("token_endpoint"), code=code, code_verifier=verifier
+                    self._find_endpoint("token_endpoint"), code=code, code_verifier=verifier
                 )
         except SignInError:
             raise
@@ -118,7 +122,7 @@ class Provider:
         return claims
 
     def _keys_for(self, token: str) -> KeySet:
-        """The provider's keys, asked for again where they lack the token's."""
+        """Return the provider's keys; fetch them again if they lack the token's key."""
         key_id = jws.extract_compact(token.encode()).headers().get("kid")
         with self._lock:
             keys, since_s = self._keys
@@ -127,15 +131,17 @@ class Provider:
             )
             age_s = self._clock() - since_s
             if keys is None or age_s > KEEP_S or (not is_known and age_s > REFETCH_S):
-                keys = KeySet.import_key_set(self._json(self._endpoint("jwks_uri")))  # type: ignore[arg-type]
+                keys = KeySet.import_key_set(self._fetch_json(self._find_endpoint("jwks_uri")))  # type: ignore[arg-type]
                 self._keys = keys, self._clock()
         return keys
 
-    def _endpoint(self, name: str) -> str:
-        """An address of the discovery document, whose issuer is the one that is trusted."""
+    def _find_endpoint(self, name: str) -> str:
+        """Return this endpoint's URL from the discovery document, which must name the trusted
+        issuer.
+        """
         discovery, until_s = self._discovery
         if self._clock() >= until_s:
-            discovery = self._json(
+            discovery = self._fetch_json(
                 f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration"
             )
             if discovery.get("issuer") != self.spec.issuer:
@@ -146,7 +152,7 @@ class Provider:
         except ValueError as error:
             raise SignInError(f"the provider's {name} cannot be used: {error}") from None
 
-    def _json(self, url: str) -> JsonObject:
+    def _fetch_json(self, url: str) -> JsonObject:
         try:
             with httpx.Client(timeout=TIMEOUT_S) as client, client.stream("GET", url) as answer:
                 answer.raise_for_status()
@@ -164,7 +170,7 @@ class Provider:
             raise SignInError(f"{url} is no JSON object")
         return document
 
-    def _client(self, redirect_uri: str) -> OAuth2Client:
+    def _make_client(self, redirect_uri: str) -> OAuth2Client:
         return OAuth2Client(
             client_id=self.spec.client_id,
             client_secret=self._secret,

@@ -8,27 +8,28 @@ from __future__ import annotations
 import os
 import sys
 
-from orchestrator.backends.ray.lean import PLAINLY, make_lean
+from orchestrator.backends.ray.lean import PLAINLY, patch_ray
 
 LOOPBACK = "127.0.0.1"
 
 
-def main() -> None:
-    """Run Ray's command line with the first argument as the address of this machine."""
-    stay_at(sys.argv.pop(1))
-    if PLAINLY not in os.environ and (reason := make_lean()) is not None:
+def run_ray_command() -> None:
+    """Run Ray's command line; the first argument is the address that Ray uses for this machine."""
+    force_node_address(sys.argv.pop(1))
+    if PLAINLY not in os.environ and (reason := patch_ray()) is not None:
         print(f"Ray starts with all of its processes: {reason}", flush=True)
     from ray.scripts.scripts import main as ray_command
 
     sys.exit(ray_command())  # type: ignore[no-untyped-call]
 
 
-def stay_at(host: str) -> None:
+def force_node_address(host: str) -> None:
     """Make Ray in this process use `host` as the address of this machine.
 
     Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
-    resolve_ip_for_localhost) and then listens on every interface; with 127.0.0.1 enforced, all of it stays there. A
-    machine with several addresses, or without a default route, uses the given one.
+    resolve_ip_for_localhost) and then listens on every interface. With 127.0.0.1 enforced, all of
+    Ray's traffic stays on the loopback. A machine with several addresses, or without a default
+    route, uses the given one.
     """
     from ray._private import services
 
@@ -36,4 +37,4 @@ def stay_at(host: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_ray_command()

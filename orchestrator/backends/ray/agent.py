@@ -36,15 +36,19 @@ CALLS_AT_ONCE = 4096  # one for each running attempt, and some
 PROBE_TIMEOUT_S = 20.0
 
 
-class Calls:
-    """Calls that a service makes to Ray. Every method is thread-safe."""
+class AgentCalls:
+    """The calls that the service may make to the agent, which makes them to Ray. Every method is
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._launchers = RayLaunchers()
         self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
 
     def nodes(self) -> list[JsonObject]:
-        """Return every node that Ray has seen, in Ray's format."""
+        """Return every node that Ray has listed since its start, in Ray's format. Raises
+        ClusterAway.
+        """
         try:
             return list(ray.nodes())  # type: ignore[no-untyped-call]
         except RayError as error:
@@ -53,7 +57,9 @@ class Calls:
     def read_devices(
         self, node_id: str, name: str, driver: str = "nvml", device_ids: tuple[DeviceId, ...] = ()
     ) -> NvmlReading:
-        """Return the driver's reading of a node. No answer within 20 s gives a reading with an error."""
+        """Return the driver's reading of a node's devices. A node without an answer in 20 s gives a
+        reading with an error.
+        """
         task: Any = ray.remote(num_cpus=0, max_retries=0)(read_devices)
         reference = task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -69,50 +75,56 @@ class Calls:
             return NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
 
     def find(self, attempt: Attempt) -> tuple[str, ...]:
-        """Return the nodes on which the attempt has launchers."""
-        self._groups[attempt.name] = group = self._launchers.find(attempt)
+        """Return the names of the nodes on which the attempt has launchers."""
+        self._groups[attempt.name] = group = self._launchers.find_launchers(attempt)
         return group.nodes
 
     def place(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> tuple[str, ...] | str:
-        """Create the attempt's launchers, and return their nodes; a returned text says why not."""
-        placed = self._launchers.place(attempt, folders, live)
+        """Create the attempt's launchers, and return their nodes' names, or as text why they cannot
+        be created.
+        """
+        placed = self._launchers.create_launchers(attempt, folders, live)
         if isinstance(placed, str):
             return placed
         self._groups[attempt.name] = placed
         return placed.nodes
 
     def end(self, attempt: Attempt) -> None:
-        self._launchers.end(attempt)
+        self._launchers.end_launchers(attempt)
         self._groups.pop(attempt.name, None)
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        self._launchers.end_orphans(folder, node, pids)
+        self._launchers.end_orphan_processes(folder, node, pids)
 
-    def method(self, name: str) -> Callable[..., Any]:
-        """Return the call of this name: one of these, or one of the launchers of the attempt that it is given."""
+    def find_method(self, name: str) -> Callable[..., Any]:
+        """Return the method with this name: one of this class, or one of the launchers of its first
+        argument, an attempt.
+        """
         if hasattr(self, name):
             return getattr(self, name)
-        return lambda attempt, *arguments: getattr(self._group(attempt), name)(*arguments)
+        return lambda attempt, *arguments: getattr(self._find_group(attempt), name)(*arguments)
 
-    def _group(self, attempt: Attempt) -> ActorGroup:
-        """The launchers as they were found; found now where another agent had found them."""
+    def _find_group(self, attempt: Attempt) -> ActorGroup:
+        """Return the attempt's launchers as found before; look for them if this agent has not found
+        them yet.
+        """
         if attempt.name not in self._groups:
             self.find(attempt)
         return self._groups[attempt.name]
 
 
-def main() -> None:
-    """Answer calls until the service closes its end."""
+def serve_calls() -> None:
+    """Connect to Ray, and answer the service's calls until the service closes the connection."""
     service = Connection(int(sys.argv[1]))
     try:
-        connection.connect(sys.argv[3], Path(sys.argv[2]))
+        connection.connect_to_ray(sys.argv[3], Path(sys.argv[2]))
     except OrchestratorError as error:
         service.send(str(error))
         return
     service.send(None)
-    calls = Calls()
+    calls = AgentCalls()
     answering = threading.Lock()
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         while True:
@@ -120,17 +132,21 @@ def main() -> None:
                 number, name, arguments = service.recv()
             except EOFError:
                 os._exit(0)  # what is asked of Ray is of no use any more
-            pool.submit(_answer, service, answering, number, calls.method(name), arguments)
+            pool.submit(
+                _answer_call, service, answering, number, calls.find_method(name), arguments
+            )
 
 
-def _answer(
-    service: Connection,
-    answering: threading.Lock,
-    number: int,
+def _answer_call(
+    connection: Connection,
+    send_lock: threading.Lock,
+    call_number: int,
     call: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
+    """Make a call, and send (call number, result, error text or None, whether the cluster is
+    away).
+    """
     value = None
     problem = None
     is_away = False
@@ -141,9 +157,9 @@ def _answer(
         is_away = True
     except Exception as error:  # the border of a process: Ray's own exceptions are no values
         problem = f"{type(error).__name__}: {error}"
-    with answering:
-        service.send((number, value, problem, is_away))
+    with send_lock:
+        connection.send((call_number, value, problem, is_away))
 
 
 if __name__ == "__main__":
-    main()
+    serve_calls()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.watch import Ownership
-from orchestrator.backends.ray.link import Link, LinkedLaunchers
+from orchestrator.backends.ray.link import AgentLink, LinkedLaunchers
 from orchestrator.backends.ray.nodes import RayNodes
 from orchestrator.specs.cluster import ClusterSpec
 
@@ -21,26 +21,27 @@ class RayBackend(ProcessBackend):
         self,
         home: Path,
         cluster: ClusterSpec,
-        locate: Callable[[], str],
+        find_address: Callable[[], str],
         ownership: Ownership,
         clock: Callable[[], float] = time.time,
         serving: threading.Event | None = None,
     ) -> None:
-        """`locate` gives Ray's address whenever it is looked for; it may raise ServiceError. Waits for nothing.
+        """Make the backend without waiting. `find_address` returns Ray's address at each try to connect,
+        or raises ServiceError.
 
-        No attempt is watched before `serving` is set; None: they are watched at once.
+        Attempts are watched once the event `serving` is set; with None, at once.
         """
-        self._link = Link(home, locate)
+        self._link = AgentLink(home, find_address)
         nodes = RayNodes(cluster, self._link)
         launchers = LinkedLaunchers(self._link)
         super().__init__(home, cluster, nodes, launchers, ownership, clock, serving)
 
     @property
     def problem(self) -> str | None:
-        """Text on why Ray cannot be reached and since when; None where it can."""
+        """Sentence on why Ray cannot be reached, and since when; None while it can be reached."""
         return self._link.problem
 
     def close(self) -> None:
-        """Stop watching and disconnect; running attempts continue."""
+        """Stop watching attempts, and disconnect; running attempts continue."""
         super().close()
         self._link.close()

@@ -7,33 +7,38 @@ import logging
 import os
 from pathlib import Path
 
-from orchestrator.backends.ray.address import LOOPBACK, stay_at
-from orchestrator.backends.ray.embedded import accepts, find, token_env
+from orchestrator.backends.ray.address import LOOPBACK, force_node_address
+from orchestrator.backends.ray.embedded import (
+    accepts_connection,
+    find_local_address,
+    token_variables,
+)
 from orchestrator.specs.errors import ServiceError
 
 
-def connect(address: str, home: Path) -> None:
-    """Connect this process to Ray. Raises ServiceError where it does not answer.
+def connect_to_ray(address: str, home: Path) -> None:
+    """Connect this process to Ray at this address. Raises ServiceError where Ray does not answer.
 
-    `ray.init` on a dead address never returns (41 s per internal attempt, still blocked after 300 s), so the port is
-    tried first. A cluster that is not ours takes its token from the caller's environment.
+    `ray.init` on a dead address never returns (41 s per internal attempt, still blocked after 300
+    s), so the port is tried first. A cluster that this home did not start takes its token from the
+    caller's environment.
     """
-    if not accepts(address, 5.0):
+    if not accepts_connection(address, 5.0):
         raise ServiceError(
             f"no Ray answers at {address}: start it with `orc up`, or check the address"
         )
-    is_ours = (find(home) or "") == address
+    is_ours = (find_local_address(home) or "") == address
     host = address.rpartition(":")[0]
     if is_ours:
-        _take_token(home)
+        _use_token(home)
     if is_ours or host == LOOPBACK:  # its head is on this machine
-        stay_at(host)
+        force_node_address(host)
     import ray
 
     try:
         ray.init(
             address=address,
-            namespace=namespace(home),
+            namespace=home_namespace(home),
             log_to_driver=False,
             logging_level=logging.WARNING,
             ignore_reinit_error=True,
@@ -42,17 +47,20 @@ def connect(address: str, home: Path) -> None:
         raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
 
 
-def namespace(home: Path) -> str:
-    """Return the Ray namespace of this home. Another home may have a job of the same id."""
+def home_namespace(home: Path) -> str:
+    """Return the Ray namespace of this home. Homes have different ones, since two homes may have a
+    job of the same id.
+    """
     return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
-def _take_token(home: Path) -> None:
-    """Make Ray of this process use the embedded cluster's token.
+def _use_token(home: Path) -> None:
+    """Make Ray in this process use the token of the home's embedded cluster.
 
-    Ray reads these variables once, when it is imported (`ray/_private/authentication_test_utils.py` forgets them so).
+    Ray reads these variables once, when it is imported; `ray/_private/authentication_test_utils.py`
+    resets them in the same way.
     """
-    os.environ.update(token_env(home))
+    os.environ.update(token_variables(home))
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")

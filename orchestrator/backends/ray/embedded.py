@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.launcher import free_port
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.attempts.launcher import find_free_port
+from orchestrator.backends.environment import select_inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -62,10 +62,10 @@ log = logging.getLogger(__name__)
 
 
 class OwnRay:
-    """The service's own Ray, started on demand."""
+    """The Ray cluster that the service starts itself, on first use."""
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
-        """Take the arguments of `start`, which `address` calls."""
+        """Store the arguments with which `address` starts Ray; nothing is started yet."""
         self._home = home
         self._cluster = cluster
         self._host = host
@@ -78,66 +78,70 @@ class OwnRay:
         with self._starting:
             if self._is_over:
                 raise ServiceError("the service is ending")
-            address = start(self._home, self._cluster, self._host)
-            self._state = read_state(self._home)
+            address = start_embedded(self._home, self._cluster, self._host)
+            self._state = read_record(self._home)
             return address
 
     def known_address(self) -> str:
-        """Return the address of the last start. Raises ServiceError before the first."""
+        """Return the address from the last start. Raises ServiceError before the first start."""
         if self._state is None:
             raise ServiceError("the service's Ray is starting: try again")
         return str(self._state["address"])
 
     def stop(self) -> None:
-        """End Ray if this object started it. Another Ray that now serves the home is left alone."""
+        """End Ray if this object started it. A newer Ray that serves the home is left running."""
         self._is_over = True
         with self._starting:
             if self._state is not None:
-                stop(self._home, self._state)
+                stop_embedded(self._home, self._state)
 
 
-def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
-    """Start an embedded Ray with a raylet here for every node of `cluster`, and return its address.
+def start_embedded(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
+    """Start an embedded Ray on this machine, with a raylet for every node of `cluster`, and return
+    its address.
 
-    `host` is the address of this machine under which the others reach it. A running cluster of this home is reused, and
-    its lost nodes are started again. Raises ServiceError with the end of Ray's own output.
+    `host` is the address under which other machines reach this one. A running cluster of this home
+    is reused, and its lost nodes are started again. Raises ServiceError with the end of Ray's own
+    output.
     """
-    state = read_state(home)
-    if state is None or find(home) is None:
-        stop(home)
-        state = _new_state(f"{host}:{free_port()}", host)
+    state = read_record(home)
+    if state is None or find_local_address(home) is None:
+        stop_embedded(home)
+        state = _new_record(f"{host}:{find_free_port()}", host)
     nodes = [(name, node) for node in cluster.nodes for name in node.names]
     _start_missing(home, HEAD, state, nodes, has_head=False)
     return str(state["address"])
 
 
-def join(home: Path, name: str, node: NodeSpec, address: str, host: str) -> None:
+def join_embedded(home: Path, node_name: str, node: NodeSpec, address: str, host: str) -> None:
     """Start a raylet on this machine, known as `host`, in the embedded Ray at `address`; a running one is reused.
 
     Raises ServiceError with the end of Ray's own output.
     """
-    record = record_of(name)
-    state = read_state(home, record)
+    record = record_name(node_name)
+    state = read_record(home, record)
     if state is None or state["address"] != address:
-        stop(home, record=record)
-        state = _new_state(address, host)
-    _start_missing(home, record, state, [(name, node)], has_head=True)
+        stop_embedded(home, record=record)
+        state = _new_record(address, host)
+    _start_missing(home, record, state, [(node_name, node)], has_head=True)
 
 
-def record_of(name: str) -> str:
-    """Return the name of the file in the home that records Ray on the machine of node `name`."""
-    return f"machines/{name}.json"
+def record_name(node_name: str) -> str:
+    """Return the name of the home's file that records the Ray processes on the machine of this
+    node.
+    """
+    return f"machines/{node_name}.json"
 
 
-def is_running(home: Path, name: str) -> bool:
-    """Return whether the raylet that `join` started for this node runs on this machine."""
-    state = read_state(home, record_of(name))
+def is_running(home: Path, node_name: str) -> bool:
+    """Return whether the raylet that `join_embedded` started for this node runs on this machine."""
+    state = read_record(home, record_name(node_name))
     return state is not None and any(
-        start_ticks(pid) == ticks for _, pid, ticks in state["processes"]
+        read_start_ticks(pid) == ticks for _, pid, ticks in state["processes"]
     )
 
 
-def _new_state(address: str, host: str) -> JsonObject:
+def _new_record(address: str, host: str) -> JsonObject:
     temp_dir = tempfile.mkdtemp(
         prefix="orc-", dir="/tmp"
     )  # a Unix socket's path ends at 107 characters
@@ -152,9 +156,11 @@ def _start_missing(
     *,
     has_head: bool,
 ) -> None:
-    """Start the nodes that do not live; the first one is the head where there is none."""
+    """Start those of these nodes that do not run, and record them; without `has_head`, the first
+    becomes the head.
+    """
     (home / record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    living = {name for name, pid, ticks in state["processes"] if start_ticks(pid) == ticks}
+    living = {name for name, pid, ticks in state["processes"] if read_start_ticks(pid) == ticks}
     missing = [(name, node) for name, node in nodes if name not in living]
     try:
         if not living and not has_head:  # the head must run before others can join it
@@ -163,25 +169,31 @@ def _start_missing(
         _start_nodes(home, record, state, missing, head=False)
     except ServiceError:
         if not living:
-            stop(home, record=record)
+            stop_embedded(home, record=record)
         raise
 
 
-def find(home: Path) -> str | None:
-    """Return the address of this home's embedded Ray if its head runs on this machine; None otherwise."""
-    state = read_state(home)
+def find_local_address(home: Path) -> str | None:
+    """Return the address of this home's embedded Ray if its head runs on this machine; else
+    None.
+    """
+    state = read_record(home)
     if state is None or not state["processes"]:
         return None
     _, pid, ticks = state["processes"][0]
     return (
-        state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
+        state["address"]
+        if read_start_ticks(pid) == ticks and accepts_connection(state["address"], 2.0)
+        else None
     )
 
 
-def elsewhere(home: Path) -> str | None:
-    """Return the address of another machine on which this home's embedded Ray runs; None without one."""
-    state = read_state(home)
-    if state is None or not accepts(state["address"], 2.0):
+def find_other_machine(home: Path) -> str | None:
+    """Return the address of another machine on which this home's embedded Ray runs; None where
+    there is none.
+    """
+    state = read_record(home)
+    if state is None or not accepts_connection(state["address"], 2.0):
         return None
     with socket.socket() as probe:
         try:
@@ -191,41 +203,45 @@ def elsewhere(home: Path) -> str | None:
     return None
 
 
-def read_state(home: Path, record: str = HEAD) -> JsonObject | None:
-    """Return the state of an embedded Ray as `start` or `join` wrote it; None without one."""
+def read_record(home: Path, record: str = HEAD) -> JsonObject | None:
+    """Return the state of an embedded Ray as recorded at its start; None without a record."""
     try:
         return json.loads((home / record).read_text())
     except FileNotFoundError:
         return None
 
 
-def stop(home: Path, state: JsonObject | None = None, record: str = HEAD) -> None:
-    """End exactly the processes that `start` or `join` started, with their leftovers; none running is no error.
+def stop_embedded(home: Path, state: JsonObject | None = None, record: str = HEAD) -> None:
+    """End exactly the processes that this home's embedded Ray started, with their leftovers. None
+    running is no error.
 
-    `state` names the processes, as `read_state` returned it; by default the record is read.
+    `state` names the processes, as `read_record` returned it; by default the record is read.
     """
-    state = state or read_state(home, record)
+    state = state or read_record(home, record)
     if state is None:
         return
-    pids = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    pids = [pid for _, pid, ticks in state["processes"] if read_start_ticks(pid) == ticks]
     for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    _await_gone(pids, STOP_TIMEOUT_S)
+    _wait_until_gone(pids, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still
     # members.
-    _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
-    _await_gone(pids, STOP_TIMEOUT_S)
+    _kill_ray_processes([pid for _, pid, _ in state["processes"]], state["temp_dir"])
+    _wait_until_gone(pids, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    if read_state(home, record) == state:
+    if read_record(home, record) == state:
         with contextlib.suppress(
             OSError
         ):  # a read-only disk: the record names processes that have ended
             (home / record).unlink(missing_ok=True)
 
 
-def token_env(home: Path) -> dict[str, str]:
-    """Return variables that authenticate a process in the embedded cluster. Creates the token with mode 0600."""
+def token_variables(home: Path) -> dict[str, str]:
+    """Return the environment variables that authenticate a process in the embedded cluster.
+
+    The token is created if it is missing, in a file of mode 0600.
+    """
     path = home / "ray_token"
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -246,17 +262,18 @@ def _start_nodes(
     *,
     head: bool,
 ) -> None:
-    """Start `nodes` at the same time, and write each to the file `record` as soon as it runs.
+    """Start `nodes` at the same time, and record each in the file `record` as soon as it runs.
 
-    A node starts with the processes of Ray that jobs need. If that fails, it is started once more with all of them.
+    A node starts with only those processes of Ray that jobs need. If that fails, it is started once
+    more with all of them.
     """
-    starting = _begin(home, record, state, nodes, head=head, environment={})
-    reasons = {name: _why_not_started(process, output) for name, process, output in starting}
+    starting = _launch_nodes(home, record, state, nodes, head=head, environment={})
+    reasons = {name: _wait_until_started(process, output) for name, process, output in starting}
     again = [(name, node) for name, node in nodes if reasons[name] is not None]
-    for name, process, output in _begin(
+    for name, process, output in _launch_nodes(
         home, record, state, again, head=head, environment={PLAINLY: "1"}
     ):
-        if (reason := _why_not_started(process, output)) is not None:
+        if (reason := _wait_until_started(process, output)) is not None:
             raise ServiceError(f"Ray did not start node {name}:\n{reason}")
         log.warning(
             "node %s started with all processes of Ray, since the lean start failed: %s",
@@ -265,7 +282,7 @@ def _start_nodes(
         )
 
 
-def _begin(
+def _launch_nodes(
     home: Path,
     record: str,
     state: JsonObject,
@@ -274,14 +291,17 @@ def _begin(
     head: bool,
     environment: Env,
 ) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
-    """Return name, process and log of each node; what is left of an earlier process of the name is ended."""
+    """Launch these nodes without waiting, and return (name, process, file of its output) of each.
+
+    Processes that an earlier node of the same name left are ended first.
+    """
     starting = []
     for name, node in nodes:
         former = [pid for other, pid, _ in state["processes"] if other == name]
-        _end_members(former, state["temp_dir"])
+        _kill_ray_processes(former, state["temp_dir"])
         process, output = _start_node(home, state, name, node, head=head, environment=environment)
         state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
-        state["processes"].append([name, process.pid, start_ticks(process.pid)])
+        state["processes"].append([name, process.pid, read_start_ticks(process.pid)])
         write_durably(home / record, json.dumps(state))
         starting.append((name, process, output))
     return starting
@@ -329,7 +349,7 @@ def _start_node(
     with log_path.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**_own_env(), **RAY_ENV, **token_env(home), **environment},
+            env={**_ray_variables(), **RAY_ENV, **token_variables(home), **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -338,17 +358,22 @@ def _start_node(
     return process, log_path
 
 
-def _own_env() -> dict[str, str]:
-    """The variables that jobs inherit, without a choice of devices: every process of Ray shows its own to its user."""
+def _ray_variables() -> dict[str, str]:
+    """Return the environment of Ray's processes: what jobs inherit, but no choice of devices, which
+    users could read.
+    """
     return {
         name: value
-        for name, value in inherited(os.environ).items()
+        for name, value in select_inherited(os.environ).items()
         if name != "CUDA_VISIBLE_DEVICES"
     }
 
 
-def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | None:
-    """Return None once Ray says that it runs, or the end of its output when it has ended or its time is over."""
+def _wait_until_started(process: subprocess.Popen[bytes], output: Path) -> str | None:
+    """Wait until Ray reports that the node runs, and return None.
+
+    Returns the end of its output where the process has ended, or its time is over.
+    """
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and process.poll() is None:
         if STARTED in output.read_text(errors="replace"):
@@ -359,7 +384,7 @@ def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | No
     )
 
 
-def accepts(address: str, timeout_s: float) -> bool:
+def accepts_connection(address: str, timeout_s: float) -> bool:
     """Return whether `address` (HOST:PORT) accepts a TCP connection."""
     host, _, port = address.rpartition(":")
     try:
@@ -369,10 +394,11 @@ def accepts(address: str, timeout_s: float) -> bool:
         return False
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
+def read_start_ticks(pid: int) -> int | None:
+    """Return a process's start in clock ticks since boot (/proc/<pid>/stat, field 22); None if it
+    is dead or a zombie.
 
-    A pid with the same ticks is the same process, since pids are reused.
+    Process ids are reused: the same id with the same ticks is the same process.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -381,23 +407,25 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _end_members(sessions: list[int], temp_dir: str) -> None:
-    """SIGKILL the processes of these sessions that are Ray's: a session's number may be in use again."""
+def _kill_ray_processes(session_ids: list[int], temp_dir: str) -> None:
+    """SIGKILL Ray's processes in these sessions. Other processes stay, since a session id may be in
+    use again.
+    """
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes()
                 rays = temp_dir.encode() in command or command.startswith(b"ray::")
-                if rays and os.getsid(int(entry.name)) in sessions:
+                if rays and os.getsid(int(entry.name)) in session_ids:
                     os.kill(int(entry.name), signal.SIGKILL)
 
 
-def _await_gone(pids: list[int], timeout_s: float) -> None:
+def _wait_until_gone(pids: list[int], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if all(start_ticks(pid) is None for pid in pids):
+        if all(read_start_ticks(pid) is None for pid in pids):
             return
         time.sleep(0.05)

@@ -27,7 +27,7 @@ from orchestrator.backends.attempts.launcher import (
     LauncherStatus,
     RankStart,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, process_mark
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
@@ -49,7 +49,9 @@ HOST_LOOK_S = 5.0
 
 
 class LauncherHost:
-    """A process that hosts the launcher of one attempt, and that of another once all its processes have ended."""
+    """A Ray actor that hosts the launcher of one attempt; after that attempt has ended, it may host
+    another.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,14 +61,16 @@ class LauncherHost:
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def host(self, attempt: str, *arguments: Any) -> bool:
-        """Create the attempt's launcher from its arguments. False while another attempt is hosted."""
+        """Create the attempt's launcher from these arguments. Return False while another attempt is
+        hosted.
+        """
         with self._lock:
             if self._launcher is None:
                 self._attempt, self._launcher = attempt, Launcher(*arguments)
             return self._attempt == attempt
 
     def release(self, attempt: str) -> bool:
-        """Forget the attempt, and return True; False where a process of it may live."""
+        """Give up the attempt, and return True; False where one of its processes may still live."""
         with self._lock:
             if self._launcher is None or self._attempt != attempt:
                 return False
@@ -78,7 +82,9 @@ class LauncherHost:
             return True
 
     def call(self, attempt: str, method: str, *arguments: Any) -> Any:
-        """Return what the attempt's launcher answers. Raises LookupError for an attempt that is not hosted."""
+        """Return the result of this method of the attempt's launcher. Raises LookupError for an
+        attempt that is not hosted.
+        """
         with self._lock:
             launcher = self._launcher
             if launcher is None or self._attempt != attempt:
@@ -95,23 +101,25 @@ class LauncherHost:
 
 
 class Hosted(NamedTuple):
-    """A launcher in its host, to call from the agent."""
+    """A launcher in its host (a Ray actor), for calls from the agent."""
 
     attempt: str
     host: str  # the actor's name
     actor: Any
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the reference of the answer."""
+        """Call this method of the launcher, and return Ray's reference to the result."""
         return self.actor.call.remote(self.attempt, method, *arguments)
 
 
 class ActorGroup:
-    """The launchers of one attempt in their hosts, inside the agent; see `LauncherGroup`."""
+    """The launchers of one attempt, each in its host (a Ray actor), inside the agent; see
+    `LauncherGroup`.
+    """
 
-    def __init__(self, actors: Mapping[str, Hosted]) -> None:
-        """`actors` are the launchers by node."""
-        self._actors = dict(actors)
+    def __init__(self, launcher_by_node: Mapping[str, Hosted]) -> None:
+        """`launcher_by_node` are the launchers by node."""
+        self._actors = dict(launcher_by_node)
         self._pending: dict[Any, str] = {}  # reference of a long poll -> node
         self._versions: dict[str, int] = {}
         self._unanswered: dict[str, int] = {}
@@ -121,7 +129,9 @@ class ActorGroup:
         return tuple(self._actors)
 
     def is_idle(self) -> bool:
-        """Return whether some launcher's ranks were never started. A lost launcher counts as started."""
+        """Return whether at least one launcher's ranks were never started. A lost launcher counts
+        as started.
+        """
         return any(self._is_idle(actor) for actor in self._actors.values())
 
     def free_port(self, node: str) -> int:
@@ -140,7 +150,11 @@ class ActorGroup:
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
+        """Start the processes of every node, unless they were started before, and return the
+        launchers' statuses.
+
+        `counts` has the number of ranks per process, by node.
+        """
         answers = [
             self._actors[node].call("start", list(ranks[node]), workdir, counts[node], fence)
             for node in ranks
@@ -149,7 +163,9 @@ class ActorGroup:
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
+        """Return the changed statuses by node, None for a launcher that is gone. Waits at most
+        `timeout_s` for the first change.
+        """
         polled = set(self._pending.values())
         news: dict[str, LauncherStatus | None] = {}
         for node in nodes:
@@ -199,7 +215,9 @@ class ActorGroup:
 
 
 class RayLaunchers:
-    """Launchers of all attempts in Ray, inside the agent; see `Launchers`. Its nodes are `RayNode`s."""
+    """The launchers of all attempts in Ray, inside the agent; see the protocol `Launchers`. Its
+    nodes are `RayNode`s.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -207,15 +225,15 @@ class RayLaunchers:
         self._nodes: dict[str, str] = {}
         self._idle: dict[str, list[Hosted]] = {}  # by the node's id
 
-    def find(self, attempt: Attempt) -> ActorGroup:
+    def find_launchers(self, attempt: Attempt) -> ActorGroup:
         """Return the existing launchers of `attempt`."""
-        return ActorGroup(_hosted(attempt))
+        return ActorGroup(_find_hosted(attempt))
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> ActorGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
-        bundles = [_bundle(part.devices, live[part.node]) for part in attempt.placement]
+        bundles = [_resource_bundle(part.devices, live[part.node]) for part in attempt.placement]
         group = placement_group(
             bundles,
             strategy="PACK",
@@ -228,7 +246,7 @@ class RayLaunchers:
         if not group.wait(
             timeout_seconds=PLACE_TIMEOUT_S
         ):  # it would wait for ever, and take the devices one day
-            self.end(attempt)
+            self.end_launchers(attempt)
             return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
         folder = folders.attempt(attempt.number)
         hosted = dict[str, Hosted]()
@@ -240,7 +258,7 @@ class RayLaunchers:
                     str(folder.path),
                     str(folders.epoch),
                     attempt.number,
-                    mark_of(folder, part.node),
+                    process_mark(folder, part.node),
                     Watched(
                         node=part.node,
                         devices=part.devices,
@@ -249,21 +267,23 @@ class RayLaunchers:
                         device_ids=node.launch.device_ids,
                     ),
                 )
-                launcher = self._take_idle(attempt, part.node, node.id, arguments)
+                launcher = self._reuse_host(attempt, part.node, node.id, arguments)
                 if launcher is None:
                     launcher = self._create_host(attempt, part.node, node.id)
                     created.append(launcher.actor.host.remote(attempt.name, *arguments))
                 hosted[part.node] = launcher
             ray.get(created, timeout=READY_TIMEOUT_S)
         except RayError as error:
-            self.end(attempt)
+            self.end_launchers(attempt)
             return f"its launchers did not come up: {type(error).__name__}: {error}"
         return ActorGroup(hosted)
 
-    def _take_idle(
+    def _reuse_host(
         self, attempt: Attempt, node: str, node_id: str, arguments: Sequence[Any]
     ) -> Hosted | None:
-        """Let an idle host of the node host the attempt's launcher; None where none can."""
+        """Create the attempt's launcher in an idle host of the node, and return it; None where no
+        host is idle.
+        """
         while True:
             with self._lock:
                 idle = self._idle.get(node_id)
@@ -275,7 +295,7 @@ class RayLaunchers:
                 answer = launcher.actor.host.remote(attempt.name, *arguments)
                 if ray.get(answer, timeout=HOST_TIMEOUT_S):
                     return launcher
-            self._kill(launcher)
+            self._kill_host(launcher)
 
     def _create_host(self, attempt: Attempt, node: str, node_id: str) -> Hosted:
         name = f"host/{uuid.uuid4().hex}"
@@ -291,14 +311,16 @@ class RayLaunchers:
         ).remote()
         return Hosted(attempt.name, name, handle)
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         try:
-            for node, launcher in _hosted(attempt).items():
-                is_free = self._release(launcher)
+            for node, launcher in _find_hosted(attempt).items():
+                is_free = self._release_host(launcher)
                 if not is_free:
-                    self._kill(launcher)
-                internal_kv._internal_kv_del(launcher_name(attempt, node), namespace=_namespace())
+                    self._kill_host(launcher)
+                internal_kv._internal_kv_del(
+                    launcher_name(attempt, node), namespace=_ray_namespace()
+                )
                 if is_free:  # nobody takes it for this attempt's any more
                     with self._lock:
                         self._idle.setdefault(self._nodes[launcher.host], []).append(launcher)
@@ -307,13 +329,13 @@ class RayLaunchers:
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
-    def _kill(self, launcher: Hosted) -> None:
-        """End a host, and with it the processes of its attempt."""
+    def _kill_host(self, launcher: Hosted) -> None:
+        """End a launcher's host, and with it the processes of its attempt."""
         self._nodes.pop(launcher.host, None)
         ray.kill(launcher.actor)
 
-    def _release(self, launcher: Hosted) -> bool:
-        """Return whether the host has forgotten its attempt, and may host another."""
+    def _release_host(self, launcher: Hosted) -> bool:
+        """Return whether the host has given up its attempt, and so may host another."""
         if launcher.host not in self._nodes:  # of an earlier agent, perhaps with other code
             return False
         with contextlib.suppress(RayError):
@@ -321,22 +343,26 @@ class RayLaunchers:
             return bool(ray.get(answer, timeout=HOST_TIMEOUT_S))
         return False
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
         """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         remote: Any = ray.remote(clean_up)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with contextlib.suppress(RayError):  # the node went too, and its processes with it
-            orphans = task.remote(mark_of(folder, node.launch.name), str(folder.path), list(pids))
+            orphans = task.remote(
+                process_mark(folder, node.launch.name), str(folder.path), list(pids)
+            )
             ray.get(orphans, timeout=READY_TIMEOUT_S)
 
 
-def _hosted(attempt: Attempt) -> dict[str, Hosted]:
-    """Return the launchers that exist, by node."""
+def _find_hosted(attempt: Attempt) -> dict[str, Hosted]:
+    """Return the attempt's existing launchers, by node name."""
     hosted = {}
     for part in attempt.placement:
         key = launcher_name(attempt, part.node)
-        name = internal_kv._internal_kv_get(key, namespace=_namespace())
+        name = internal_kv._internal_kv_get(key, namespace=_ray_namespace())
         if name is None:
             continue
         # No actor has that name; or it has just died, and Ray has dropped its class before its name
@@ -348,21 +374,23 @@ def _hosted(attempt: Attempt) -> dict[str, Hosted]:
     return hosted
 
 
-def _record_host(attempt: Attempt, node: str, host: str) -> None:
-    """Store which actor hosts the launcher, for an agent that comes later."""
-    internal_kv._internal_kv_put(launcher_name(attempt, node), host, namespace=_namespace())
+def _record_host(attempt: Attempt, node: str, host_name: str) -> None:
+    """Store the name of the actor that hosts the launcher, for a later agent."""
+    internal_kv._internal_kv_put(
+        launcher_name(attempt, node), host_name, namespace=_ray_namespace()
+    )
 
 
-def _namespace() -> str:
+def _ray_namespace() -> str:
     return str(ray.get_runtime_context().namespace)
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:
-    """Return the launcher's name in the home's Ray namespace."""
+    """Return the name in Ray of the attempt's launcher on this node."""
     return f"{attempt.name}/{node}"
 
 
-def _bundle(devices: tuple[int, ...], node: LiveNode) -> dict[str, float]:
+def _resource_bundle(devices: tuple[int, ...], node: LiveNode) -> dict[str, float]:
     assert isinstance(node, RayNode), node
     bundle: dict[str, float] = {f"gpu{index}": 1 for index in devices}
     if node.ray_gpus:

@@ -3,7 +3,7 @@
 A standard node has four Python processes more: the API server and the autoscaler's monitor (head), and the agents of
 the dashboard and of runtime environments. Nothing here uses them. Both agents must exist, since a raylet ends with its
 agent: each is a stand-in, which sleeps. Ray 2.60 has no setting for this, so private functions are replaced.
-`make_lean` refuses a Ray that lacks them, and `embedded` starts a standard node where the lean start fails.
+`patch_ray` refuses a Ray that lacks them, and `embedded` starts a standard node where the lean start fails.
 
 An actor or a task with a `runtime_env` would wait for ever on such a node. No code of ours passes any.
 """
@@ -31,8 +31,11 @@ AGENTS = {
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def make_lean() -> str | None:
-    """Replace functions of Ray in this process. Returns why they cannot be replaced, None on success."""
+def patch_ray() -> str | None:
+    """Replace functions of Ray in this process, so that its nodes start fewer processes.
+
+    Returns why they cannot be replaced, None on success.
+    """
     from ray import _raylet
     from ray._private import services
 
@@ -59,8 +62,8 @@ def make_lean() -> str | None:
         flag, _, _ = word.partition("=")
         if flag not in AGENTS:
             return word
-        session_dir = _value("--session_dir", command)
-        node_id = _value("--node_id", command)
+        session_dir = _flag_value("--session_dir", command)
+        node_id = _flag_value("--node_id", command)
         for name in AGENTS[flag]:  # the raylet waits for these files
             persist_port(session_dir, node_id, getattr(_raylet, name), UNUSED_PORT)
         stand_in = [
@@ -77,7 +80,7 @@ def make_lean() -> str | None:
     return None
 
 
-def _value(flag: str, command: list[str]) -> str:
+def _flag_value(flag: str, command: list[str]) -> str:
     return next(word for word in command if word.startswith(f"{flag}=")).partition("=")[2]
 
 

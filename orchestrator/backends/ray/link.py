@@ -24,12 +24,12 @@ from orchestrator.backends.attempts.launcher import (
     BEFORE_TIMEOUT_S,
     LauncherStatus,
     RankStart,
-    dies_with_parent,
+    die_with_parent_hook,
 )
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
-from orchestrator.backends.environment import inherited, matching
-from orchestrator.backends.ray.embedded import accepts
+from orchestrator.backends.environment import select_inherited, select_matching
+from orchestrator.backends.ray.embedded import accepts_connection
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.command_line import Env
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class CallFailed(OrchestratorError):
-    """Ray refused a call, or a launcher raised."""
+    """Ray refused a call, or the launcher that was called raised an exception."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,13 +60,19 @@ class _Agent:
     channel: Connection
 
 
-class Link:
-    """Calls to Ray with a timeout: each returns, or raises ClusterAway or CallFailed."""
+class AgentLink:
+    """Calls to Ray through the agent, each with a timeout: a call returns, or raises ClusterAway or
+    CallFailed.
+    """
 
-    def __init__(self, home: Path, locate: Callable[[], str]) -> None:
-        """`locate` gives Ray's address, and starts a Ray of the service's own; it may raise ServiceError."""
+    def __init__(self, home: Path, find_address: Callable[[], str]) -> None:
+        """Start the thread that keeps an agent. `find_address` returns Ray's address, or raises
+        ServiceError.
+
+        It may start the service's own Ray for that.
+        """
         self._home = home
-        self._locate = locate
+        self._locate = find_address
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._numbers = itertools.count()
@@ -75,19 +81,21 @@ class Link:
         self._away_since_s = time.time()
         self._why = SOUGHT
         self._closing = threading.Event()
-        self._thread = start_loop("ray-link", self._run, self._closing)
+        self._thread = start_loop("ray-link", self._keep_agent, self._closing)
 
     @property
     def problem(self) -> str | None:
-        """Text on why Ray cannot be reached and since when; None where it can."""
+        """Sentence on why Ray cannot be reached, and since when; None while it can be reached."""
         with self._lock:
             if self._agent is not None:
                 return None
             since = datetime.fromtimestamp(self._away_since_s).astimezone()
             return f"Ray cannot be reached since {since:%Y-%m-%d %H:%M:%S %Z}, and jobs wait: {self._why}"
 
-    def call(self, name: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Call the agent's method of this name, and return its result. Raises ClusterAway or CallFailed."""
+    def call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call this method in the agent, and return its result. Raises ClusterAway or
+        CallFailed.
+        """
         answer: Future[Any] = Future()
         number = next(self._numbers)
         with self._lock:
@@ -98,27 +106,29 @@ class Link:
             raise ClusterAway(self.problem or "the agent of Ray has ended")
         try:
             with self._sending:
-                agent.channel.send((number, name, arguments))
+                agent.channel.send((number, method, arguments))
             return answer.result(timeout_s)
         except TimeoutError:
-            raise ClusterAway(f"Ray does not answer {name!r} within {timeout_s:g} s") from None
+            raise ClusterAway(f"Ray does not answer {method!r} within {timeout_s:g} s") from None
         except ClusterAway:
             raise
         except OSError as error:  # it has ended, or takes nothing: half a message may be sent
-            self._end(agent, f"its agent takes no calls: {error.strerror}")
+            self._end_agent(agent, f"its agent takes no calls: {error.strerror}")
             raise ClusterAway(str(error)) from None
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
 
-    def nodes(self) -> list[JsonObject]:
-        """Return every node that Ray has seen. Raises ClusterAway, and ends an agent that does not answer."""
+    def list_nodes(self) -> list[JsonObject]:
+        """Return every node that Ray has listed, in Ray's format. Raises ClusterAway, and ends an
+        agent that does not answer.
+        """
         with self._lock:
             agent = self._agent
         try:
             nodes: list[JsonObject] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
         except ClusterAway as error:
-            self._end(agent, str(error))
+            self._end_agent(agent, str(error))
             raise
         return nodes
 
@@ -127,23 +137,25 @@ class Link:
         self._closing.set()
         with self._lock:
             agent = self._agent
-        self._end(agent, "the service is ending")
+        self._end_agent(agent, "the service is ending")
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        """Keep an agent. The kernel ends it with this thread, so that none outlives the service."""
+    def _keep_agent(self) -> None:
+        """Start an agent again and again until the link closes. The kernel ends the agent with this
+        thread.
+        """
         pause_s = RETRY_S[0]
         while not self._closing.is_set():
             began_s = time.monotonic()
             try:
                 address = self._locate()
-                if not accepts(address, ACCEPT_S):
+                if not accepts_connection(address, ACCEPT_S):
                     raise ServiceError(f"nothing answers at {address}")
-                self._keep(address)
+                self._run_agent(address)
             except OrchestratorError as error:
-                self._note(str(error))
+                self._record_reason(str(error))
             except Exception as error:  # the thread's edge: without it Ray would be away for ever
-                self._note(f"{type(error).__name__}: {error}")
+                self._record_reason(f"{type(error).__name__}: {error}")
             pause_s = (
                 RETRY_S[0]
                 if time.monotonic() - began_s > RETRY_S[1]
@@ -151,8 +163,10 @@ class Link:
             )
             self._closing.wait(pause_s)
 
-    def _keep(self, address: str) -> None:
-        """Start an agent and hand its answers out until it ends. Raises ServiceError where it does not connect."""
+    def _run_agent(self, address: str) -> None:
+        """Start an agent and pass on its answers until it ends. Raises ServiceError where it does
+        not connect to Ray.
+        """
         near, far = socket.socketpair()
         near.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0)
@@ -169,10 +183,10 @@ class Link:
             with far:
                 process = subprocess.Popen(
                     command,
-                    env={**inherited(os.environ), **matching(os.environ, RAYS)},
+                    env={**select_inherited(os.environ), **select_matching(os.environ, RAYS)},
                     pass_fds=[far.fileno()],
                     stdin=subprocess.DEVNULL,
-                    preexec_fn=dies_with_parent(),
+                    preexec_fn=die_with_parent_hook(),
                 )
             agent = _Agent(process, channel)
             try:
@@ -184,15 +198,17 @@ class Link:
                     self._agent = agent
                 log.info("Ray is reached at %s", address)
                 while True:
-                    self._hand_out(*channel.recv())
+                    self._pass_answer(*channel.recv())
             except (EOFError, ConnectionResetError):
                 return
             finally:
-                self._end(agent, "its agent has ended")
+                self._end_agent(agent, "its agent has ended")
                 process.wait()
 
     def _is_connected(self, channel: Connection) -> bool:
-        """Whether the agent is connected in time. Raises ServiceError with its reason where it cannot be."""
+        """Return whether the agent has connected to Ray in time. Raises ServiceError with the
+        reason where it cannot connect.
+        """
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while time.monotonic() < deadline_s and not self._closing.is_set():
             if channel.poll(0.1):
@@ -202,9 +218,11 @@ class Link:
                 return True
         return False
 
-    def _hand_out(self, number: int, value: Any, problem: str | None, is_away: bool) -> None:
+    def _pass_answer(
+        self, call_number: int, value: Any, problem: str | None, is_away: bool
+    ) -> None:
         with self._lock:
-            answer = self._waiting.pop(number, None)
+            answer = self._waiting.pop(call_number, None)
         if answer is None:  # nobody waits any more
             return
         if problem is None:
@@ -212,8 +230,10 @@ class Link:
         else:
             answer.set_exception(ClusterAway(problem) if is_away else CallFailed(problem))
 
-    def _end(self, agent: _Agent | None, why: str) -> None:
-        """End an agent; where it was the one that is asked, tell everybody who waits for an answer."""
+    def _end_agent(self, agent: _Agent | None, why: str) -> None:
+        """Kill an agent. If it was the current one, every waiting call raises ClusterAway with this
+        reason.
+        """
         if agent is None:
             return
         agent.process.kill()
@@ -228,20 +248,22 @@ class Link:
         for answer in waiting.values():
             answer.set_exception(ClusterAway(f"Ray cannot be reached: {why}"))
 
-    def _note(self, why: str) -> None:
-        """Note why no agent connects: its first line for people, all of it in the log."""
-        first = why.partition("\n")[0]
+    def _record_reason(self, reason: str) -> None:
+        """Store why no agent connects: the first line for `problem`, the whole text in the log."""
+        first = reason.partition("\n")[0]
         with self._lock:
             previous = self._why
             self._why = first
         if first != previous and not self._closing.is_set():
-            log.warning("Ray cannot be reached: %s", why)
+            log.warning("Ray cannot be reached: %s", reason)
 
 
 class LinkedGroup:
-    """The `LauncherGroup` of one attempt in Ray."""
+    """The launchers of one attempt in Ray, called through the agent; see the protocol
+    `LauncherGroup`.
+    """
 
-    def __init__(self, link: Link, attempt: Attempt, nodes: Sequence[str]) -> None:
+    def __init__(self, link: AgentLink, attempt: Attempt, nodes: Sequence[str]) -> None:
         self._link = link
         self._attempt = attempt
         self._nodes = tuple(nodes)
@@ -251,7 +273,9 @@ class LinkedGroup:
         return self._nodes
 
     def is_idle(self) -> bool:
-        """Return whether some launcher's ranks were never started. A lost launcher counts as started."""
+        """Return whether at least one launcher's ranks were never started. A lost launcher counts
+        as started.
+        """
         return bool(self._link.call("is_idle", self._attempt))
 
     def free_port(self, node: str) -> int:
@@ -274,14 +298,20 @@ class LinkedGroup:
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
+        """Start the processes of every node, unless they were started before, and return the
+        launchers' statuses.
+
+        `counts` has the number of ranks per process, by node.
+        """
         statuses: list[LauncherStatus] = self._link.call(
             "start", self._attempt, ranks, counts, workdir, fence
         )
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
+        """Return the changed statuses by node, None for a launcher that is gone. Waits at most
+        `timeout_s` for the first change.
+        """
         news: dict[str, LauncherStatus | None] = self._link.call(
             "poll", self._attempt, list(nodes), timeout_s
         )
@@ -297,16 +327,16 @@ class LinkedGroup:
 
 
 class LinkedLaunchers:
-    """The `Launchers` of a Ray cluster."""
+    """The launchers of a Ray cluster, called through the agent; see the protocol `Launchers`."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AgentLink) -> None:
         self._link = link
 
-    def find(self, attempt: Attempt) -> LinkedGroup:
+    def find_launchers(self, attempt: Attempt) -> LinkedGroup:
         """Return the existing launchers of `attempt`."""
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LinkedGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
@@ -314,17 +344,21 @@ class LinkedLaunchers:
         placed = self._link.call("place", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         self._link.call("end", attempt)
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
         """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         self._link.call("end_orphans", folder, node, list(pids))
 
 
-def read_devices(link: Link, node: LiveNode) -> NvmlReading:
-    """Return NVML's reading of `node`. No answer gives a reading with an error."""
+def read_devices(link: AgentLink, node: LiveNode) -> NvmlReading:
+    """Return NVML's reading of the node's devices. A node that does not answer gives a reading with
+    an error.
+    """
     try:
         reading: NvmlReading = link.call(
             "read_devices",

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
-from orchestrator.backends.ray.link import Link, read_devices
+from orchestrator.backends.ray.link import AgentLink, read_devices
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.frozen import frozen
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 @frozen
 class RayNode(LiveNode):
-    """A raylet with its node's description from the cluster file; `id` is Ray's NodeID."""
+    """A live node of Ray, with its description from the cluster file; `id` is Ray's NodeID."""
 
     ray_gpus: int  # as Ray counts them; 0 on virtual devices
 
 
 class RayNodes:
-    """The `NodeSource` of a Ray cluster."""
+    """The live nodes of a Ray cluster; see the protocol `NodeSource`."""
 
-    def __init__(self, cluster: ClusterSpec, link: Link) -> None:
+    def __init__(self, cluster: ClusterSpec, link: AgentLink) -> None:
         self._cluster = cluster
         self._link = link
 
@@ -39,17 +39,23 @@ class RayNodes:
         """Use this cluster description for nodes from now on."""
         self._cluster = cluster
 
-    def live(self) -> dict[str, LiveNode]:
+    def live_nodes(self) -> dict[str, LiveNode]:
         """Return every live node by name. Raises ClusterAway."""
-        return {**live_nodes(self._cluster, self._link.nodes())}
+        return {**select_live_nodes(self._cluster, self._link.list_nodes())}
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """Return NVML's reading of `node`. No answer gives a reading with an error."""
+        """Return NVML's reading of the node's devices. A node that does not answer gives a reading
+        with an error.
+        """
         return read_devices(self._link, node)
 
 
-def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:
-    """Return live Ray nodes by name that advertise `gpu<i>` resources and have a recognised device."""
+def select_live_nodes(
+    cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]
+) -> dict[str, RayNode]:
+    """Return {node name: node} of the live Ray nodes that have resources `gpu<i>` and a known kind
+    of device.
+    """
     nodes: dict[str, RayNode] = {}
     for entry in sorted(
         ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])
@@ -66,7 +72,7 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
         if name in nodes:  # two unlabelled raylets on one machine
             name = f"{name}-{entry['NodeID'][:6]}"
         spec = next((node for node in cluster.nodes if name in node.names), None)
-        device = device_of(cluster, spec, labels.get(DEVICE_LABEL))
+        device = find_device_kind(cluster, spec, labels.get(DEVICE_LABEL))
         if device is None:
             log.warning(
                 "node %s is left out: label it %s=<a device of cluster %s>",
@@ -95,17 +101,25 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
 
 
 def _device_ids(spec: NodeSpec | None, devices: int) -> tuple[DeviceId, ...]:
-    """The node's devices as the driver names them; () where Ray has other devices than the cluster file."""
+    """Return the driver's ids of the node's devices; () where Ray has other devices than the
+    cluster file.
+    """
     if spec is None or len(spec.device_ids) != devices:
         return ()
     return spec.device_ids
 
 
-def device_of(cluster: ClusterSpec, node: NodeSpec | None, label: str | None) -> DeviceSpec | None:
-    """Return the kind of a node's devices: by label, else by cluster file, else the only kind; None if unclear."""
+def find_device_kind(
+    cluster: ClusterSpec, node: NodeSpec | None, device_label: str | None
+) -> DeviceSpec | None:
+    """Return the kind of a node's devices: by its label, else by the cluster file, else the only
+    kind.
+
+    None where that is unclear.
+    """
     kinds = {spec.device.name: spec.device for spec in cluster.nodes}
-    if label is not None:
-        return kinds.get(label)
+    if device_label is not None:
+        return kinds.get(device_label)
     if node is not None:
         return node.device
     return next(iter(kinds.values())) if len(kinds) == 1 else None

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.backends.simulated.process import SimulatedProcess, make_evidence
 from orchestrator.scheduling.base.migration import SAVE_S, saves_on_request
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, Device, Evidence, FailureKind
@@ -20,7 +20,9 @@ class SimulatedBackend:
     """Simulated cluster whose clock jumps from event to event. Nothing sleeps or blocks."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        self.processes: dict[str, Process] = {}  # every attempt ever launched, in order of launch
+        self.processes: dict[
+            str, SimulatedProcess
+        ] = {}  # every attempt ever launched, in order of launch
         self._launch_s = cluster.launch_cost
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
         self._now_s = 0.0
@@ -33,36 +35,38 @@ class SimulatedBackend:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any event is still to come without a further call."""
+        """Whether any event will still happen without a further call."""
         return bool(self._agenda or self._outbox)
 
-    def card_of(self, device: Device) -> Device:
-        """Return the card of a device: here each is one."""
+    def physical_card(self, device: Device) -> Device:
+        """Return the physical card of a device: here each device is a card."""
         return device
 
-    def now(self) -> float:
-        """Return the simulated seconds since the start, which is the controller's clock."""
+    def current_time_s(self) -> float:
+        """Return the simulated seconds since the start, which the controller uses as its clock."""
         return self._now_s
 
     def launch(self, action: Launch) -> None:
-        """Start an attempt."""
+        """Start a simulated attempt."""
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Start an attempt, since none runs before the simulation."""
+        """Start an attempt, since none runs before the simulation begins."""
         process = self._new_process(job, attempt)
         self.processes[attempt.name] = process
         self._decide(process)
 
     def stop(self, action: Stop) -> None:
-        """End an attempt after it has saved, in which time it trains no more; it may end by itself before."""
+        """Schedule the attempt's end after it has saved a checkpoint; it trains no more, but may
+        end by itself before.
+        """
         process = self.processes[action.name]
         if process.evidence is None:
             step = self._step_of(process)
             self._after(SAVE_S, partial(self._end, process, FailureKind.CANCELLED, step))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Advance the clock to the next events, at most `timeout_s`, and return them."""
+        """Advance the clock to the next events, by at most `timeout_s`, and return these events."""
         until_s = self._now_s + timeout_s
         while not self._outbox and self._agenda and self._agenda[0][0] <= until_s:
             at_s, _, happen = heapq.heappop(self._agenda)
@@ -75,17 +79,17 @@ class SimulatedBackend:
         return events
 
     def wake(self) -> None:
-        """Do nothing: the simulated clock waits for nobody."""
+        """Do nothing, since no thread waits on a simulated clock."""
 
     def close(self) -> None:
-        """Do nothing: a simulation ends with its process."""
+        """Do nothing, since a simulation ends with its process."""
 
-    def _new_process(self, job: Job, attempt: Attempt) -> Process:
-        """Return the attempt's process, which goes on from the newest checkpoint of its job."""
+    def _new_process(self, job: Job, attempt: Attempt) -> SimulatedProcess:
+        """Return the attempt's process, which continues from the newest checkpoint of its job."""
         saved_step = self._checkpoints.get(
             job.id, self._checkpoints.get(job.continues_from or "", 0)
         )
-        return Process(
+        return SimulatedProcess(
             job=job,
             attempt=attempt,
             first_step=0 if attempt.probe else saved_step,
@@ -94,10 +98,12 @@ class SimulatedBackend:
         )
 
     def _true_step_s(self, job: Job, attempt: Attempt) -> float:  # noqa: ARG002
-        """Return the true seconds of an optimizer step: what the scheduler predicts."""
+        """Return the seconds that an optimizer step really takes: here the scheduler's
+        prediction.
+        """
         return attempt.step_s
 
-    def _decide(self, process: Process) -> None:
+    def _decide(self, process: SimulatedProcess) -> None:
         """Schedule the start and the end of an attempt."""
         running_s = (process.last_step - process.first_step) * process.step_s
         ending = FailureKind.PROBED if process.attempt.probe else None
@@ -106,13 +112,13 @@ class SimulatedBackend:
             self._launch_s + running_s, partial(self._end, process, ending, process.last_step)
         )
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: SimulatedProcess) -> None:
         if process.evidence is None:
             process.started_at_s = self._now_s
             self._tell(process.started())
 
-    def _end(self, process: Process, ending: FailureKind | None, step: int) -> None:
-        """End the attempt after `step`, and save what a restart goes on from."""
+    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
+        """End the attempt after `step`, and store the checkpoint from which a restart continues."""
         if process.evidence is not None:
             return
         spec = process.job.spec
@@ -133,25 +139,25 @@ class SimulatedBackend:
 
     def _evidence(
         self,
-        process: Process,
+        process: SimulatedProcess,
         ending: FailureKind | None,
         *,
         step: int,
         checkpoint_step: int | None,
     ) -> Evidence:
-        return evidence_of(process, ending, step, checkpoint_step, self._now_s)
+        return make_evidence(process, ending, step, checkpoint_step, self._now_s)
 
-    def _release_s(self, process: Process) -> float:  # noqa: ARG002
+    def _release_s(self, process: SimulatedProcess) -> float:  # noqa: ARG002
         """Return the seconds from the end of an attempt until its devices are free."""
         return 0.0
 
-    def _step_of(self, process: Process) -> int:
+    def _step_of(self, process: SimulatedProcess) -> int:
         """Return the step that a running attempt has reached."""
         began_s = self._now_s if process.started_at_s is None else process.started_at_s
         steps = int((self._now_s - began_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
-    def _release(self, process: Process) -> None:
+    def _release(self, process: SimulatedProcess) -> None:
         process.released_at_s = self._now_s
         self._tell(process.released())
 

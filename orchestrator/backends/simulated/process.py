@@ -21,8 +21,10 @@ SIGTERM = -15  # exit code of a rank that this signal ended
 
 
 @dataclass(slots=True, kw_only=True)
-class Process:
-    """The true course of a simulated attempt; classification must find `ending` in the evidence."""
+class SimulatedProcess:
+    """The true course of a simulated attempt. The scheduler must conclude `ending` from its
+    evidence alone.
+    """
 
     job: Job
     attempt: Attempt
@@ -37,7 +39,7 @@ class Process:
 
     @property
     def last_step(self) -> int:
-        """The step at which the training ends, or is ended."""
+        """The step at which the training ends by itself, or the probe is over."""
         if self.attempt.probe:
             return PROBE_STEPS
         steps = self.job.spec.optimizer_steps
@@ -71,14 +73,16 @@ class Process:
         return Released(job_id=self.job.id, number=self.attempt.number, at_s=self.released_at_s)
 
 
-def evidence_of(
-    process: Process,
+def make_evidence(
+    process: SimulatedProcess,
     ending: FailureKind | None,
     step: int,
     checkpoint_step: int | None,
     at_s: float,
 ) -> Evidence:
-    """Return the evidence of an attempt that finished, or was ended by the service, after `step`."""
+    """Return the evidence that an attempt leaves which finished, or was ended by the service, after
+    `step`.
+    """
     stopped = ending is not None
     if process.started_at_s is None:
         return Evidence(stopped=stopped)

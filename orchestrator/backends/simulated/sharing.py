@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Device, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
@@ -22,19 +22,21 @@ ROUNDING_S = 1e-6
 
 @dataclass(slots=True)
 class Course:
-    """How far an attempt has trained."""
+    """How far an attempt has trained, and at which rate of its full speed."""
 
     rate: float  # of its speed alone: below 1 beside another job on one of its cards
     trained_s: float  # at full speed, until the rate last changed
     changed_at_s: float  # when it did
 
     def trained_until(self, now_s: float) -> float:
-        """Return the seconds at full speed that it has trained."""
+        """Return the seconds of training at full speed that the attempt has done by `now_s`."""
         return self.trained_s + self.rate * (now_s - self.changed_at_s)
 
 
 class SharedBackend(SimulatedBackend):
-    """Simulated cluster on whose cards two jobs fit where their planned bytes do, each then at `rate` of its speed."""
+    """Simulated cluster in which two jobs may share a card if their planned bytes fit, each then at
+    `rate` of its speed.
+    """
 
     def __init__(self, cluster: ClusterSpec, rate: float) -> None:
         shared, self._cards = add_guests(cluster)
@@ -43,52 +45,56 @@ class SharedBackend(SimulatedBackend):
         self._rate = rate
         self._nodes = idle_nodes(shared)
         self._used_bytes = Counter[Device]()  # as planned, by place
-        self._training = dict[str, tuple[Process, Course]]()  # by attempt
+        self._training = dict[str, tuple[SimulatedProcess, Course]]()  # by attempt
         self._outbox = []
-        self._tell_nodes()
+        self._report_nodes()
 
-    def card_of(self, place: Device) -> Device:
-        """Return the card of a place: itself, or that of a guest."""
-        return self._cards.get(place, place)
+    def physical_card(self, device: Device) -> Device:
+        """Return the physical card of a device: the device itself, or the card whose second place
+        it is.
+        """
+        return self._cards.get(device, device)
 
-    def _cards_of(self, process: Process) -> set[Device]:
-        return set(map(self.card_of, process.devices))
+    def _cards_of(self, process: SimulatedProcess) -> set[Device]:
+        return set(map(self.physical_card, process.devices))
 
     def launch(self, action: Launch) -> None:
-        """Start an attempt, which holds its planned bytes."""
+        """Start an attempt, which occupies its planned bytes."""
         super().launch(action)
-        self._hold(self.processes[action.attempt.name], 1)
+        self._change_used_bytes(self.processes[action.attempt.name], 1)
 
-    def _decide(self, process: Process) -> None:
-        """Schedule the start of an attempt; its end follows from what it meets on its cards."""
+    def _decide(self, process: SimulatedProcess) -> None:
+        """Schedule the start of an attempt; its end depends on the other attempts on its cards."""
         self._after(self._launch_s, partial(self._start, process))
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: SimulatedProcess) -> None:
         super()._start(process)
         if process.evidence is None:
             self._training[process.attempt.name] = (process, Course(1.0, 0.0, self._now_s))
-            self._share(process)
+            self._update_rates(process)
 
-    def _end(self, process: Process, ending: FailureKind | None, step: int) -> None:
+    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
         super()._end(process, ending, step)
         if self._training.pop(process.attempt.name, None):
-            self._share(process)
+            self._update_rates(process)
 
-    def _release(self, process: Process) -> None:
-        self._hold(process, -1)
+    def _release(self, process: SimulatedProcess) -> None:
+        self._change_used_bytes(process, -1)
         super()._release(process)
 
-    def _step_of(self, process: Process) -> int:
+    def _step_of(self, process: SimulatedProcess) -> int:
         if process.attempt.name not in self._training:
             return process.first_step
         _, course = self._training[process.attempt.name]
         steps = int(course.trained_until(self._now_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
-    def _share(self, process: Process) -> None:
-        """Set anew the rates and the ends of all that train on the cards of an attempt that starts or ends.
+    def _update_rates(self, process: SimulatedProcess) -> None:
+        """Update the rates and ends of all attempts that share a card with this one, which starts
+        or ends.
 
-        A rank waits for the slowest one, so a plan of several cards is slowed as soon as one of them is shared.
+        A rank waits for the slowest rank, so a plan of several cards is slowed as soon as one of
+        them is shared.
         """
         crowd = Counter[Device]()
         for other, _ in self._training.values():
@@ -102,34 +108,38 @@ class SharedBackend(SimulatedBackend):
             course.changed_at_s = self._now_s
             is_beside_another = any(crowd[card] > 1 for card in cards)
             course.rate = self._rate if is_beside_another else 1.0
-            left_s = max(0.0, _needed_s(other) - course.trained_s)
-            self._after(left_s / course.rate, partial(self._meet, other))
+            left_s = max(0.0, _full_speed_s(other) - course.trained_s)
+            self._after(left_s / course.rate, partial(self._end_if_trained, other))
 
-    def _meet(self, process: Process) -> None:
-        """End an attempt that has trained enough; its rate may have changed since this was set."""
+    def _end_if_trained(self, process: SimulatedProcess) -> None:
+        """End the attempt if it has trained enough by now; its rate may have changed since this
+        call was scheduled.
+        """
         if process.attempt.name not in self._training:
             return
         _, course = self._training[process.attempt.name]
-        if course.trained_until(self._now_s) >= _needed_s(process) - ROUNDING_S:
+        if course.trained_until(self._now_s) >= _full_speed_s(process) - ROUNDING_S:
             ending = FailureKind.PROBED if process.attempt.probe else None
             self._end(process, ending, process.last_step)
 
-    def _hold(self, process: Process, sign: int) -> None:
-        """Account for the planned bytes that an attempt takes of its devices, or gives back."""
+    def _change_used_bytes(self, process: SimulatedProcess, sign: int) -> None:
+        """Add the attempt's planned bytes to its devices' used bytes (`sign` 1), or subtract them
+        (-1).
+        """
         held_bytes = sign * process.attempt.estimate.device_bytes
         self._used_bytes.update(dict.fromkeys(process.devices, held_bytes))
-        self._tell_nodes()
+        self._report_nodes()
 
-    def _tell_nodes(self) -> None:
-        """Tell what a newcomer could take of each place."""
+    def _report_nodes(self) -> None:
+        """Emit an event with the bytes that a new job could take on each device."""
         nodes = []
         used = Counter[Device]()
         for place, held_bytes in self._used_bytes.items():
-            used[self.card_of(place)] += held_bytes
+            used[self.physical_card(place)] += held_bytes
         for node in self._nodes:
             free_bytes = []
             for index, memory_bytes in enumerate(node.free_bytes):
-                card = self.card_of((node.name, index))
+                card = self.physical_card((node.name, index))
                 is_guest = card != (node.name, index)
                 # A guest comes to a card that somebody holds: an idle one is taken first.
                 is_open = not is_guest or self._used_bytes[card] > 0
@@ -141,13 +151,15 @@ class SharedBackend(SimulatedBackend):
         self._tell(event)
 
 
-def _needed_s(process: Process) -> float:
-    """Return the seconds that an attempt trains at full speed."""
+def _full_speed_s(process: SimulatedProcess) -> float:
+    """Return the seconds of training at full speed that the attempt needs in all."""
     return (process.last_step - process.first_step) * process.step_s
 
 
 def add_guests(cluster: ClusterSpec) -> tuple[ClusterSpec, Mapping[Device, Device]]:
-    """Return the cluster with a second place on every card, and the card of each such place."""
+    """Return (cluster with a second device on every card, physical card of each such second
+    device).
+    """
     guests = list[NodeSpec]()
     cards = dict[Device, Device]()
     for node in cluster.nodes:

@@ -13,7 +13,7 @@ from orchestrator.specs.replace import replace
 
 @frozen
 class Arrival:
-    """A job of a trace, and when it is submitted."""
+    """A job of a trace, with the time of its submission."""
 
     at_s: float
     spec: JobSpec
@@ -22,7 +22,7 @@ class Arrival:
 
 @frozen
 class Trace:
-    """Job arrivals in the order of time, the first at 0."""
+    """Job arrivals in order of time; the first is at 0 s."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -33,8 +33,10 @@ class Trace:
     begins_s: float | None = None
 
 
-def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
-    """Return the trace of these arrivals, sorted, with times counted from the first."""
+def make_trace(name: str, arrivals: list[Arrival]) -> Trace:
+    """Return the trace of these arrivals, sorted by time and shifted so that the first is at 0
+    s.
+    """
     if not arrivals:
         raise SpecError("the trace has no job", source=name)
     arrivals.sort(key=lambda arrival: arrival.at_s)

@@ -50,10 +50,12 @@ Noun = TypeVar("Noun")
 
 
 class Client:
-    """Connection to a service. Methods raise ServiceError where it does not answer or refuses."""
+    """HTTP client of a service. Its methods raise ServiceError where the service does not answer or
+    refuses.
+    """
 
     def __init__(self, service: Path | Login) -> None:
-        """Connect to the service of a home folder, or to the one of a login."""
+        """Connect to the service of a home folder, or to the service of a stored login."""
         if isinstance(service, Login):
             url = service.url
             token = service.token
@@ -62,7 +64,7 @@ class Client:
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         else:
             url = _local_url(service)
-            token = _token(service)
+            token = _read_token(service)
             context = None
         self._http = httpx.Client(
             base_url=url,
@@ -75,97 +77,108 @@ class Client:
         self._home = None if isinstance(service, Login) else service
 
     def submit(
-        self, spec: JsonObject, fault: JsonObject | None = None, key: str | None = None
+        self, spec: JsonObject, fault: JsonObject | None = None, idempotency_key: str | None = None
     ) -> str:
-        """Submit a job; return its id once it is in the queue.
+        """Submit a job, and return its id once it is in the queue.
 
-        A submission without a response is sent again, without making a second job. With an idempotency `key` (at most
-        64 characters), the caller may also repeat it, to any service of the same journal.
+        A submission without a response is sent again, without making a second job. With an
+        idempotency `idempotency_key` (at most 64 characters), the caller may also repeat it, to any service of
+        the same journal. `fault` is a planned failure for tests.
         """
-        body = {"spec": self._with_user(spec), "fault": fault}
+        body = {"spec": self._add_user(spec), "fault": fault}
         return (
-            self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key)
+            self._post_submission("/jobs", body)
+            if idempotency_key is None
+            else self._request_json("POST", "/jobs", body, idempotency_key)
         )["id"]
 
     def submit_all(self, specs: Sequence[JsonObject]) -> BatchAnswer:
-        """Submit jobs atomically; return their ids once they are in the journal.
+        """Submit jobs atomically, and return their ids once they are in the journal.
 
-        The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
-        is submitted.
+        The answer also has, by id, expected lateness, kept guarantees and refusals. If one job is
+        invalid, none is submitted.
         """
-        jobs = [{"spec": self._with_user(spec)} for spec in specs]
-        return self._submit("/jobs/batch", {"jobs": jobs})
+        jobs = [{"spec": self._add_user(spec)} for spec in specs]
+        return self._post_submission("/jobs/batch", {"jobs": jobs})
 
     def whoami(self) -> dict[str, str]:
-        """Return the user and role that this token has in the service."""
-        return self._json("GET", "/whoami")
+        """Return the user name and the role that the service knows for this client's token."""
+        return self._request_json("GET", "/whoami")
 
     def sign_in_link(self, job_id: str | None) -> str:
-        """Return a one-time link that signs a browser in, and leads to the job's page or the first page."""
-        path = self._json("POST", "/sign-in-links")["path"]
+        """Return a URL that signs a browser in once, and leads to the job's page; with None, to the
+        first page.
+        """
+        path = self._request_json("POST", "/sign-in-links")["path"]
         next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
         return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
 
     def users(self) -> list[JsonObject]:
-        """Return every user with its role."""
-        return self._json("GET", "/users")["users"]
+        """Return the record of every user: name and role."""
+        return self._request_json("GET", "/users")["users"]
 
     def set_user(self, name: str, role: str) -> None:
         """Add a user, or change the role of an existing one."""
-        self._json("PUT", _path("users", name), {"role": role})
+        self._request_json("PUT", _route_path("users", name), {"role": role})
 
     def remove_user(self, name: str) -> None:
         """Remove a user with all tokens."""
-        self._json("DELETE", _path("users", name))
+        self._request_json("DELETE", _route_path("users", name))
 
     def tokens(self) -> list[JsonObject]:
         """Return every token's record: user, creation, expiry and last use."""
-        return self._json("GET", "/tokens")["tokens"]
+        return self._request_json("GET", "/tokens")["tokens"]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, JsonObject]:
         """Return (new token, its record in the service)."""
-        answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
+        answer = self._request_json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
         return answer["secret"], answer["token"]
 
-    def revoke_token(self, number: int) -> None:
+    def revoke_token(self, token_number: int) -> None:
         """Revoke a token."""
-        self._json("DELETE", f"/tokens/{number}")
+        self._request_json("DELETE", f"/tokens/{token_number}")
 
-    def audit(self, limit: int) -> list[JsonObject]:
-        """Return the newest rows of the audit log, newest first."""
-        return self._json("GET", f"/audit?limit={limit}")["rows"]
+    def list_audit_rows(self, rows_max: int) -> list[JsonObject]:
+        """Return at most `rows_max` rows of the audit log, newest first."""
+        return self._request_json("GET", f"/audit?limit={rows_max}")["rows"]
 
     def unreadable_rows(self) -> list[JsonObject]:
         """Return the unreadable rows of the journal."""
-        return self._json("GET", "/journal/unreadable")["rows"]
+        return self._request_json("GET", "/journal/unreadable")["rows"]
 
     def drop_unreadable(self, table: str, row: str) -> None:
         """Delete an unreadable row for good."""
-        self._json("DELETE", _path("journal", "unreadable", table, row))
+        self._request_json("DELETE", _route_path("journal", "unreadable", table, row))
 
-    def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
-        """Return every live job and the `ended` most recently ended ones, in queue order."""
-        answer = self._json("GET", f"/jobs?ended={ended}")
+    def list_jobs(self, ended_max: int = ENDED_SHOWN) -> list[JobView]:
+        """Return every live job, in queue order, and at most `ended_max` jobs that ended last."""
+        answer = self._request_json("GET", f"/jobs?ended={ended_max}")
         jobs: dict[str, JobView] = {job["id"]: job for job in answer["jobs"]}
         while (after := answer["next"]) is not None:  # each page begins behind the last one
-            answer = self._json("GET", f"/jobs?after={quote(after)}")
+            answer = self._request_json("GET", f"/jobs?after={quote(after)}")
             jobs |= {job["id"]: job for job in answer["jobs"]}
         return [*jobs.values()]
 
-    def job(
+    def fetch_job(
         self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S
     ) -> tuple[JobView, int]:
-        """Return (job, version of the state). With a `version`, wait up to `wait_s` for a newer one."""
+        """Return (job, version of the service's state). With `version`, wait at most `wait_s`
+        seconds for a newer version.
+        """
         query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
-        answer = self._json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
+        answer = self._request_json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
         return answer["job"], answer["version"]
 
     def missing_uploads(self, digests: Sequence[str]) -> list[str]:
-        """Return the digests that the service lacks; it stores the others for at least an hour."""
-        return self._json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
+        """Return those of these digests whose archives the service lacks; it keeps the others for
+        at least an hour.
+        """
+        return self._request_json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
 
     def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
-        """Send a compressed archive; `digest` is the SHA-256 of its unpacked content."""
+        """Send a compressed archive of this size; `digest` is the SHA-256 of its unpacked
+        content.
+        """
         try:
             answer = self._http.put(
                 f"/uploads/{digest}",
@@ -175,75 +188,85 @@ class Client:
             )
         except httpx.HTTPError as error:
             raise ServiceError(f"the upload was cut off ({error}): submit again") from None
-        _refuse_failed(answer)
+        _raise_for_error(answer)
 
-    def fetch_output(self, job_id: str, to: Path) -> tuple[int, int]:
-        """Download a job's output to a new folder, atomically. Returns (bytes, number of entries left out).
+    def fetch_output(self, job_id: str, target_folder: Path) -> tuple[int, int]:
+        """Download a job's output to a new folder, all or nothing. Return (bytes, number of entries
+        left out).
 
-        Links that leave the folder are left out. Raises ServiceError where the transfer is cut off or too large.
+        Links that leave the folder are left out. Raises ServiceError where the transfer is cut off
+        or too large.
         """
         from orchestrator.service.transfer.outputs import ENTRIES_MAX
 
-        if to.is_dir() and not any(to.iterdir()):
-            to.rmdir()
-        if os.path.lexists(to):
+        if target_folder.is_dir() and not any(target_folder.iterdir()):
+            target_folder.rmdir()
+        if os.path.lexists(target_folder):
             raise SpecError(
-                "exists already", source=str(to), hint="name another folder with `--to`"
+                "exists already", source=str(target_folder), hint="name another folder with `--to`"
             )
         try:
-            with self._http.stream("GET", _path("jobs", job_id, "output")) as answer:
+            with self._http.stream("GET", _route_path("jobs", job_id, "output")) as answer:
                 if not answer.is_success:
                     answer.read()
-                    _refuse_failed(answer)
+                    _raise_for_error(answer)
                 size_bytes, left_out = (
                     int(answer.headers[f"x-output-{name}"]) for name in ("bytes", "left-out")
                 )
-                to.parent.mkdir(parents=True, exist_ok=True)
-                free_bytes = shutil.disk_usage(to.parent).free
+                target_folder.parent.mkdir(parents=True, exist_ok=True)
+                free_bytes = shutil.disk_usage(target_folder.parent).free
                 if size_bytes > free_bytes:
                     raise ServiceError(
-                        f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free"
+                        f"the output has {size_bytes} bytes; {target_folder.parent} has {free_bytes} bytes free"
                     )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
-                    unpack(_Reader(answer.iter_bytes()).read, to, limits)
+                    unpack(_Reader(answer.iter_bytes()).read, target_folder, limits)
                 except SpecError as error:
                     raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:
             raise ServiceError(f"the output was cut off ({error}): fetch it again") from None
         except OSError as error:
-            raise ServiceError(f"{to} cannot be written: {error.strerror or error}") from None
+            raise ServiceError(
+                f"{target_folder} cannot be written: {error.strerror or error}"
+            ) from None
         return size_bytes, left_out
 
     def explanation(self, job_id: str) -> ExplanationView:
         """Return a job's predictions and measurements, and the corrections learned from them."""
-        return self._json("GET", _path("jobs", job_id, "explanation"))
+        return self._request_json("GET", _route_path("jobs", job_id, "explanation"))
 
     def comparison(self, job_id: str) -> ComparisonView:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
-        return self._json("GET", _path("jobs", job_id, "comparison"))
+        return self._request_json("GET", _route_path("jobs", job_id, "comparison"))
 
     def sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
         return TypeAdapter(list[SweepReport]).validate_python(
-            self._json("GET", "/sweeps")["sweeps"]
+            self._request_json("GET", "/sweeps")["sweeps"]
         )
 
     def sweep(self, sweep_id: str) -> SweepReport:
         """Return a sweep with its trials."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
-        answer = self._json("GET", _path("sweeps", sweep_id))
-        return read_answer(SweepReport, answer)
+        answer = self._request_json("GET", _route_path("sweeps", sweep_id))
+        return parse_answer(SweepReport, answer)
 
-    def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
-        """Send a test notice to targets, or to all. Returns {name: error or None}."""
-        return self._json("POST", "/notify/test", {"targets": list(targets)})["problems"]
+    def test_targets(self, target_names: Sequence[str]) -> dict[str, str | None]:
+        """Send a test notice to these notification targets, or to all if none is named. Return
+        {name: error, or None}.
+        """
+        return self._request_json("POST", "/notify/test", {"targets": list(target_names)})[
+            "problems"
+        ]
 
-    def observe(self, observations: Sequence[Observation]) -> int:
-        """Send observations that were measured elsewhere; return how many were new."""
+    def send_observations(self, observations: Sequence[Observation]) -> int:
+        """Send observations (predicted and measured values) of another home; return how many the
+        service did not have yet.
+        """
         from orchestrator.service.views.records import observations_view
 
         parts = [
@@ -251,17 +274,21 @@ class Client:
             for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
         return sum(
-            self._json("POST", "/observations", {"observations": observations_view(part)})["count"]
+            self._request_json("POST", "/observations", {"observations": observations_view(part)})[
+                "count"
+            ]
             for part in parts
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
-        """Request cancellation of jobs or of their arrays; return the ids once the request is durable."""
-        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})[
-            "cancelled"
-        ]
+        """Cancel these jobs, or also all jobs of their arrays; return the cancelled ids once the
+        request is durable.
+        """
+        return self._request_json(
+            "POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays}
+        )["cancelled"]
 
-    def retry(
+    def retry_job(
         self,
         job_id: str,
         settings: Sequence[Override] = (),
@@ -270,95 +297,125 @@ class Client:
         global_batch_size: int | None = None,
         learning_rate: str | None = None,
     ) -> JsonObject:
-        """Answer a job's question, or resubmit an ended job; return the id of the job that continues, and how."""
+        """Answer a job's question, or submit an ended job again. Return a JSON object with the
+        continuing job's id.
+        """
         body = {
             "allow": allow,
             "global_batch_size": global_batch_size,
             "learning_rate": learning_rate,
             "settings": dict(settings),
         }
-        return self._submit(_path("jobs", job_id, "retry"), body)
+        return self._post_submission(_route_path("jobs", job_id, "retry"), body)
 
-    def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
-        """Hold, release, suspend or resume jobs; return the ids of the jobs that changed."""
-        return self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
+    def change_jobs(self, verb: str, job_ids: Sequence[str]) -> list[str]:
+        """Apply a verb (hold, release, suspend or resume) to jobs; return the ids of the jobs that
+        changed.
+        """
+        return self._request_json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
 
-    def update(self, job_id: str, settings: Sequence[Override]) -> bool:
-        """Change priority, deadline or time limit of a job; return whether any value changed."""
+    def update_job(self, job_id: str, settings: Sequence[Override]) -> bool:
+        """Change the priority, deadline or time limit of a job; return whether any value
+        changed.
+        """
         body = {"settings": dict(settings)}
-        return bool(self._json("POST", _path("jobs", job_id, "update"), body)["changed"])
+        return bool(
+            self._request_json("POST", _route_path("jobs", job_id, "update"), body)["changed"]
+        )
 
     def purge(self, *, dry_run: bool) -> JsonObject:
-        """Remove files of ended jobs by the cluster file's `keep`; with `dry_run`, only list them."""
-        return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
+        """Remove files of ended jobs as the cluster file's `keep` says, and return what was
+        removed; `dry_run` only lists it.
+        """
+        return self._request_json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
 
-    def drain(self, node: str, *, undo: bool) -> None:
-        """Drain a node, or undo it; returns once the request is durable."""
-        self._json("POST", _path("nodes", node, "drain"), {"undo": undo})
+    def drain_node(self, node: str, *, undo: bool) -> None:
+        """Let a node take no new jobs (drain it), or with `undo` take them again; return once the
+        request is durable.
+        """
+        self._request_json("POST", _route_path("nodes", node, "drain"), {"undo": undo})
 
-    def join(self) -> JsonObject:
-        """Return what a joining machine needs: the address of Ray, and properties that it must share."""
-        return self._json("GET", "/join")
+    def fetch_join_information(self) -> JsonObject:
+        """Return what a joining machine needs to know: Ray's address, and versions and settings
+        that must be equal.
+        """
+        return self._request_json("GET", "/join")
 
     def add_node(self, node: JsonObject, address: str) -> None:
-        """Register a machine that joins, or joined before."""
-        self._json("POST", "/nodes", {"node": node, "address": address})
+        """Register this machine as a node of the service; a node that is registered already is no
+        error.
+        """
+        self._request_json("POST", "/nodes", {"node": node, "address": address})
 
     def remove_node(self, node: str) -> None:
-        """Remove a machine that has left from the service's list."""
-        self._json("DELETE", _path("nodes", node))
+        """Remove from the service's list a node whose machine has left."""
+        self._request_json("DELETE", _route_path("nodes", node))
 
-    def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
-        """Return (bytes of a rank's log from `offset`, next offset); b"" if there are none yet."""
-        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs?rank={rank}&offset={offset}"
-        answer = self._send("GET", path)
+    def read_log(
+        self, job_id: str, attempt_number: int, rank: int, offset: int
+    ) -> tuple[bytes, int]:
+        """Return (bytes of a rank's log from `offset`, offset after them); b"" if there are none
+        yet.
+        """
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{attempt_number}/logs?rank={rank}&offset={offset}"
+        answer = self._send_request("GET", path)
         return answer.content, int(answer.headers["x-next-offset"])
 
-    def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:
-        """Yield bytes of a rank's log from `offset` until the attempt ends or some seconds pass."""
-        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs/follow?rank={rank}&offset={offset}"
+    def follow_log(
+        self, job_id: str, attempt_number: int, rank: int, offset: int
+    ) -> Iterator[bytes]:
+        """Yield the bytes of a rank's log from `offset` as they are written, until the attempt ends
+        or some seconds pass.
+        """
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{attempt_number}/logs/follow?rank={rank}&offset={offset}"
         try:
             with self._http.stream("GET", path) as answer:
                 if not answer.is_success:
                     answer.read()
-                    _refuse_failed(answer)
+                    _raise_for_error(answer)
                 yield from answer.iter_raw()
         except httpx.HTTPError as error:
             raise _no_answer_error(error) from None
 
     def teams(self) -> list[TeamView]:
-        """Return teams and users of a shared cluster, next in turn first; [] without teams."""
-        return self._json("GET", "/teams")["teams"]
+        """Return the teams and users of a shared cluster, the next in turn first; [] where the
+        cluster has no teams.
+        """
+        return self._request_json("GET", "/teams")["teams"]
 
-    def report(self, since_s: float) -> MorningReport:
-        """Return the morning report since a time in seconds since 1970."""
+    def fetch_morning_report(self, since_s: float) -> MorningReport:
+        """Return the morning report on the jobs since `since_s` (seconds since 1970)."""
         from orchestrator.scheduling.reports.morning import MorningReport
 
-        answer = self._json("GET", f"/report?since_s={since_s!r}")
-        return read_answer(MorningReport, answer)
+        answer = self._request_json("GET", f"/report?since_s={since_s!r}")
+        return parse_answer(MorningReport, answer)
 
-    def forecast(self) -> list[ExpectedJob]:
+    def fetch_forecast(self) -> list[ExpectedJob]:
         """Return the expected start and end of each live job, the earliest start first."""
-        return self._json("GET", "/forecast")["jobs"]
+        return self._request_json("GET", "/forecast")["jobs"]
 
-    def cluster(self) -> JsonObject:
-        """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
-        return self._json("GET", "/cluster")
+    def fetch_cluster(self) -> JsonObject:
+        """Return the cluster as a JSON object: name, live nodes (`views.NodeView`), drained nodes,
+        and its services' addresses.
+        """
+        return self._request_json("GET", "/cluster")
 
     def shut_down(self, force: bool, timeout_s: float = TIMEOUT_S) -> None:
-        """Shut the service down. Refused while jobs run, unless forced."""
-        self._json("POST", "/shutdown", {"force": force}, timeout_s=timeout_s)
+        """Shut the service down. Without `force`, the service refuses while jobs run."""
+        self._request_json("POST", "/shutdown", {"force": force}, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
 
-    def _with_user(self, spec: JsonObject) -> JsonObject:
-        """Return the job with its user: the submitter, where it names none."""
+    def _add_user(self, spec: JsonObject) -> JsonObject:
+        """Return the job's data with its user, which is the submitter if the job names none."""
         return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
 
-    def _submit(self, path: str, body: JsonObject) -> Any:
-        """Return the answer to a submission. Without an answer it is sent again under the same key."""
+    def _post_submission(self, path: str, body: JsonObject) -> Any:
+        """Send a submission, and return the service's answer. If no answer comes, send it again
+        under the same key.
+        """
         key = secrets.token_hex(16)
         why = ""
         for pause_s in (0.0, *AGAIN_S):
@@ -375,20 +432,22 @@ class Client:
             if "retry-after" in answer.headers or (
                 why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
             ):
-                why = _error_of(answer)
+                why = _error_text(answer)
                 continue
-            _refuse_failed(answer)
+            _raise_for_error(answer)
             return answer.json()
         raise ServiceError(
             f"no service answered ({why}). `orc queue` shows whether anything was submitted"
         )
 
     def _update_port(self) -> None:
-        """Take the port of a home's service anew: a service that was started again has another. Raises ServiceError."""
+        """Read the port of the home's service again, since a restarted service has another port.
+        Raises ServiceError.
+        """
         if self._home is not None:
             self._http.base_url = _local_url(self._home)
 
-    def _json(
+    def _request_json(
         self,
         method: str,
         path: str,
@@ -396,9 +455,9 @@ class Client:
         key: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        return visible(self._send(method, path, body, key, timeout_s).json())
+        return visible(self._send_request(method, path, body, key, timeout_s).json())
 
-    def _send(
+    def _send_request(
         self,
         method: str,
         path: str,
@@ -411,23 +470,23 @@ class Client:
             answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise _no_answer_error(error) from None
-        _refuse_failed(answer)
+        _raise_for_error(answer)
         return answer
 
 
 class _Reader:
-    """Reads a stream of chunks as a file."""
+    """File object that reads from an iterator of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 
-    def read(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; b"" at the end."""
+    def read(self, size_max: int) -> bytes:
+        """Return at most `size_max` bytes; b"" at the end."""
         if not self._rest:
             self._rest = next(self._chunks, b"")
-        read = self._rest[:limit]
-        self._rest = self._rest[limit:]
+        read = self._rest[:size_max]
+        self._rest = self._rest[size_max:]
         return read
 
 
@@ -440,27 +499,29 @@ def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
     return ServiceError(f"the service does not answer ({error}). `orc up` starts it again")
 
 
-def _refuse_failed(answer: httpx.Response) -> None:
-    """Raises SpecError or ServiceError where the service refused."""
+def _raise_for_error(answer: httpx.Response) -> None:
+    """Raise SpecError or ServiceError if the answer is an error."""
     if answer.is_success:
         return
-    message = _error_of(answer)
+    message = _error_text(answer)
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
         raise SpecError(message)
     raise ServiceError(message)
 
 
-def _path(*parts: str) -> str:
-    """Return the path of a route, in which each part is quoted."""
+def _route_path(*parts: str) -> str:
+    """Return the URL path made of these parts, each quoted."""
     return "".join(f"/{quote(part, safe='')}" for part in parts)
 
 
 def _local_url(home: Path) -> str:
-    return f"http://127.0.0.1:{service_file(home)['port']}"
+    return f"http://127.0.0.1:{read_service_file(home)['port']}"
 
 
-def service_file(home: Path) -> JsonObject:
-    """Return `{pid, port}` of the service. Raises ServiceError if none was started in this home."""
+def read_service_file(home: Path) -> JsonObject:
+    """Return {"pid": ..., "port": ...} of the home's service. Raises ServiceError if none was
+    started in this home.
+    """
     try:
         return dict(json.loads((home / "service.json").read_text()))
     except (FileNotFoundError, NotADirectoryError):
@@ -472,13 +533,15 @@ def service_file(home: Path) -> JsonObject:
 
 
 def is_up(home: Path, timeout_s: float = TIMEOUT_S) -> bool:
-    """Return whether the service of this home answers in time and accepts our token."""
+    """Return whether the service of this home answers within `timeout_s` and accepts the home's
+    token.
+    """
     try:
         client = Client(home)
     except ServiceError:
         return False
     try:
-        client._json("GET", "/cluster", timeout_s=timeout_s)
+        client._request_json("GET", "/cluster", timeout_s=timeout_s)
     except ServiceError:
         return False
     finally:
@@ -506,17 +569,21 @@ def user_name() -> str:
         return str(number)
 
 
-def _token(home: Path) -> str:
+def _read_token(home: Path) -> str:
     try:
         return (home / "token").read_text().strip()
     except OSError as error:
         raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
 
 
-def read_answer(kind: type[Noun], answer: object) -> Noun:
-    """Return the noun in a service's JSON. Raises ServiceError for another form, as a much older service may have."""
+def parse_answer(answer_type: type[Noun], answer: object) -> Noun:
+    """Return the object of this type that a service's JSON holds. Raises ServiceError for JSON of
+    another form.
+
+    A much older service may send such JSON.
+    """
     try:
-        return TypeAdapter(kind).validate_python(answer)
+        return TypeAdapter(answer_type).validate_python(answer)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -525,7 +592,7 @@ def read_answer(kind: type[Noun], answer: object) -> Noun:
         ) from None
 
 
-def _error_of(answer: httpx.Response) -> str:
+def _error_text(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"])
     except (ValueError, KeyError, TypeError):

@@ -25,7 +25,7 @@ DOCUMENTATION = "192.0.2.1"  # RFC 5737: an address of no machine, to which the 
 
 @frozen
 class Endpoint:
-    """An address for other machines, always under TLS."""
+    """An address at which the service listens for other machines, always under TLS."""
 
     host: str  # address to bind; 0.0.0.0 for every interface
     port: int
@@ -37,8 +37,10 @@ class Endpoint:
     ] = ()  # names that a Host header may give besides this machine's own
     trusts_users: bool = False  # whose jobs may do all that the service's user may
 
-    def names(self) -> frozenset[str]:
-        """Return every Host that a request may name: loopback, this machine, the bound address, and allowed hosts."""
+    def allowed_host_names(self) -> frozenset[str]:
+        """Return every host name that a request may use: loopback, this machine, the bound address,
+        and allowed hosts.
+        """
         bound = (self.address,) if self.host in ANY else (self.host, self.address)
         return LOOPBACK | {
             socket.gethostname().lower(),
@@ -47,7 +49,7 @@ class Endpoint:
         }
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the certificate, as `orc login --fingerprint` takes it."""
+        """Return the SHA-256 of the certificate, as `orc login --fingerprint` expects it."""
         return fingerprint_of(Path(self.certificate).read_text())
 
 
@@ -60,19 +62,23 @@ def fingerprint_of(certificate_pem: str) -> str:
 
 
 def parse_listen(
-    text: str, source: str = "--listen", example: str = "0.0.0.0:8443"
+    text: str, option_name: str = "--listen", example: str = "0.0.0.0:8443"
 ) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT, with IPv6 addresses in brackets. Raises SpecError with the `source`."""
+    """Return (host, port) of HOST:PORT; IPv6 addresses are in brackets. Raises SpecError, which
+    names `option_name`.
+    """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise SpecError(
-            "not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}"
+            "not an address", source=option_name, got=text, allowed=f"HOST:PORT, such as {example}"
         )
     return host.strip("[]"), int(port)
 
 
-def own_address(host: str) -> str:
-    """Return the IPv4 address by which others reach a service bound to `host`. Raises SpecError."""
+def reachable_address(host: str) -> str:
+    """Return the IPv4 address by which other machines reach a service that is bound to `host`.
+    Raises SpecError.
+    """
     if host in ANY:
         try:
             return address_towards(DOCUMENTATION, 9)
@@ -88,7 +94,9 @@ def own_address(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to `host`. Sends nothing. Raises OSError without a route."""
+    """Return this machine's address on the route to `host`. Sends nothing. Raises OSError if there
+    is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -98,28 +106,30 @@ def make_endpoint(
     home: Path,
     listen: str,
     certificate: Path | None,
-    key: Path | None,
+    private_key: Path | None,
     allowed_hosts: tuple[str, ...],
     *,
     trusts_users: bool = False,
 ) -> Endpoint:
-    """Return the endpoint for `orc up --listen`. Creates a certificate in the home where none is given.
+    """Return the endpoint for `orc up --listen`. If no certificate is given, create one in the
+    home.
 
-    Raises SpecError where a file cannot be read, or where certificate and key do not belong together.
+    Raises SpecError where a file cannot be read, or where certificate and key do not belong
+    together.
     """
     host, port = parse_listen(listen)
-    address = own_address(host)
-    if (certificate is None) != (key is None):
+    address = reachable_address(host)
+    if (certificate is None) != (private_key is None):
         raise SpecError(
             "a certificate and its key go together", source="--tls-cert", allowed="both, or neither"
         )
-    if certificate is None or key is None:
+    if certificate is None or private_key is None:
         certificate = home / "tls" / "certificate.pem"
-        key = home / "tls" / "key.pem"
-        if not (certificate.exists() and key.exists()):
-            _make_certificate(certificate, key, {host, address, *allowed_hosts} - ANY)
+        private_key = home / "tls" / "key.pem"
+        if not (certificate.exists() and private_key.exists()):
+            _make_certificate(certificate, private_key, {host, address, *allowed_hosts} - ANY)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key)
     except (OSError, ssl.SSLError) as error:
         hint = "name PEM files that belong together, or neither: the service then makes its own"
         raise SpecError(
@@ -129,34 +139,38 @@ def make_endpoint(
         host=host,
         port=port,
         certificate=str(certificate.resolve()),
-        key=str(key.resolve()),
+        key=str(private_key.resolve()),
         address=address,
         allowed_hosts=tuple(sorted(allowed_hosts)),
         trusts_users=trusts_users,
     )
 
 
-def format_endpoint(endpoint: Endpoint) -> str:
-    """Return the endpoint as text for the home folder."""
+def endpoint_text(endpoint: Endpoint) -> str:
+    """Return the endpoint as text, as it is stored in the home folder."""
     return json.dumps(asdict(endpoint), sort_keys=True)
 
 
 def load_endpoint(home: Path) -> Endpoint | None:
-    """Return the endpoint of the last `orc up --listen`; None: only the loopback."""
+    """Return the endpoint of the last `orc up --listen`; None if the service listens on the
+    loopback only.
+    """
     path = home / FILE
     return parse_endpoint(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint from the text of `format_endpoint`; None where that is empty."""
+    """Return the endpoint from the text of `format_endpoint`; None for an empty text."""
     if not text:
         return None
     fields = json.loads(text)
     return Endpoint(**{**fields, "allowed_hosts": tuple(fields["allowed_hosts"])})
 
 
-def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
-    """Write a self-signed certificate, for trials: clients pin it by its fingerprint."""
+def _make_certificate(certificate: Path, private_key: Path, host_names: set[str]) -> None:
+    """Write a self-signed certificate and its key for these host names. Clients pin it by its
+    fingerprint.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -166,7 +180,7 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
     now = datetime.now(UTC)
     alternatives = [
-        _alternative(name) for name in sorted({*names, *LOOPBACK, socket.gethostname()})
+        _alternative_name(name) for name in sorted({*host_names, *LOOPBACK, socket.gethostname()})
     ]
     signed_certificate = (
         x509.CertificateBuilder()
@@ -182,8 +196,8 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     )
     certificate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unencrypted = serialization.NoEncryption()
-    key.touch(KEY_MODE)
-    key.write_bytes(
+    private_key.touch(KEY_MODE)
+    private_key.write_bytes(
         private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted
         )
@@ -192,7 +206,7 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     certificate.chmod(PEM_MODE)
 
 
-def _alternative(name: str):  # type: ignore[no-untyped-def]  # cryptography's GeneralName, imported late
+def _alternative_name(name: str):  # type: ignore[no-untyped-def]  # cryptography's GeneralName, imported late
     from cryptography import x509
 
     try:

@@ -16,24 +16,28 @@ FORM = "what `orc up --listen` or `orc token join` prints"
 
 
 def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> str:
-    """Return the home's token, created where missing; with `renew`, a new one that invalidates the old."""
-    secret = "" if renew else secret_of(home)
+    """Return the home's token for joining machines; create it if it is missing. `renew` replaces
+    and invalidates the old token.
+    """
+    secret = "" if renew else read_join_secret(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
     write_durably(home / FILE, token, PRIVATE)
     return token
 
 
-def secret_of(home: Path) -> str:
-    """Return the secret that this home's service accepts; "" without one."""
+def read_join_secret(home: Path) -> str:
+    """Return the secret in the home's token for joining machines; "" if there is no token."""
     try:
         return (home / FILE).read_text().partition(".")[0]
     except OSError:
         return ""
 
 
-def parts_of(token: str) -> tuple[str, str]:
-    """Return (secret, fingerprint) of a token. Raises SpecError, which does not repeat the token."""
+def split_join_token(token: str) -> tuple[str, str]:
+    """Return (secret, certificate's fingerprint) of a token for joining machines. Raises SpecError,
+    which hides the token.
+    """
     secret, _, digest = token.strip().partition(".")
     if not secret.startswith(PREFIX) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise SpecError("not a token for joining", source="orc join", allowed=FORM)

@@ -24,13 +24,13 @@ from orchestrator.service.client.client import (
     Client,
     is_up,
     process_is_alive,
-    service_file,
+    read_service_file,
 )
 from orchestrator.service.client.endpoint import FILE as ENDPOINT_FILE
-from orchestrator.service.client.endpoint import Endpoint, format_endpoint
+from orchestrator.service.client.endpoint import Endpoint, endpoint_text
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
-from orchestrator.service.intake.cluster_file import cluster_text, kept_cluster
-from orchestrator.service.intake.detection import detect_machine, node_name
+from orchestrator.service.intake.cluster_file import format_cluster, load_cluster
+from orchestrator.service.intake.detection import detect_machine, local_node_name
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import ServiceError
@@ -43,58 +43,64 @@ POLL_S = 0.1
 TAIL_LINES = 15
 
 
-def start(
-    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
+def start_service(
+    home: Path, cluster_file: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
 ) -> Notes | None:
-    """Start the service and wait until it answers; return notes on detected hardware, as sentences.
+    """Start the service, wait until it answers, and return notes on detected hardware, as
+    sentences.
 
-    Returns None where it already ran. Raises ServiceError; SpecError where no cluster is named and this machine's
-    devices make none.
+    Returns None where it already ran. Raises ServiceError; SpecError where no cluster is named and
+    this machine's devices make none.
 
-    The home folder stores `cluster`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the address of a
-    PostgreSQL journal, and ORC_MLFLOW, that of an MLflow server. A restart without any of them uses the stored ones.
+    The home folder stores `cluster_file`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the
+    address of a PostgreSQL journal, and ORC_MLFLOW, the address of an MLflow server. A restart
+    without any of them uses the stored values.
     """
-    prepare(home)
+    prepare_home(home)
     _refuse_another_machine(home)
     with _start_lock(home):
-        notes = _store_settings(home, cluster, ray_address, endpoint)
+        notes = _store_settings(home, cluster_file, ray_address, endpoint)
         if notes is None:
             return None
         (home / "service.json").unlink(missing_ok=True)
-        process = _spawn(home)
-        _await_answer(home, process)
-        _await_nodes(home, process)
+        process = _spawn_service(home)
+        _wait_for_answer(home, process)
+        _wait_for_nodes(home, process)
     return notes
 
 
-def become(
-    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
+def exec_service(
+    home: Path, cluster_file: Path | None, ray_address: str | None, endpoint: Endpoint | None
 ) -> NoReturn:
-    """Replace this process by the service, for a supervisor such as a container. Raises ServiceError.
+    """Replace this process by the service, for a supervisor such as a container. Raises
+    ServiceError.
 
-    Where another service owns a PostgreSQL journal, it is a standby and waits for the lease. `service.json` stays until
-    the service serves: a standby that shares the home must not hide the active one. Each of several services listens at
-    its own endpoint; the home stores that of the one started last.
+    Where another service owns a PostgreSQL journal, the new one is a standby and waits for the
+    lease. `service.json` stays until the service serves: a standby that shares the home must not
+    hide the active service. Each of several services listens at its own endpoint; the home stores
+    the endpoint of the service started last.
     """
-    prepare(home)
+    prepare_home(home)
     _refuse_another_machine(home)
     with _start_lock(home):
-        if _store_settings(home, cluster, ray_address, endpoint) is None:
+        if _store_settings(home, cluster_file, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
-    command = [*_daemon(home), "--standby"]
+    command = [*_daemon_command(home), "--standby"]
     if endpoint is not None:  # another service of this home may have noted its own since
-        command += ["--endpoint", format_endpoint(endpoint)]
+        command += ["--endpoint", endpoint_text(endpoint)]
     os.execv(command[0], command)
 
 
 def _store_settings(
-    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
+    home: Path, cluster_file: Path | None, ray_address: str | None, endpoint: Endpoint | None
 ) -> Notes | None:
-    """Store settings of the service in the home; return notes on detected hardware, in sentences.
+    """Store the service's settings in the home, and return notes on detected hardware, as
+    sentences.
 
-    Return None where the service is up already with the same settings.
+    Returns None where the service already runs with the same settings. Raises ServiceError where it
+    runs with others.
     """
-    listen = None if endpoint is None else format_endpoint(endpoint)
+    listen = None if endpoint is None else endpoint_text(endpoint)
     named = {
         "ray_address": ray_address,
         "journal_url": os.environ.get("ORC_JOURNAL"),
@@ -102,9 +108,9 @@ def _store_settings(
         ENDPOINT_FILE: listen,
     }
     files = {name: text for name, text in named.items() if text is not None}
-    if cluster is not None:  # a new cluster without an address means the embedded Ray
+    if cluster_file is not None:  # a new cluster without an address means the embedded Ray
         files |= {
-            CLUSTER_FILE: cluster.read_text(encoding="utf-8"),
+            CLUSTER_FILE: cluster_file.read_text(encoding="utf-8"),
             "ray_address": ray_address or "",
         }
     up = is_up(home)
@@ -113,32 +119,32 @@ def _store_settings(
     if up:
         return None
     notes: Notes = ()
-    if cluster is None and ray_address is None:
+    if cluster_file is None and ray_address is None:
         spec, notes = find_cluster(home)
         if notes and not spec.nodes[0].device.kind.traits.is_virtual:
-            files[CLUSTER_FILE] = cluster_text(spec, notes)
+            files[CLUSTER_FILE] = format_cluster(spec, notes)
     for name, text in files.items():
         write_durably(home / name, text, PRIVATE)
     return notes
 
 
-def stop(home: Path, force: bool) -> None:
+def stop_service(home: Path, force: bool) -> None:
     """Stop the service with its Ray and MLflow, and wait until its process has ended.
 
-    With `force` everything of the home on this machine ends, also where the service hangs or is gone. Raises
-    ServiceError if jobs run without `force`, if nothing runs, or if it hangs.
+    With `force`, every process of the home on this machine ends, also where the service hangs or is
+    gone. Raises ServiceError if jobs run without `force`, if nothing runs, or if the service hangs.
     """
     _refuse_another_machine(home)
     timeout_s = FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S
     if up := is_up(home, min(timeout_s, TIMEOUT_S)):
-        pid = int(service_file(home)["pid"])
+        pid = int(read_service_file(home)["pid"])
         try:
             with closing(Client(home)) as client:
                 client.shut_down(force, timeout_s)
         except ServiceError:
             if not force:
                 raise
-        if not _await_end([pid], timeout_s) and not force:
+        if not _wait_for_end([pid], timeout_s) and not force:
             raise ServiceError(
                 f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}"
             )
@@ -147,30 +153,32 @@ def stop(home: Path, force: bool) -> None:
 
 
 def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
-    """End processes and files of a service that was killed, that hangs, or that ended and left jobs running."""
-    from orchestrator.backends.mlflow.server import end_server, server_processes
+    """End the processes, and remove the files, that a killed or hanging service left; without
+    `force`, refuse if jobs may run.
+    """
+    from orchestrator.backends.mlflow.server import end_server, list_server_processes
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    services = _services(home)
+    services = _list_service_processes(home)
     if services and not force:
         raise ServiceError(
             f"process {services[0]} is the service, but does not answer: see {home / 'service.log'}; "
             "`orc down --force` ends it, with the jobs that run"
         )
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _services(home):
+        for pid in _list_service_processes(home):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        _await_end(services, FORCED_TIMEOUT_S)
-    if embedded_ray.find(home) is not None and not force:
+        _wait_for_end(services, FORCED_TIMEOUT_S)
+    if embedded_ray.find_local_address(home) is not None and not force:
         raise ServiceError(
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "
             "`orc down --force` stops them (they restart from their newest checkpoint at the next `orc up`)"
         )
-    has_ray = embedded_ray.read_state(home) is not None
-    if not (was_up or services or has_ray or server_processes(home)):
-        service_file(home)  # raises ServiceError: nothing is up
-    embedded_ray.stop(home)
+    has_ray = embedded_ray.read_record(home) is not None
+    if not (was_up or services or has_ray or list_server_processes(home)):
+        read_service_file(home)  # raises ServiceError: nothing is up
+    embedded_ray.stop_embedded(home)
     if has_ray:
         kill_marked_below(home.resolve())
     end_server(home)
@@ -178,10 +186,12 @@ def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
         (home / "service.json").unlink(missing_ok=True)
 
 
-def _await_end(pids: Sequence[int], timeout_s: float) -> bool:
-    """Wait until none of the processes lives, at most `timeout_s`; return whether that is so."""
+def _wait_for_end(process_ids: Sequence[int], timeout_s: float) -> bool:
+    """Wait at most `timeout_s` until all of these processes have ended; return whether they
+    have.
+    """
     deadline_s = time.monotonic() + timeout_s
-    while any(map(process_is_alive, pids)):
+    while any(map(process_is_alive, process_ids)):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(POLL_S)
@@ -189,20 +199,24 @@ def _await_end(pids: Sequence[int], timeout_s: float) -> bool:
 
 
 def _refuse_another_machine(home: Path) -> None:
-    """Raise ServiceError where the service of this shared home runs on another machine."""
+    """Raise ServiceError where the service of this home, a shared folder, runs on another
+    machine.
+    """
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    machine = embedded_ray.elsewhere(home)
+    machine = embedded_ray.find_other_machine(home)
     if machine is not None:
         raise ServiceError(
             f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there"
         )
 
 
-def _services(home: Path) -> list[int]:
-    """Return ids of this machine's processes that serve the home, by command line: `service.json` may be missing."""
+def _list_service_processes(home: Path) -> list[int]:
+    """Return the ids of this machine's processes that serve the home, found by command line:
+    `service.json` may be missing.
+    """
     pids = []
-    command = "\0".join(_daemon(home)[1:]).encode()
+    command = "\0".join(_daemon_command(home)[1:]).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
             if command + b"\0" in (entry / "cmdline").read_bytes():
@@ -210,8 +224,11 @@ def _services(home: Path) -> list[int]:
     return pids
 
 
-def prepare(home: Path) -> None:
-    """Create the home folder (0700; ENTER with folders of users) and the token (0600) if missing, and fix modes."""
+def prepare_home(home: Path) -> None:
+    """Create the home folder and the token if they are missing, and correct their modes.
+
+    The folder has mode 0700, or ENTER if it has folders of users; the token has 0600.
+    """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.chmod(ENTER if (home / USERS).is_dir() else 0o700)
     token = home / "token"
@@ -227,29 +244,35 @@ def prepare(home: Path) -> None:
 
 
 def write_service_file(home: Path, port: int) -> None:
-    """Write this process's id and port to the home folder, atomically."""
+    """Write this process's id and its port to the home folder, atomically."""
     write_durably(home / "service.json", json.dumps({"pid": os.getpid(), "port": port}))
 
 
-def journal_url(home: Path) -> str:
-    """Return the journal's address: ORC_JOURNAL at the service's start, else a file in the home folder."""
+def find_journal_url(home: Path) -> str:
+    """Return the journal's address: ORC_JOURNAL at the service's start, else that of a file in the
+    home folder.
+    """
     path = home / "journal_url"
     return path.read_text().strip() if path.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
 def find_cluster(home: Path) -> tuple[ClusterSpec, Notes]:
-    """Return (cluster, notes): the home's own without notes, else the detected one. Raises SpecError."""
+    """Return (cluster, notes): the home's stored cluster without notes, else this machine's
+    detected one. Raises SpecError.
+    """
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
-        return kept_cluster(home), ()
-    machine = detect_machine(node_name())
+        return load_cluster(home), ()
+    machine = detect_machine(local_node_name())
     return (
-        kept_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
+        load_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
     ), machine.notes
 
 
-def _refuse_other_settings(home: Path, files: Mapping[str, str]) -> None:
-    """Raise ServiceError if the running service was started with another cluster, Ray address or journal."""
-    for name, text in files.items():
+def _refuse_other_settings(home: Path, text_by_file: Mapping[str, str]) -> None:
+    """Raise ServiceError if the running service was started with another cluster, Ray address or
+    journal.
+    """
+    for name, text in text_by_file.items():
         path = home / name
         if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
             raise ServiceError(
@@ -259,17 +282,19 @@ def _refuse_other_settings(home: Path, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def _start_lock(home: Path) -> Iterator[None]:
-    """Hold the lock of the start: a concurrent `orc up` waits and finds the service up."""
+    """Hold the lock of the service's start: a concurrent `orc up` waits for it, and then finds the
+    service running.
+    """
     with (home / "up.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _spawn(home: Path) -> subprocess.Popen[bytes]:
+def _spawn_service(home: Path) -> subprocess.Popen[bytes]:
     descriptor = os.open(home / "service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         return subprocess.Popen(
-            _daemon(home),
+            _daemon_command(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -277,38 +302,38 @@ def _spawn(home: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _daemon(home: Path) -> list[str]:
+def _daemon_command(home: Path) -> list[str]:
     return [sys.executable, "-m", "orchestrator.service.process", "--home", str(home.resolve())]
 
 
-def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     while not is_up(home):
         if process.poll() is not None:
             raise ServiceError(
-                f"the service ended at once (exit code {process.returncode}):\n{_tail(home)}"
+                f"the service ended at once (exit code {process.returncode}):\n{_read_log_end(home)}"
             )
         if time.monotonic() > deadline_s:
             process.terminate()
             raise ServiceError(
-                f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_tail(home)}"
+                f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_read_log_end(home)}"
             )
         time.sleep(POLL_S)
 
 
-def _await_nodes(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait until Ray reports nodes, or cannot be reached: jobs are taken meanwhile."""
+def _wait_for_nodes(home: Path, process: subprocess.Popen[bytes]) -> None:
+    """Wait until Ray reports nodes, or cannot be reached; jobs can be submitted meanwhile."""
     from orchestrator.backends.ray.link import SOUGHT
 
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     with closing(Client(home)) as client:
         while process.poll() is None and time.monotonic() < deadline_s:
-            answer = client.cluster()
+            answer = client.fetch_cluster()
             if answer["nodes"] or any(SOUGHT not in problem for problem in answer["problems"]):
                 return
             time.sleep(POLL_S)
 
 
-def _tail(home: Path) -> str:
+def _read_log_end(home: Path) -> str:
     lines = (home / "service.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join((*lines, f"(all of it: {home / 'service.log'})"))

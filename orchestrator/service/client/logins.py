@@ -29,33 +29,39 @@ class Login:
 
 
 def logins_file() -> Path:
-    """Return the file of stored logins, below XDG_CONFIG_HOME, else ~/.config."""
+    """Return the path of the file with stored logins, below XDG_CONFIG_HOME or ~/.config."""
     return (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
     )
 
 
-def login_of(url: str) -> Login:
-    """Return the stored login for a service. Raises SpecError for no URL, ServiceError without a login."""
-    url = normalise_url(url)
-    fields = _read().get(url)
+def find_login(service_url: str) -> Login:
+    """Return the stored login for a service. Raises SpecError for a text that is no URL,
+    ServiceError without a login.
+    """
+    service_url = normalise_url(service_url)
+    fields = _read_logins().get(service_url)
     if fields is None:
-        raise ServiceError(f"no login is kept for {url}. `orc login {url}` keeps one")
+        raise ServiceError(
+            f"no login is kept for {service_url}. `orc login {service_url}` keeps one"
+        )
     return Login(**fields)
 
 
-def keep(login: Login) -> None:
-    """Store a login; it replaces one of the same URL."""
-    _write({**_read(), login.url: asdict(login)})
+def store_login(login: Login) -> None:
+    """Store a login; it replaces a login of the same URL."""
+    _write_logins({**_read_logins(), login.url: asdict(login)})
 
 
-def forget(url: str) -> bool:
-    """Delete a login; return False where there was none. Raises SpecError for no URL."""
-    logins = _read()
-    url = normalise_url(url)
-    if url not in logins:
+def delete_login(service_url: str) -> bool:
+    """Delete the login for this URL; return False if there was none. Raises SpecError for a text
+    that is no URL.
+    """
+    logins = _read_logins()
+    service_url = normalise_url(service_url)
+    if service_url not in logins:
         return False
-    _write({name: login for name, login in logins.items() if name != url})
+    _write_logins({name: login for name, login in logins.items() if name != service_url})
     return True
 
 
@@ -80,10 +86,10 @@ def normalise_url(url: str) -> str:
     return f"https://{host}:{port}"
 
 
-def pinned_certificate(url: str, fingerprint: str) -> str:
-    """Return the service's certificate as PEM, if it has this fingerprint.
+def fetch_pinned_certificate(url: str, fingerprint: str) -> str:
+    """Return the certificate that the service presents, as PEM, if it has this fingerprint.
 
-    Raises ServiceError where the service presents another one, or none.
+    Raises ServiceError where the service presents another certificate, or none.
     """
     parts = urlsplit(normalise_url(url))
     assert parts.hostname is not None, url
@@ -99,7 +105,7 @@ def pinned_certificate(url: str, fingerprint: str) -> str:
     return shown
 
 
-def _read() -> dict[str, JsonObject]:
+def _read_logins() -> dict[str, JsonObject]:
     try:
         return dict(json.loads(logins_file().read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -110,7 +116,7 @@ def _read() -> dict[str, JsonObject]:
         ) from None
 
 
-def _write(logins: dict[str, JsonObject]) -> None:
+def _write_logins(logins: dict[str, JsonObject]) -> None:
     path = logins_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_durably(path, json.dumps(logins, indent=1), PRIVATE)

@@ -15,7 +15,7 @@ from orchestrator.service.intake.intake import (
     ReadJob,
     read_job,
     read_jobs,
-    read_jobs_elsewhere,
+    read_jobs_for_service,
 )
 from orchestrator.service.transfer.archive import Listing, list_files
 from orchestrator.service.transfer.ignore import read_ignore
@@ -29,50 +29,53 @@ COMPRESSION = 6
 IN_MEMORY_BYTES = 2**24
 
 
-def read_jobs_for(
+def read_and_upload_jobs(
     service: Path | Login,
-    files: Sequence[JobSource],
+    job_files: Sequence[JobSource],
     overrides: Sequence[Override] = (),
     home: Path | None = None,
     *,
     only_one: bool = False,
 ) -> list[JobSpec]:
-    """Return the jobs in these files, for the service. For another machine, their files are uploaded first.
+    """Return the jobs in these job files. For a service on another machine, the files that they
+    name are uploaded first.
 
-    Raises SpecError; with `only_one`, for an array too.
+    Raises SpecError; with `only_one`, also for an array of jobs.
     """
     if isinstance(service, Path):
         if only_one:
-            return [read_job(file, overrides, home) for file in files]
-        return [spec for file in files for spec in read_jobs(file, overrides, home)]
+            return [read_job(file, overrides, home) for file in job_files]
+        return [spec for file in job_files for spec in read_jobs(file, overrides, home)]
     jobs = [
         job
-        for file in files
-        for job in read_jobs_elsewhere(file, overrides, home, only_one=only_one)
+        for file in job_files
+        for job in read_jobs_for_service(file, overrides, home, only_one=only_one)
     ]
     with closing(Client(service)) as client:
-        return with_uploads(client, jobs)
+        return upload_files(client, jobs)
 
 
-def with_uploads(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
-    """Return the jobs with each path of this machine replaced by its upload, after sending what is missing.
+def upload_files(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
+    """Upload the jobs' local files that the service lacks, and return the jobs with uploads in
+    place of local paths.
 
-    A working directory is one upload. A file or folder outside it is another. Raises SpecError where one is too large.
+    A working directory is one upload. A file or folder outside it is another. Raises SpecError
+    where one is too large.
     """
     uploads = {
-        root: _list_root(root)
-        for root in dict.fromkeys(root for job in jobs for root in _roots(job))
+        root: _list_files(root)
+        for root in dict.fromkeys(root for job in jobs for root in _list_upload_roots(job))
     }
-    digests = {root: _digest(listing) for root, listing in uploads.items()}
+    digests = {root: _listing_digest(listing) for root, listing in uploads.items()}
     missing = set(client.missing_uploads(sorted(set(digests.values())))) if digests else set()
     for digest, listing in {
         digests[root]: uploads[root] for root in uploads if digests[root] in missing
     }.items():
-        _send(client, digest, listing)
-    return [_with_upload_paths(job, digests) for job in jobs]
+        _send_archive(client, digest, listing)
+    return [_replace_local_paths(job, digests) for job in jobs]
 
 
-def _roots(job: ReadJob) -> Iterator[Path]:
+def _list_upload_roots(job: ReadJob) -> Iterator[Path]:
     """Yield the paths of a job to upload: its working directory, then each path outside it."""
     workdir = (
         Path(job.spec.workdir)
@@ -86,7 +89,7 @@ def _roots(job: ReadJob) -> Iterator[Path]:
             yield Path(path)
 
 
-def _list_root(root: Path) -> Listing:
+def _list_files(root: Path) -> Listing:
     is_ignored = read_ignore(root) if root.is_dir() else (lambda _: False)
     tokens = logins_file()
     try:
@@ -105,14 +108,14 @@ def _list_root(root: Path) -> Listing:
     return listing
 
 
-def _digest(listing: Listing) -> str:
+def _listing_digest(listing: Listing) -> str:
     try:
         return listing.digest()
     except OSError as error:
         raise SpecError(f"cannot be read: {error}", source=str(listing.root)) from None
 
 
-def _send(client: Client, digest: str, listing: Listing) -> None:
+def _send_archive(client: Client, digest: str, listing: Listing) -> None:
     with tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES) as file:
         with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, mtime=0) as archive:
             for chunk in listing.stream():
@@ -122,8 +125,8 @@ def _send(client: Client, digest: str, listing: Listing) -> None:
         client.upload(digest, iter(lambda: file.read(2**20), b""), size_bytes)
 
 
-def _with_upload_paths(job: ReadJob, digests: dict[Path, str]) -> JobSpec:
-    roots = list(_roots(job))
+def _replace_local_paths(job: ReadJob, digests: dict[Path, str]) -> JobSpec:
+    roots = list(_list_upload_roots(job))
 
     def upload_path(key: str, path: str) -> str:
         if key not in job.local_keys:

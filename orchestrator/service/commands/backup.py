@@ -21,11 +21,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from orchestrator.backends.journal.copy import copy_journal, schema_of
+from orchestrator.backends.journal.copy import copy_journal, read_schema
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.client.lifecycle import journal_url
+from orchestrator.service.client.lifecycle import find_journal_url
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -53,7 +53,9 @@ BEGINS_ANEW = "The job begins anew: no output of it could be taken from {home}.\
 
 @frozen
 class Restored:
-    """The restored backup: its origin, the number of jobs in the queue, and attempts lost with their nodes."""
+    """Result of a restore: the backup's origin, the number of queued jobs, and the attempts that
+    are lost.
+    """
 
     created_at: str  # of the backup, in UTC
     version: str  # of the orchestrator that wrote it
@@ -64,12 +66,12 @@ class Restored:
     ]  # of their jobs, those without the output of the backed-up home: they begin anew
 
 
-def back_up(home: Path, archive: Path) -> JsonObject:
-    """Write the archive (mode 0600), even while the service runs; return its manifest.
+def write_backup(home: Path, archive: Path) -> JsonObject:
+    """Write the backup's archive (mode 0600), even while the service runs, and return its manifest.
 
     Raises SpecError where the file exists, or where the journal is no SQLite file.
     """
-    url = journal_url(home)
+    url = find_journal_url(home)
     if not url.startswith(SQLITE):
         hint = "`pg_dump --format=custom DATABASE > FILE` copies it; `pg_restore` brings it back. Keep cluster.yaml too"
         raise SpecError(
@@ -92,11 +94,11 @@ def back_up(home: Path, archive: Path) -> JsonObject:
         manifest = {
             "format": FORMAT,
             "version": version("orchestrator"),
-            "schema": schema_of(journal_copy),
+            "schema": read_schema(journal_copy),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "home": str(home.resolve()),
             "files": {
-                name: {"sha256": _digest(path), "bytes": path.stat().st_size}
+                name: {"sha256": _file_digest(path), "bytes": path.stat().st_size}
                 for name, path in files.items()
             },
         }
@@ -113,12 +115,13 @@ def back_up(home: Path, archive: Path) -> JsonObject:
     return manifest
 
 
-def restore(archive: Path, home: Path) -> Restored:
-    """Create a home folder from the archive, all or nothing.
+def restore_backup(archive: Path, home: Path) -> Restored:
+    """Create a home folder from the backup's archive, all or nothing.
 
-    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts. Their output with
-    its checkpoints is taken from the home that was backed up, if this machine has it. Raises SpecError where the home
-    is not empty, or the archive is invalid, damaged, or newer than this version.
+    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts.
+    Their output, with its checkpoints, is taken from the home that was backed up, if this machine
+    has it. Raises SpecError where the home is not empty, or the archive is invalid, damaged, or
+    newer than this version.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise SpecError(
@@ -133,21 +136,27 @@ def restore(archive: Path, home: Path) -> Restored:
     ):
         new_home = Path(folder) / "home"
         new_home.mkdir(mode=0o700)
-        manifest = _manifest(archive_file, archive)
+        manifest = _read_manifest(archive_file, archive)
         for name, entry in manifest["files"].items():
-            _unpack(archive_file, name, entry, new_home / name, archive)
-        if schema_of(new_home / JOURNAL) != manifest["schema"]:
+            _unpack_file(archive_file, name, entry, new_home / name, archive)
+        if read_schema(new_home / JOURNAL) != manifest["schema"]:
             raise _damage_error(archive, "its manifest names another schema than its journal has")
         # older archives do not name it
-        restored = _settle(new_home, Path(str(manifest.get("home", "unknown"))), manifest)
+        restored = _settle_running_jobs(
+            new_home, Path(str(manifest.get("home", "unknown"))), manifest
+        )
         new_home.replace(home)  # an empty folder may be there
     return restored
 
 
-def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
-    """Take the output of each job that ran, and write its log, by which the service knows the attempt."""
+def _settle_running_jobs(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
+    """For each job that ran, take its output from the earlier home, and write a log from which the
+    service sees the loss.
+
+    Returns the restore's result.
+    """
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
-        snapshot, tail = journal.load()
+        snapshot, tail = journal.load_state_and_events()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
@@ -158,7 +167,7 @@ def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
         attempt = job.last
         if attempt is None or job.status.ended:
             continue
-        has_output = _take_output(JobFolder(earlier_home, job.id), JobFolder(home, job.id))
+        has_output = _link_output(JobFolder(earlier_home, job.id), JobFolder(home, job.id))
         if attempt.status is AttemptStatus.ENDED:
             continue
         log = JobFolder(home, job.id).attempt(attempt.number).log(0)
@@ -176,8 +185,10 @@ def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
     )
 
 
-def _take_output(source: JobFolder, target: JobFolder) -> bool:
-    """Take a job's checkpoints and output as links, else as copies; return whether there are any, as a whole."""
+def _link_output(source: JobFolder, target: JobFolder) -> bool:
+    """Link or copy a job's checkpoints and output into the new home; return whether it had any and
+    all were taken.
+    """
     pairs = [(source.checkpoints, target.checkpoints), (source.output, target.output)]
     there = [(earlier, new) for earlier, new in pairs if earlier.is_dir()]
     try:
@@ -209,10 +220,12 @@ def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
         yield archive_file
 
 
-def _chunks(
+def _iterate_chunks(
     archive_file: zipfile.ZipFile, name: str, left_bytes: int, archive: Path
 ) -> Iterator[bytes]:
-    """Yield the content of a file of the archive, one byte more than `left_bytes` at most. Raises SpecError."""
+    """Yield the content of a file in the archive, at most `left_bytes` + 1 bytes. Raises SpecError
+    for a damaged archive.
+    """
     try:
         with archive_file.open(name) as source:
             while left_bytes >= 0 and (chunk := source.read(min(CHUNK_BYTES, left_bytes + 1))):
@@ -224,8 +237,8 @@ def _chunks(
         raise _damage_error(archive, f"{name}: {error}") from None
 
 
-def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
-    text = b"".join(_chunks(archive_file, MANIFEST, MANIFEST_BYTES_MAX, archive))
+def _read_manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
+    text = b"".join(_iterate_chunks(archive_file, MANIFEST, MANIFEST_BYTES_MAX, archive))
     try:
         manifest = json.loads(text)
         form = manifest["format"]
@@ -253,14 +266,14 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
     return dict(manifest)
 
 
-def _unpack(
+def _unpack_file(
     archive_file: zipfile.ZipFile, name: str, entry: JsonObject, path: Path, archive: Path
 ) -> None:
     digest = hashlib.sha256()
     size_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as target:
-        for chunk in _chunks(archive_file, name, int(entry["bytes"]), archive):
+        for chunk in _iterate_chunks(archive_file, name, int(entry["bytes"]), archive):
             size_bytes += len(chunk)
             digest.update(chunk)
             target.write(chunk)
@@ -268,7 +281,7 @@ def _unpack(
         raise _damage_error(archive, f"{name} is not what the manifest says")
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -27,16 +27,18 @@ FORM = re.compile(
 GIGABITS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?Gb(?:it)?(?:/s|ps)?")  # of a network card
 
 
-def cluster_of_cards(text: str) -> ClusterSpec:
-    """Return a cluster of the GPUs that `text` names: `NODESxNUMBERxNAME`, and `:HOST` and `@NETWORK`.
+def parse_cards(gpu_option: str) -> ClusterSpec:
+    """Return the cluster that `--gpu` describes: `NODESxNUMBERxNAME`, and optionally `:HOST` and
+    `@NETWORK`.
 
-    Without NODES its nodes have up to 8 GPUs. HOST is a node's host memory, such as `1TiB`; without it, twice the
-    memory of its GPUs, at least 64 GiB. NETWORK is a node's bandwidth to the others, such as `400Gb` or `50GB/s`.
-    Raises SpecError where the catalogue has no such GPU or several, and for other numbers.
+    Without NODES its nodes have up to 8 GPUs. HOST is a node's host memory, such as `1TiB`; without
+    it, twice the memory of its GPUs, at least 64 GiB. NETWORK is a node's bandwidth to the others,
+    such as `400Gb` or `50GB/s`. Raises SpecError where the catalogue has no such GPU or several,
+    and for other numbers.
     """
-    match = FORM.fullmatch(text)
+    match = FORM.fullmatch(gpu_option)
     if match is None:
-        raise SpecError("not the name of cards", source=SOURCE, got=text, allowed=FORMS)
+        raise SpecError("not the name of cards", source=SOURCE, got=gpu_option, allowed=FORMS)
     name = match["name"]
     names = match_devices(name)
     if len(names) != 1:
@@ -49,14 +51,16 @@ def cluster_of_cards(text: str) -> ClusterSpec:
             allowed=", ".join(names or load_devices()),
             hint="name one of them" if names else hint,
         )
-    cluster = _cluster(names[0], *_split_count(match, text), match["host"])
+    cluster = _make_cluster(names[0], *_split_count(match, gpu_option), match["host"])
     if match["network"] is None:
         return cluster
-    return _with_network(cluster, match["network"])
+    return _set_network(cluster, match["network"])
 
 
 def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
-    """Return (GPUs of a node, nodes). Raises SpecError for a number that makes no equal nodes."""
+    """Return (GPUs per node, number of nodes). Raises SpecError for a number of GPUs that does not
+    make equal nodes.
+    """
     count = int(match["count"] or 1)
     if match["nodes"]:
         per_node = count
@@ -75,8 +79,10 @@ def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
     return per_node, nodes
 
 
-def _with_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
-    """Return the cluster with a bandwidth between its nodes. Raises SpecError where the text is none."""
+def _set_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
+    """Return the cluster with this bandwidth between its nodes. Raises SpecError for a text that is
+    no bandwidth.
+    """
     gigabits = GIGABITS.fullmatch(text)
     bandwidth = 0
     if gigabits is not None:
@@ -90,7 +96,7 @@ def _with_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
     return cluster.model_copy(update={"network_bandwidth": bandwidth})
 
 
-def _cluster(name: str, per_node: int, nodes: int, host: str | None) -> ClusterSpec:
+def _make_cluster(name: str, per_node: int, nodes: int, host: str | None) -> ClusterSpec:
     node = NodeSpec.model_validate(
         {
             "name": "node",

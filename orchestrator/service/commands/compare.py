@@ -46,13 +46,15 @@ def choose_strategies(
     choice: str,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
-    micro: Micro = Micro.COMMON,
+    micro_batch_choice: Micro = Micro.COMMON,
 ) -> tuple[Pins, ...]:
-    """Return the pins (fixed settings) of each strategy, as a complete plan where one fits. Raises SpecError.
+    """Return the pins (fixed settings) of each strategy that `choice` names, as a complete plan
+    where one fits.
 
-    `all`: each way to shard and offload on each layout. `frontier`: each plan that no other beats. `zero=`: each of the
-    stages. A file: each of its pins. Open micro-batches get one common size, the largest with which all fit that fit at
-    all. Where there is none, or with `micro` as BEST, each has its best.
+    `all`: each way to shard and offload on each layout. `frontier`: each plan that no other beats.
+    `zero=`: each of the ZeRO stages. A file: each of its pins. Open micro-batches get one common
+    size, the largest with which all strategies fit that fit at all. Where there is none, or with
+    BEST, each strategy has its own best size. Raises SpecError.
     """
     group = next(
         (candidate for candidate in group_equal_nodes(nodes) if candidate.devices >= spec.gpus.min),
@@ -80,13 +82,17 @@ def choose_strategies(
             for candidate in exact
             if not any(_dominates(other, candidate) for other in exact)
         ]
-        pins_of_strategies = [_all_pins(spec, candidate.plan) for candidate in best]
+        pins_of_strategies = [_pin_whole_plan(spec, candidate.plan) for candidate in best]
     else:
-        partial = _all_ways(spec, group) if choice == "all" else _read_strategies(spec, choice)
+        partial = (
+            _iterate_strategies(spec, group) if choice == "all" else _read_strategies(spec, choice)
+        )
         ways = list(dict.fromkeys(partial))
         _check_count(len(ways))
         common = (
-            _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
+            _common_micro_batch(spec, ways, group, calibrated)
+            if micro_batch_choice is Micro.COMMON
+            else None
         )
         pins_of_strategies = [
             _complete_pins(spec, pins, common, group, calibrated) for pins in ways
@@ -96,31 +102,33 @@ def choose_strategies(
     return tuple(pins_of_strategies)
 
 
-def _check_count(count: int) -> None:
-    if count > STRATEGIES_MAX:
+def _check_count(strategy_count: int) -> None:
+    if strategy_count > STRATEGIES_MAX:
         hint = "name some in a file, or pin a setting with --plan"
         raise SpecError(
             "too many strategies",
             path="--strategies",
-            got=count,
+            got=strategy_count,
             allowed=f"{STRATEGIES_MAX}",
             hint=hint,
         )
 
 
-def comparison_jobs(
+def make_comparison_jobs(
     spec: JobSpec,
-    choices: Sequence[Pins],
+    strategies: Sequence[Pins],
     steps: int | None,
     repeats: int = 1,
     learning_rates: Sequence[float] = (),
 ) -> list[JobSpec]:
-    """Return one job per strategy, learning rate and repeat, run one at a time so that none slows another.
+    """Return one job per strategy, learning rate and repeat. They run one at a time, so that none
+    slows another.
 
     Raises SpecError. Without learning rates, all have the job's own.
 
-    Strategies alternate, so that changes on the machine affect all of them. They share the job's data, start and seed;
-    repeats of a model have the next seeds. An out-of-memory failure ends the job, as a result.
+    Strategies alternate, so that changes on the machine affect all of them. They share the job's
+    data, start and seed; repeats of a model have the next seeds. An out-of-memory failure ends the
+    job, as a result.
     """
     knob = spec.knobs.learning_rate
     if spec.is_script and learning_rates and knob is None:
@@ -132,7 +140,7 @@ def comparison_jobs(
             raise SpecError("no learning rate", path="--learning-rate", got=rate, allowed=allowed)
     rates: tuple[float | None, ...] = tuple(dict.fromkeys(learning_rates))
     rates = rates or (spec.learning_rate,)
-    ways = list(product(choices, rates))
+    ways = list(product(strategies, rates))
     if not 1 <= repeats <= REPEATS_MAX or repeats * len(ways) > JOBS_MAX:
         most = min(REPEATS_MAX, JOBS_MAX // len(ways))
         raise SpecError("too many repeats", path="--repeats", got=repeats, allowed=f"1 to {most}")
@@ -182,12 +190,14 @@ def comparison_jobs(
     return jobs
 
 
-def _all_pins(spec: JobSpec, plan: Plan) -> Pins:
+def _pin_whole_plan(spec: JobSpec, plan: Plan) -> Pins:
     return pins_of(plan, spec.knobs if spec.is_script else None)
 
 
 def _dominates(candidate: Candidate, rival: Candidate) -> bool:
-    """Return whether a plan is no worse in step time, bytes and devices, and better in one; trust does not count."""
+    """Return whether `candidate` is no worse than `rival` in step time, bytes and devices, and
+    better in one of them.
+    """
     costs, rival_costs = (
         (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size)
         for candidate in (candidate, rival)
@@ -196,47 +206,59 @@ def _dominates(candidate: Candidate, rival: Candidate) -> bool:
 
 
 def _common_micro_batch(
-    spec: JobSpec, ways: Sequence[Pins], group: NodeGroup, calibrated: Calibration
+    spec: JobSpec, strategies: Sequence[Pins], device_group: NodeGroup, calibrated: Calibration
 ) -> int | None:
-    """Return the largest micro-batch with which all strategies fit that fit at all and leave it open; else None."""
+    """Return the largest micro-batch size with which all strategies fit; None if there is none.
+
+    Strategies that pin their size, or fit with no size, are left out.
+    """
     sizes: set[int] | None = None
-    for pins in ways:
+    for pins in strategies:
         if any(name == MICRO_BATCH for name, _ in pins):
             continue
         pinned = spec.model_copy(update={"plan": pins})
         try:
             legal = {
-                plan.micro_batch_size for plan in list_plans(read_request(pinned), group.hardware)
+                plan.micro_batch_size
+                for plan in list_plans(read_request(pinned), device_group.hardware)
             }
         except SpecError:
             continue
         fitting_sizes = {
-            size for size in legal if _fits(spec, _with_micro(pins, size), group, calibrated)
+            size
+            for size in legal
+            if _fits(spec, _pin_micro_batch(pins, size), device_group, calibrated)
         }
         if fitting_sizes:
             sizes = fitting_sizes if sizes is None else sizes & fitting_sizes
     return max(sizes, default=None) if sizes is not None else None
 
 
-def _fits(spec: JobSpec, pins: Pins, group: NodeGroup, calibrated: Calibration) -> bool:
-    """Return whether a plan with these pins fits an empty device."""
+def _fits(spec: JobSpec, pins: Pins, device_group: NodeGroup, calibrated: Calibration) -> bool:
+    """Return whether a plan with these pins (fixed settings) fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        candidates = frontier(read_request(pinned), group.hardware, calibrated)
+        candidates = frontier(read_request(pinned), device_group.hardware, calibrated)
     except SpecError:
         return False
-    return next(fitting(candidates, group.hardware.device.memory, calibrated), None) is not None
+    return (
+        next(fitting(candidates, device_group.hardware.device.memory, calibrated), None) is not None
+    )
 
 
-def _with_micro(pins: Pins, size: int | None) -> Pins:
-    """Return the pins with this micro-batch, unless they have one."""
+def _pin_micro_batch(pins: Pins, size: int | None) -> Pins:
+    """Return the pins (fixed settings) with this micro-batch size added, unless they have one or
+    `size` is None.
+    """
     if size is None or any(name == MICRO_BATCH for name, _ in pins):
         return pins
     return (*pins, (MICRO_BATCH, size))
 
 
-def _all_ways(spec: JobSpec, group: NodeGroup) -> Iterator[Pins]:
-    """Yield the combination of engine, layout, stage and offload of each plan of the job."""
+def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins]:
+    """Yield the engine, layout, ZeRO stage and offload of each possible plan of the job, as pins
+    (fixed settings).
+    """
     names = (
         "engine",
         *AXES,
@@ -246,15 +268,17 @@ def _all_ways(spec: JobSpec, group: NodeGroup) -> Iterator[Pins]:
         "offload",
         "offload_target",
     )
-    for plan in list_plans(read_request(spec), group.hardware):
-        yield tuple(pin for pin in _all_pins(spec, plan) if pin[0] in names)
+    for plan in list_plans(read_request(spec), device_group.hardware):
+        yield tuple(pin for pin in _pin_whole_plan(spec, plan) if pin[0] in names)
 
 
 def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
-    """Yield the job's pins with those of each strategy in `choice`. Raises SpecError."""
+    """Yield the pins (fixed settings) of the job for each strategy that `choice` names: ZeRO
+    stages, or a file. Raises SpecError.
+    """
     stages = _STAGES.fullmatch(choice)
     if stages is not None:
-        rows: Any = [{"zero_stage": stage} for stage in _stages(stages[1])]
+        rows: Any = [{"zero_stage": stage} for stage in _parse_stages(stages[1])]
     elif Path(choice).is_file():
         rows = read_document(f"strategies:\n{_indent(Path(choice).read_text())}", choice).data[
             "strategies"
@@ -281,8 +305,8 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
         ).plan
 
 
-def _stages(text: str) -> list[int]:
-    """Return `0..3` or `0,2,3` as numbers."""
+def _parse_stages(text: str) -> list[int]:
+    """Return the ZeRO stages in `0..3` or `0,2,3`."""
     stages: list[int] = []
     for part in text.split(","):
         first, *last = map(int, part.split(".."))
@@ -295,13 +319,25 @@ def _indent(text: str) -> str:
 
 
 def _complete_pins(
-    spec: JobSpec, pins: Pins, micro_batch: int | None, group: NodeGroup, calibrated: Calibration
+    spec: JobSpec,
+    pins: Pins,
+    micro_batch: int | None,
+    device_group: NodeGroup,
+    calibrated: Calibration,
 ) -> Pins:
-    """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
-    pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
+    """Return the pins of the fastest plan with these pins that fits, else of the plan that needs
+    the least memory.
+
+    The pins are unchanged where no plan has them.
+    """
+    pinned = spec.model_copy(update={"plan": _pin_micro_batch(pins, micro_batch)})
     try:
-        candidates = frontier(read_request(pinned), group.hardware, calibrated)
+        candidates = frontier(read_request(pinned), device_group.hardware, calibrated)
     except SpecError:
-        return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
-    candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
-    return pins if candidate is None else _all_pins(spec, candidate.plan)
+        return (
+            pins
+            if micro_batch is None
+            else _complete_pins(spec, pins, None, device_group, calibrated)
+        )
+    candidate = best_or_nearest(candidates, device_group.hardware.device.memory, calibrated)
+    return pins if candidate is None else _pin_whole_plan(spec, candidate.plan)

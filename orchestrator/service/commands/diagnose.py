@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.evidence import collect_folder, end_of, feed_log
+from orchestrator.backends.attempts.evidence import collect_folder_evidence, feed_log, rank_end
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.endings import read_exceptions
@@ -33,7 +33,9 @@ EXIT_CODE = 1  # where none is given
 
 @frozen
 class Diagnosis:
-    """Why a training ended: the cause and its log line, what this service would do, and what a person can do."""
+    """Why a training ended: the cause and its log line, what the service would do, and what a
+    person can do.
+    """
 
     kind: str | None  # a FailureKind; None: nothing failed
     reason: str
@@ -45,11 +47,12 @@ class Diagnosis:
     you_can: str
 
 
-def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
-    """Return what ended a training: by the ranks' logs, rank 0 first, or by the folder of an attempt of ours.
+def diagnose_training(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
+    """Return why a training ended, from its ranks' logs, rank 0 first, or from the folder of an
+    attempt of this service.
 
-    One exit code is of all ranks, several are each of a log; without any it is EXIT_CODE. Raises SpecError for a file
-    that is no log, and for another number of exit codes.
+    One exit code is that of all ranks, several belong to the logs in order; without any it is
+    EXIT_CODE. Raises SpecError for a file that is no log, and for another number of exit codes.
     """
     try:
         if len(logs) == 1 and logs[0].is_dir() and (logs[0] / "guard.json").exists():
@@ -66,8 +69,8 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
         codes = list(exit_codes) or [EXIT_CODE]
         if len(codes) == 1:
             codes *= len(logs)
-        ends = tuple(_end_of(path, rank, codes[rank]) for rank, path in enumerate(paths))
-        return _describe(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
+        ends = tuple(_read_rank_end(path, rank, codes[rank]) for rank, path in enumerate(paths))
+        return _make_diagnosis(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
         raise SpecError(
             f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
@@ -76,19 +79,21 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
 
 def _diagnose_folder(folder: Path) -> Diagnosis:
     files = AttemptFolder(folder)
-    evidence = collect_folder(files)
+    evidence = collect_folder_evidence(files)
     paths = [files.log(end.rank) for end in evidence.ranks]
-    return _describe(paths, paths, evidence)
+    return _make_diagnosis(paths, paths, evidence)
 
 
-def _judge(evidence: Evidence) -> Failure | None:
-    """Return the failure that the service would see in a first attempt, and its verdict; None where it succeeded.
+def _find_failure(evidence: Evidence) -> Failure | None:
+    """Return the failure that the service would find after a first attempt, with its decision to
+    retry or not.
 
-    An exit with 0 is no success where the log shows what ended a rank: some programs exit with 0 whatever happens.
+    None where the attempt succeeded. An exit with 0 is no success where the log shows what ended a
+    rank: some programs always exit with 0.
     """
     job, attempt = _placeholder_attempt()
     failure = classify_end(job, attempt, evidence)
-    if failure is None and any(_has_ended(end) for end in evidence.ranks):
+    if failure is None and any(_has_exception(end) for end in evidence.ranks):
         ends = tuple(replace(end, exit_code=EXIT_CODE) for end in evidence.ranks)
         failure = classify_end(job, attempt, replace(evidence, ranks=ends))
     if failure is None:
@@ -96,12 +101,12 @@ def _judge(evidence: Evidence) -> Failure | None:
     return add_verdict(job, replace(attempt, evidence=evidence), failure, (), ())
 
 
-def _has_ended(end: RankEnd) -> bool:
+def _has_exception(end: RankEnd) -> bool:
     return any(finding.is_exception for finding in end.findings[:1])
 
 
-def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
-    failure = _judge(evidence)
+def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
+    failure = _find_failure(evidence)
     ends = evidence.ranks
     if failure is None:
         return Diagnosis(
@@ -109,7 +114,7 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
             file=None, line_number=None, line="", rank=None,
             orc_would="count it as succeeded", you_can="give the exit code, if it was another: `--exit-code`",
         )  # fmt: skip
-    index, offset, line = _place_of(failure, ends, paths)
+    index, offset, line = _locate_failure(failure, ends, paths)
     has_log = bool(paths) and paths[index].exists()
     return Diagnosis(
         kind=failure.kind.value,
@@ -118,7 +123,7 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
         line_number=_line_number(paths[index], offset) if has_log else None,
         line=line.partition("\n")[0],
         rank=failure.rank,
-        orc_would=_next_action(failure),
+        orc_would=_describe_next_action(failure),
         you_can=_advise(failure, ends, paths),
     )
 
@@ -150,7 +155,9 @@ def _resolve_log(path: Path) -> Path:
 
 @frozen
 class Project:
-    """A project whose logs are known: a row of projects.yaml."""
+    """A known training project: how its logs look, and how its memory is reduced (a row of
+    projects.yaml).
+    """
 
     name: str
     job: str  # its job file, in `jobs/` of this project
@@ -158,11 +165,13 @@ class Project:
     levers: Mapping[Phase, str]  # what makes it take less memory
 
 
-def project_of(path: Path) -> Project | None:
-    """Return the project whose sign stands at the begin or the end of a log; None for any other."""
-    with path.open("rb") as file:
+def find_project(log_path: Path) -> Project | None:
+    """Return the known project whose sign is at the begin or the end of a log; None where no sign
+    is found.
+    """
+    with log_path.open("rb") as file:
         text = file.read(LOG_TAIL_BYTES)
-        file.seek(max(file.tell(), path.stat().st_size - LOG_TAIL_BYTES))
+        file.seek(max(file.tell(), log_path.stat().st_size - LOG_TAIL_BYTES))
         text += file.read(LOG_TAIL_BYTES)
     log = text.decode("utf-8", errors="replace")
     for name, row in load_table(__package__, "projects").items():
@@ -174,10 +183,12 @@ def project_of(path: Path) -> Project | None:
 
 
 def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
-    """Return what a person can do: for want of device memory, the lever of a known project in its phase."""
-    index, _, _ = _place_of(failure, ends, paths)
+    """Return what a person can do. Out of device memory in a known project, it is that project's
+    own way to use less.
+    """
+    index, _, _ = _locate_failure(failure, ends, paths)
     has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
-    project = project_of(paths[index]) if has_log else None
+    project = find_project(paths[index]) if has_log else None
     if project is None:
         return advise_after_failure(failure, ELSEWHERE)
     phase = failure.phase or Phase.TRAINING
@@ -187,15 +198,15 @@ def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) ->
     return f"{project.name}, in its {phase}: {project.levers[phase]}; {plan}"
 
 
-def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
-    project = project_of(path)
-    scan = LogScan(log=path.name, markers=project.phases if project is not None else {})
-    feed_log(scan, path)
-    return end_of(path, rank, exit_code, scan, scan.findings)
+def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
+    project = find_project(log_path)
+    scan = LogScan(log=log_path.name, markers=project.phases if project is not None else {})
+    feed_log(scan, log_path)
+    return rank_end(log_path, rank, exit_code, scan, scan.findings)
 
 
 def _placeholder_attempt() -> tuple[Job, Attempt]:
-    """Return a job and an ended attempt as placeholders: logs alone say nothing of them."""
+    """Return an invented job with an ended attempt: logs alone do not tell the real ones."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(
         moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
@@ -207,10 +218,12 @@ def _placeholder_attempt() -> tuple[Job, Attempt]:
     return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
 
 
-def _place_of(
+def _locate_failure(
     failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]
 ) -> tuple[int, int, str]:
-    """Return (rank, offset in bytes, line) of the failure's evidence: a finding, an exception, or the log's end."""
+    """Return (index of the log, offset in bytes, line) of the failure's evidence: a finding, an
+    exception, or the log's end.
+    """
     findings = [(index, end.findings[0]) for index, end in enumerate(ends) if end.findings]
     if not paths:
         return 0, 0, ""
@@ -231,17 +244,19 @@ def _place_of(
         next(of_rank, 0),
     )
     exceptions = read_exceptions(failure.excerpt)
-    return rank, *_last_line(
+    return rank, *_find_last_line(
         paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else ""
     )
 
 
-def _last_line(path: Path, text: str) -> tuple[int, str]:
-    """(offset in bytes, line) of the last line that has the text, or is not empty."""
-    if not path.exists():
+def _find_last_line(log_path: Path, text: str) -> tuple[int, str]:
+    """Return (offset in bytes, line) of the last line that contains the text; for "", of the last
+    line that is not empty.
+    """
+    if not log_path.exists():
         return 0, text
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    size = log_path.stat().st_size
+    with log_path.open("rb") as file:
         begin = max(0, size - LOG_TAIL_BYTES)
         file.seek(begin)
         offset = begin
@@ -254,16 +269,16 @@ def _last_line(path: Path, text: str) -> tuple[int, str]:
     return chosen
 
 
-def _line_number(path: Path, offset: int) -> int:
+def _line_number(log_path: Path, offset: int) -> int:
     number = 1
-    with path.open("rb") as file:
+    with log_path.open("rb") as file:
         while offset > 0 and (chunk := file.read(min(CHUNK_BYTES, offset))):
             number += chunk.count(b"\n")
             offset -= len(chunk)
     return number
 
 
-def _next_action(failure: Failure) -> str:
+def _describe_next_action(failure: Failure) -> str:
     restart = failure.kind.restart
     shortage = failure.kind.shortage
     verdict = failure.verdict

@@ -16,13 +16,13 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.identity import ENTER, USERS
-from orchestrator.backends.attempts.system_metrics import memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
-from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.rates import read_rates
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
@@ -54,7 +54,7 @@ DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
 @frozen
 class Finding:
-    """Result of one check: verdict, observation, and advice."""
+    """The result of one check: verdict, observation, and advice."""
 
     subject: str
     verdict: str
@@ -65,30 +65,32 @@ class Finding:
 Result = tuple[str, str, str]  # verdict, observation and advice
 
 
-def findings(home: Path) -> list[Finding]:
-    """Return the result of every check, in order. A check that raises gives a bad result."""
+def run_checks(home: Path) -> list[Finding]:
+    """Return the result of every check of this machine, in order. A check that raises gives a bad
+    result.
+    """
     checks: list[tuple[str, Callable[[], Result | None]]] = [
-        ("python", _python),
-        *((name, partial(_package, name, purpose)) for name, purpose in PACKAGES.items()),
-        ("nvml", _nvml),
-        ("cuda", _cuda),
-        ("compiler", _compiler),
-        ("cpu ranks", lambda: _cpu_ranks(home)),
-        ("nvme", lambda: _nvme(home)),
-        ("host memory", _host_memory),
-        ("shm", lambda: _space(Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
-        ("disk", lambda: _space(home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
-        ("home", lambda: _home(home)),
-        ("journal", lambda: _journal(home)),
-        ("service", lambda: _service(home)),
-        ("records", lambda: _records(home)),
-        ("starts", lambda: _starts(home)),
+        ("python", _check_python),
+        *((name, partial(_check_package, name, purpose)) for name, purpose in PACKAGES.items()),
+        ("nvml", _check_nvml),
+        ("cuda", _check_cuda),
+        ("compiler", _check_compiler),
+        ("cpu ranks", lambda: _check_cpu_ranks(home)),
+        ("nvme", lambda: _check_nvme(home)),
+        ("host memory", _check_host_memory),
+        ("shm", lambda: _check_space(Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
+        ("disk", lambda: _check_space(home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
+        ("home", lambda: _check_home(home)),
+        ("journal", lambda: _check_journal(home)),
+        ("service", lambda: _check_service(home)),
+        ("records", lambda: _check_records(home)),
+        ("starts", lambda: _check_starts(home)),
     ]
     return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
 
 def findings_table(rows: list[Finding]) -> Table:
-    """Return a table with a row per check."""
+    """Return a table with a row per check result."""
     table = Table.grid(padding=(0, 2))
     for finding in rows:
         table.add_row(
@@ -111,7 +113,7 @@ def _run_check(subject: str, check: Callable[[], Result | None]) -> Finding | No
     return Finding(subject=subject, verdict=verdict, found=observation, to_do=advice)
 
 
-def _python() -> Result:
+def _check_python() -> Result:
     version = ".".join(map(str, sys.version_info[:3]))
     needed = ".".join(map(str, PYTHON_MIN))
     if sys.version_info < PYTHON_MIN:
@@ -119,17 +121,17 @@ def _python() -> Result:
     return OK, f"{version} ({sys.executable})", ""
 
 
-def _package(name: str, purpose: str) -> Result:
+def _check_package(name: str, purpose: str) -> Result:
     try:
         return OK, importlib.metadata.version(name), ""
     except importlib.metadata.PackageNotFoundError:
         return BAD, "not installed", f"pip install orchestrator again: {purpose}"
 
 
-def _nvml() -> Result:
-    from orchestrator.backends.devices.nvml import devices
+def _check_nvml() -> Result:
+    from orchestrator.backends.devices.nvml import read_nvml
 
-    reading = devices()
+    reading = read_nvml()
     if reading.error:
         to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
         return WARN, reading.error, to_do
@@ -145,7 +147,7 @@ def _nvml() -> Result:
     return OK, free or "no device", ""
 
 
-def _cuda() -> Result:
+def _check_cuda() -> Result:
     import torch
 
     if torch.cuda.is_available():
@@ -159,7 +161,7 @@ def _cuda() -> Result:
     return WARN, f"torch for CUDA {built} sees no device", to_do
 
 
-def _compiler() -> Result:
+def _check_compiler() -> Result:
     compiler = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
     ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
     tools = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
@@ -171,9 +173,11 @@ def _compiler() -> Result:
     return WARN, tools, to_do
 
 
-def _cpu_ranks(home: Path) -> Result | None:
-    """Return the measured rates of this home's virtual devices; None where it has none."""
-    rates = read_rates(kept_cluster(home))
+def _check_cpu_ranks(home: Path) -> Result | None:
+    """Return the measured rates of this home's virtual devices, as a check's result; None where it
+    has none.
+    """
+    rates = read_rates(load_cluster(home))
     if rates is None:
         return None
     speeds = (
@@ -183,9 +187,12 @@ def _cpu_ranks(home: Path) -> Result | None:
     return OK, speeds, ""
 
 
-def _nvme(home: Path) -> Result | None:
-    """Return whether plans can offload to files; None where no device of the home's cluster names a folder."""
-    devices = [node.device for node in kept_cluster(home).nodes]
+def _check_nvme(home: Path) -> Result | None:
+    """Return whether plans can offload to files, as a check's result.
+
+    None where no device of the home's cluster names a folder.
+    """
+    devices = [node.device for node in load_cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
     if not folders:
         return None
@@ -206,30 +213,32 @@ def _nvme(home: Path) -> Result | None:
     return OK, f"{', '.join(folders)}, and what DeepSpeed needs for it", ""
 
 
-def _host_memory() -> Result:
-    _, available_bytes = memory_bytes()
+def _check_host_memory() -> Result:
+    _, available_bytes = read_memory_bytes()
     hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     observation = f"{format_bytes(available_bytes)} available"
-    return _judge(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)
+    return _rate_bytes(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)
 
 
-def _space(path: Path, min_bytes: int, good_bytes: int, hint: str) -> Result:
+def _check_space(path: Path, min_bytes: int, good_bytes: int, hint: str) -> Result:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
     observation = f"{format_bytes(free_bytes)} free in {existing}"
-    return _judge(free_bytes, min_bytes, good_bytes, observation, hint)
+    return _rate_bytes(free_bytes, min_bytes, good_bytes, observation, hint)
 
 
-def _judge(
+def _rate_bytes(
     count_bytes: int, min_bytes: int, good_bytes: int, observation: str, hint: str
 ) -> Result:
-    """Return the verdict on so many bytes, with the hint where they are few."""
+    """Return a check's result for a number of bytes: good, a warning or bad, with the hint unless
+    it is good.
+    """
     if count_bytes >= good_bytes:
         return OK, observation, ""
     return BAD if count_bytes < min_bytes else WARN, observation, hint
 
 
-def _home(home: Path) -> Result:
+def _check_home(home: Path) -> Result:
     if not home.exists():
         return OK, f"{home} does not exist yet", "`orc up` makes it"
     if not os.access(home, os.W_OK | os.X_OK):
@@ -245,8 +254,11 @@ def _home(home: Path) -> Result:
     return OK, str(home), ""
 
 
-def _journal(home: Path) -> Result | None:
-    """Return whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
+def _check_journal(home: Path) -> Result | None:
+    """Return whether the home's journal has unreadable rows, as a check's result.
+
+    None where the journal is no file, or has the schema of another version.
+    """
     path = home / "journal.sqlite"
     if not path.is_file():
         return None
@@ -267,29 +279,33 @@ def _journal(home: Path) -> Result | None:
     return None
 
 
-def _records(home: Path) -> Result | None:
-    """Check the home's own MLflow, while the service is up."""
+def _check_records(home: Path) -> Result | None:
+    """Return whether the home's own MLflow serves its records, as a check's result; None while the
+    service is down.
+    """
     server = MlflowServer(home)
     if not server.folder.is_dir() or (home / ADDRESS_FILE).exists() or not is_up(home):
         return None
     if not server.is_wanted():
         return OK, "MLflow starts when a record waits or somebody reads", ""
     try:
-        server.check()
+        server.check_serves_records()
     except ConnectionError as error:
         to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
         return BAD, str(error), to_do
     return OK, f"MLflow serves {server.folder} on a socket file", ""
 
 
-def _starts(home: Path) -> Result | None:
-    """Return how the newest ranks of this home were started; None where none was."""
+def _check_starts(home: Path) -> Result | None:
+    """Return how the newest ranks of this home were started (forked or not), as a check's result;
+    None without any rank.
+    """
     paths = sorted(home.glob("jobs/*/attempts/*/starts"), key=os.path.getmtime)
     if not paths:
         return None
     lines: list[str] = []
     for path in paths[-STARTS_SHOWN:]:
-        with open_left(path) as file:
+        with open_untrusted(path) as file:
             lines += file.read(STARTS_BYTES_MAX).decode(errors="replace").splitlines()
     newest = [line.partition(": ")[2] for line in lines[-STARTS_SHOWN:]]
     others = [how for how in newest if how != "forked"]
@@ -297,10 +313,10 @@ def _starts(home: Path) -> Result | None:
     return OK, observation, f"the last that started afresh: {others[-1]}" if others else ""
 
 
-def _service(home: Path) -> Result:
+def _check_service(home: Path) -> Result:
     if is_up(home):
         with contextlib.closing(Client(home)) as client:
-            problems = client.cluster()["problems"]
+            problems = client.fetch_cluster()["problems"]
         return WARN if problems else OK, "; ".join(("is up", *problems)), ""
     if (home / "service.json").exists():
         to_do = f"`orc up` starts it again and takes up what runs; see {home / 'service.log'}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.backends.attempts.workdir import link_all_but, rewrite_config
+from orchestrator.backends.attempts.workdir import link_all_except, rewrite_config
 from orchestrator.planning.render import (
     RenderedCommand,
     accelerate_config,
@@ -49,7 +49,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     (folder / "output").mkdir(parents=True)
     nodes = -(-plan.world_size // devices_per_node)
     devices = tuple(range(plan.world_size // nodes))
-    config_path = _config_path(spec, folder)
+    config_path = _copied_config_path(spec, folder)
     rendered = script_command(
         read_script(spec),
         plan,
@@ -66,9 +66,9 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     _write_launcher_files(spec, plan, folder)
     has_links = spec.config is not None and spec.config.flag is None
     workdir = str(folder / "work") if has_links else spec.workdir or str(folder)
-    argv = _launcher_line(spec, rendered, nodes, len(devices), folder)
+    argv = _rank_command(spec, rendered, nodes, len(devices), folder)
     script = folder / "run.sh"
-    script.write_text(_script(spec, plan, rendered.env, workdir, argv))
+    script.write_text(_run_script_text(spec, plan, rendered.env, workdir, argv))
     script.chmod(0o755)
     return script
 
@@ -103,19 +103,23 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
         (folder / ACCELERATE).write_text(yaml.safe_dump(content))
 
 
-def _config_path(spec: JobSpec, folder: Path) -> Path | None:
-    """Return where the copy of the script's config file stands: where its flag says, or in a folder of links."""
+def _copied_config_path(spec: JobSpec, folder: Path) -> Path | None:
+    """Return the path for the copy of the script's config file: in the export's folder, or in a
+    folder of links.
+
+    None without a config file.
+    """
     if spec.config is None:
         return None
     if spec.config.flag is not None:
         return folder / Path(spec.config.file).name
-    return link_all_but(Path(spec.workdir or "."), spec.config.file, folder / "work")
+    return link_all_except(Path(spec.workdir or "."), spec.config.file, folder / "work")
 
 
-def _launcher_line(
+def _rank_command(
     spec: JobSpec, rendered: RenderedCommand, nodes: int, ranks_per_node: int, folder: Path
 ) -> list[str]:
-    """Return the words that start the ranks of one node, quoted for a shell."""
+    """Return the shell words (quoted) of the command that starts the ranks of one node."""
     arguments = [shlex.quote(word) for word in rendered.arguments]
     port = str(MASTER_PORT)
     count = str(ranks_per_node)
@@ -151,8 +155,10 @@ def _launcher_line(
     return [*(python, "-m", "torch.distributed.run"), *group, "--nproc-per-node", count, *program]
 
 
-def _script(spec: JobSpec, plan: Plan, env: Env, workdir: str, argv: Sequence[str]) -> str:
-    """Return the text of `run.sh`. It names secrets; their values come from the caller's environment."""
+def _run_script_text(spec: JobSpec, plan: Plan, env: Env, workdir: str, argv: Sequence[str]) -> str:
+    """Return the text of `run.sh`. It contains secrets' names only; their values come from the
+    caller's environment.
+    """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in (*spec.env, *env.items())]
     needed = [f': "${{{name}:?is a secret of the job}}"' for name in spec.secrets]
     lines = [

@@ -16,8 +16,8 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
-from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.commands.plan import as_job
+from orchestrator.service.commands.cards import parse_cards
+from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.cluster import idle_nodes
@@ -58,22 +58,30 @@ class FitRow(TypedDict):
     why: str | None  # why there is no plan
 
 
-def job_of_model(name: str) -> JsonObject:
-    """Return job-file data that trains all weights of a transformers model (a folder or hub name)."""
-    return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
+def model_job_data(model_name: str) -> JsonObject:
+    """Return job-file data that trains all weights of a transformers model, named by a folder or a
+    hub name.
+    """
+    return {"name": "fit", "gpus": 1, "model": {"hf": model_name}, **ASSUMED}
 
 
-def script_of_model(name: str) -> JsonObject:
+def model_script_data(model_name: str) -> JsonObject:
     """Return job-file data of a script that trains all weights of a model on its own samples.
 
-    For model heads that take no text, since a job of our engines would need their data.
+    It is for model heads that take no text, since a job of our engines would need their data.
     """
     flags = {
-        name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")
+        model_name: {"flag": f"--{model_name}"}
+        for model_name in ("micro_batch_size", "gradient_accumulation_steps")
     }
     assumed = {key: ASSUMED[key] for key in ("global_batch_size", "precision")}
     length = {"sequence_length": ASSUMED["data"]["sequence_length"]}
-    script = {"command": "python -m train", "knobs": flags, "trains": {"hf": name}, "data": length}
+    script = {
+        "command": "python -m train",
+        "knobs": flags,
+        "trains": {"hf": model_name},
+        "data": length,
+    }
     return {"name": "fit", "gpus": 1, **assumed, **script}
 
 
@@ -82,62 +90,74 @@ def fit_job(
     overrides: Sequence[Override] = (),
     home: Path = DEFAULT_HOME,
     *,
-    elsewhere: bool = False,
+    allow_other_machine: bool = False,
 ) -> tuple[JobSpec, list[FitRow]]:
-    """Return a job, or that of a transformers model `hf:NAME`, and its row on each card. Raises SpecError."""
+    """Return (job, one row per way and GPU model). The job is read from a file, or made for a model
+    `hf:NAME`.
+
+    Raises SpecError.
+    """
     name = job.removeprefix("hf:") if isinstance(job, str) else None
     read = partial(
-        read_job, overrides=overrides, home=home, to_run=False, elsewhere=elsewhere, scope=_any_card
+        read_job,
+        overrides=overrides,
+        home=home,
+        to_run=False,
+        allow_other_machine=allow_other_machine,
+        trace_scope=_trace_on_cuda,
     )
     try:
-        spec = read(job if isinstance(job, Path | Mapping) else job_of_model(str(name)))
+        spec = read(job if isinstance(job, Path | Mapping) else model_job_data(str(name)))
     except SpecError as error:
         if name is None or error.allowed != "data.tensors":
             raise
-        spec = read(script_of_model(name))
+        spec = read(model_script_data(name))
     ways = []
-    for way, changed in ways_of_model(spec):
+    for way, changed in list_training_ways(spec):
         if changed is not spec and not is_known(changed):
-            traced = trace_model(changed, home.expanduser(), str(job), _any_card(changed))
+            traced = trace_model(changed, home.expanduser(), str(job), _trace_on_cuda(changed))
             changed = changed.model_copy(update={"traced": traced})
         ways.append((way, changed))
-    return spec, list(fit_rows(ways))
+    return spec, list(iterate_fit_rows(ways))
 
 
-def _any_card(_: JobSpec) -> TraceScope:
+def _trace_on_cuda(_: JobSpec) -> TraceScope:
     return TraceScope(cuda=(True,))
 
 
-def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
-    """Return (name, job) of each way to fine-tune a model, untraced. A model without a name has one way."""
+def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
+    """Return (name, job) of each way to fine-tune the job's model (full, adapters), untraced.
+
+    A script, or a model without a hub name, has one way.
+    """
     model = spec.model
     if model is None or model.hf is None or model.lora is not None:
         return [("as a script" if spec.is_script else "as written", spec)]
     return [
         ("full", spec),
-        ("adapters", _with_adapters(spec, model, in_4_bits=False)),
-        ("adapters, 4 bits", _with_adapters(spec, model, in_4_bits=True)),
+        ("adapters", _add_adapters(spec, model, in_4_bits=False)),
+        ("adapters, 4 bits", _add_adapters(spec, model, in_4_bits=True)),
     ]
 
 
-def fit_rows(ways: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
-    """Yield a row per way and GPU model, smallest GPU first. The job's `gpus` is ignored."""
-    for name in sorted(load_devices(), key=lambda name: _hardware(name, 1).device.memory):
+def iterate_fit_rows(ways: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
+    """Yield a row per GPU model and way, smallest GPU first. The job's own `gpus` is ignored."""
+    for name in sorted(load_devices(), key=lambda name: _card_hardware(name, 1).device.memory):
         for way, spec in ways:
-            yield _row(way, spec, name)
+            yield _make_fit_row(way, spec, name)
 
 
-def _row(way: str, spec: JobSpec, name: str) -> FitRow:
-    device = _hardware(name, 1).device
+def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
+    device = _card_hardware(card_name, 1).device
     best = None
     why: str | None = "no plan fits, even on eight"
     if not device.has(spec.precision):
         why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
     for count in COUNTS:
         try:
-            best = _best(
+            best = _find_best_plan(
                 spec.model_copy(update={"gpus": GpuRange(min=count, max=count)}),
-                _hardware(name, count),
+                _card_hardware(card_name, count),
             )
         except SpecError as error:
             why = error.what if count == 1 else why
@@ -147,7 +167,7 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
     is_timed = best is not None and best.estimate.source not in WITHOUT_SECONDS
     return FitRow(
         way=way,
-        device=name,
+        device=card_name,
         memory_bytes=device.memory,
         devices=None if best is None else best.plan.world_size,
         plan=None if best is None else in_short(best.plan),
@@ -159,13 +179,15 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
 
 
 @cache
-def _hardware(name: str, count: int) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(f"{count}x{name}")))
+def _card_hardware(card_name: str, count: int) -> Hardware:
+    (group,) = group_equal_nodes(idle_nodes(parse_cards(f"{count}x{card_name}")))
     return group.hardware
 
 
-def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
-    """Return the plan that an idle cluster would run, as `orc plan` says it; None where none fits."""
+def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
+    """Return the plan that an idle cluster would run, as `orc plan` shows it; None where no plan
+    fits.
+    """
     plans = frontier(read_request(spec), hardware, within_reach=True)
     memory_bytes = hardware.device.memory
     candidates = list(fitting(plans, memory_bytes, UNMEASURED))
@@ -173,7 +195,7 @@ def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
         return None
     mildest = candidates[0].degradation
     alike = [candidate for candidate in candidates if candidate.degradation is mildest]
-    rule = choice_rule_of(as_job(spec), "", UNMEASURED, alike[0])
+    rule = choice_rule_of(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
         fill = needed_bytes(candidate, UNMEASURED) / memory_bytes
@@ -181,6 +203,6 @@ def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     return alike[rule.choose(choices)]
 
 
-def _with_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:
+def _add_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:
     with_lora = replace(model, lora=LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits))
     return spec.model_copy(update={"model": with_lora, "traced": ()})

@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.commands.cards import parse_cards
+from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
@@ -17,33 +17,34 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.run import DEFAULT_HOME
 
 
-def hardware_of(
-    service: Path | Login, cluster: Path | None, cards: str | None = None
+def select_hardware(
+    service: Path | Login, cluster_file: Path | None, cards: str | None = None
 ) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """Return (nodes to plan for, observations on them).
+    """Return (nodes to plan for, observations made on them).
 
-    The nodes are the named GPUs or the given cluster, all memory free; else the live cluster, else that of `orc up`.
-    Raises SpecError without a cluster file or such a GPU, ServiceError if the service does not answer.
+    The nodes are the GPUs named by `cards`, or the given cluster, with all memory free; else the
+    live cluster, else the stored cluster of `orc up`. Raises SpecError without a cluster file or
+    such a GPU, ServiceError if the service does not answer.
     """
     if cards is not None:
-        if cluster is not None:
+        if cluster_file is not None:
             raise SpecError(
                 "cards or a cluster file, not both",
                 source="--gpu",
                 got=cards,
                 hint="leave out --cluster",
             )
-        return idle_nodes(cluster_of_cards(cards)), ()
+        return idle_nodes(parse_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
-    if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
+    if cluster_file is not None or (isinstance(service, Path) and not _is_up(service)):
         return idle_nodes(
-            recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))
+            recall_cluster(read_cluster(cluster_file) if cluster_file else load_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 
     with closing(Client(service)) as client:
-        live = client.cluster()
+        live = client.fetch_cluster()
     return [node_from_view(node) for node in live["nodes"]], observations_from_view(
         live["observations"]
     )

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
-from orchestrator.service.intake.intake import local_zone, read_jobs, read_text
+from orchestrator.backends.simulated.traces import Arrival, Trace, make_trace
+from orchestrator.service.intake.intake import local_time_zone, read_jobs, read_text
 from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
@@ -20,7 +20,7 @@ from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.yaml_text import read_document
 
 
-def _parse_begin(raw: object) -> Deadline:
+def _parse_begin_time(raw: object) -> Deadline:
     try:
         moment = parse_deadline(raw)
     except ValueError:
@@ -32,73 +32,79 @@ def _parse_begin(raw: object) -> Deadline:
 
 
 class _Entry(SpecModel):
-    """A job file of a list, with the time of its submission."""
+    """An entry of a job list: a job file with the time of its submission."""
 
     file: str
     at_s: Seconds = Field(default=0.0, alias="at")
 
 
 class _JobList(SpecModel):
-    """Job files, with the time from which theirs count."""
+    """A list of job files, with the date and time from which their submission times count."""
 
     jobs: tuple[_Entry, ...]
-    begins: Annotated[Deadline, BeforeValidator(_parse_begin)] | None = None
+    begins: Annotated[Deadline, BeforeValidator(_parse_begin_time)] | None = None
 
 
-def read_list(path: Path, home: Path) -> Trace:
-    """Return the jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
+def read_job_list(list_file: Path, home: Path) -> Trace:
+    """Return the trace of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file:
+    job.yaml}, ...]`.
 
-    Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted together; `at`
-    defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
+    Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted
+    together; `at` defaults to the list's begin. A sweep has all its trials. Only hours and
+    deadlines need `begins`. Raises SpecError.
     """
-    source = str(path)
-    listed = validate(_JobList, read_document(read_text(path), source))
+    source = str(list_file)
+    listed = validate(_JobList, read_document(read_text(list_file), source))
     if not listed.jobs:
         raise SpecError("the list has no jobs", source=source, path="jobs")
     begins_s = (
         None
         if listed.begins is None
-        else replace(listed.begins, zone=listed.begins.zone or local_zone()).due_s(0.0)
+        else replace(listed.begins, zone=listed.begins.zone or local_time_zone()).due_s(0.0)
     )
     submissions = [
         (entry.at_s, spec, f"{source}: jobs.{index}")
         for index, entry in enumerate(listed.jobs)
-        for spec in read_jobs(path.parent / entry.file, (), home)
+        for spec in read_jobs(list_file.parent / entry.file, (), home)
     ]
     first_s = min(at_s for at_s, _, _ in submissions)
     arrivals = list[Arrival]()
     to_come = dict[str, tuple[Arrival, ...]]()
     for number, (at_s, spec, where) in enumerate(submissions):
         specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
-        first, *rest = (_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)
+        first, *rest = (_make_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)
         arrivals.append(first)
         if spec.trial is not None:
             to_come[f"{spec.name}#{number}"] = tuple(rest)
     date_s = None if begins_s is None else begins_s + first_s
-    return replace(trace_of(path.stem, arrivals), trials=to_come, begins_s=date_s)
+    return replace(make_trace(list_file.stem, arrivals), trials=to_come, begins_s=date_s)
 
 
-def _arrival(
-    spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, where: str
+def _make_arrival(
+    spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, source: str
 ) -> Arrival:
-    """Return a job of a list; its hours count from the first arrival, its deadline from the list's begin."""
+    """Return the arrival of a job of the list. Its hours count from the first arrival, its deadline
+    from the list's begin.
+
+    `source` names the file in errors.
+    """
     if spec.optimizer_steps is None:
         raise SpecError(
-            "the job's length is not known", source=where, path="steps", hint="set `steps`"
+            "the job's length is not known", source=source, path="steps", hint="set `steps`"
         )
     if spec.start_window is None and spec.deadline is None:
         return Arrival(at_s=at_s, spec=spec)
     if begins_s is None:
         hint = "set `begins` in the list, such as `begins: 2026-11-23T18:00`"
         key = "start_window" if spec.start_window is not None else "deadline"
-        raise SpecError("the list does not say when it begins", source=where, path=key, hint=hint)
+        raise SpecError("the list does not say when it begins", source=source, path=key, hint=hint)
     between = (
         None if spec.start_window is None else spec.start_window.counted_from(begins_s + first_s)
     )
     deadline_s = None if spec.deadline is None else spec.deadline.due_s(begins_s + at_s) - begins_s
     if deadline_s is not None and deadline_s <= at_s:
         raise SpecError(
-            "the deadline is over", source=where, path="deadline", got=str(spec.deadline)
+            "the deadline is over", source=source, path="deadline", got=str(spec.deadline)
         )
     return Arrival(
         at_s=at_s,

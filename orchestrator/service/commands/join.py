@@ -11,9 +11,9 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
-from orchestrator.service.client.join_token import FORM, parts_of
-from orchestrator.service.client.logins import Login, login_of, pinned_certificate
-from orchestrator.service.intake.cluster_file import joined_nodes
+from orchestrator.service.client.join_token import FORM, split_join_token
+from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
+from orchestrator.service.intake.cluster_file import load_joined_nodes
 from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -27,76 +27,86 @@ POLL_S = 0.5
 TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
 
-def join(home: Path, service: str, name: str, token_file: Path | None) -> JsonObject:
-    """Add this machine to the service at HOST:PORT as node `name`; return its devices, and notes as sentences.
+def join_service(home: Path, service: str, node_name: str, token_file: Path | None) -> JsonObject:
+    """Add this machine to the service at HOST:PORT as a node; return a JSON object with its devices
+    and notes.
 
-    A machine that already joined stays. Raises SpecError where it is incompatible with the service or its devices make
-    no node, and ServiceError where the service refuses or Ray does not start. An error leaves no trace.
+    A machine that already joined stays. Raises SpecError where it is incompatible with the service
+    or its devices make no node, and ServiceError where the service refuses or Ray does not start.
+    After an error nothing is left on the machine.
     """
     host, port = parse_listen(service)
-    with closing(Client(_login(home, service, token_file))) as client:
-        requirements = client.join()
+    with closing(Client(_find_login(home, service, token_file))) as client:
+        requirements = client.fetch_join_information()
         check_alike(Machine(**requirements["machine"]), machine(home))
-        machine_here = detect_machine(name)
-        was_in = embedded_ray.is_running(home, name)
+        machine_here = detect_machine(node_name)
+        was_in = embedded_ray.is_running(home, node_name)
         address = address_towards(host, port)
         client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
-            embedded_ray.join(home, name, machine_here.node, requirements["ray_address"], address)
-            _await_node(client, name)
+            embedded_ray.join_embedded(
+                home, node_name, machine_here.node, requirements["ray_address"], address
+            )
+            _wait_for_node(client, node_name)
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
-                embedded_ray.stop(home, record=embedded_ray.record_of(name))
-                _forget(client, name, GONE_TIMEOUT_S)
+                embedded_ray.stop_embedded(home, record=embedded_ray.record_name(node_name))
+                _remove_from_service(client, node_name, GONE_TIMEOUT_S)
             raise
     return {
-        "node": name,
+        "node": node_name,
         "address": address,
         "devices": machine_here.node.devices,
         "notes": machine_here.notes,
     }
 
 
-def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
-    """Remove node `name`: drain it, wait for its jobs, stop its Ray; return False where it had not joined.
+def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) -> bool:
+    """Remove this node from the service: drain it, wait for its jobs, stop its Ray. Return False
+    where it had not joined.
 
-    Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
-    another machine is only removed from the list, and only where it no longer runs.
+    Raises ServiceError where jobs still run after `timeout_s` without `force`: the node then stays
+    drained. A node of another machine is only removed from the list, and only where it no longer
+    runs.
     """
     endpoint = load_endpoint(home)
-    record = embedded_ray.record_of(name)
+    record = embedded_ray.record_name(node_name)
     if endpoint is None:
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
         )
-    was_in = name in {node.name for node in joined_nodes(home)}
-    is_here = embedded_ray.is_running(home, name)
+    was_in = node_name in {node.name for node in load_joined_nodes(home)}
+    is_here = embedded_ray.is_running(home, node_name)
     try:
-        with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
+        with closing(
+            Client(_find_login(home, f"{endpoint.address}:{endpoint.port}", None))
+        ) as client:
             if is_here:
-                client.drain(name, undo=False)
-                _await_empty(client, name, timeout_s, force=force)
-                embedded_ray.stop(home, record=record)
+                client.drain_node(node_name, undo=False)
+                _wait_until_empty(client, node_name, timeout_s, force=force)
+                embedded_ray.stop_embedded(home, record=record)
             if was_in:
-                _forget(client, name, GONE_TIMEOUT_S if is_here else 0.0)
-        embedded_ray.stop(home, record=record)  # what one that died here left
+                _remove_from_service(client, node_name, GONE_TIMEOUT_S if is_here else 0.0)
+        embedded_ray.stop_embedded(home, record=record)  # what one that died here left
     finally:
         if force and is_here:  # also where the service does not answer
-            embedded_ray.stop(home, record=record)
+            embedded_ray.stop_embedded(home, record=record)
     return was_in
 
 
-def _login(home: Path, service: str, token_file: Path | None) -> Login:
-    """Return the login for the service: by a token for joining, else as `orc login` stored it."""
+def _find_login(home: Path, service: str, token_file: Path | None) -> Login:
+    """Return the login for the service, made from a token for joining, else as `orc login` stored
+    it.
+    """
     url = f"https://{service}"
-    token = os.environ.get(TOKEN_VARIABLE) or _read(
-        token_file or home / TOKEN_FILE, needed=token_file is not None
+    token = os.environ.get(TOKEN_VARIABLE) or _read_token_file(
+        token_file or home / TOKEN_FILE, must_exist=token_file is not None
     )
     if token:
-        secret, fingerprint = parts_of(token)
-        return Login(url=url, token=secret, certificate=pinned_certificate(url, fingerprint))
+        secret, fingerprint = split_join_token(token)
+        return Login(url=url, token=secret, certificate=fetch_pinned_certificate(url, fingerprint))
     try:
-        return login_of(url)
+        return find_login(url)
     except ServiceError:
         raise SpecError(
             "no token for joining",
@@ -106,45 +116,55 @@ def _login(home: Path, service: str, token_file: Path | None) -> Login:
         ) from None
 
 
-def _read(path: Path, *, needed: bool) -> str:
+def _read_token_file(path: Path, *, must_exist: bool) -> str:
     try:
         return path.read_text().strip()
     except OSError as error:
-        if needed:
+        if must_exist:
             raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
         return ""
 
 
-def _await_node(client: Client, name: str) -> None:
+def _wait_for_node(client: Client, node_name: str) -> None:
     deadline_s = time.monotonic() + SEEN_TIMEOUT_S
-    while name not in {node["name"] for node in client.cluster()["nodes"]}:
+    while node_name not in {node["name"] for node in client.fetch_cluster()["nodes"]}:
         if time.monotonic() > deadline_s:
-            raise ServiceError(f"the service did not see node {name} within {SEEN_TIMEOUT_S:.0f} s")
+            raise ServiceError(
+                f"the service did not see node {node_name} within {SEEN_TIMEOUT_S:.0f} s"
+            )
         time.sleep(POLL_S)
 
 
-def _await_empty(client: Client, name: str, timeout_s: float, *, force: bool) -> None:
-    """Wait until no job has devices of the node; with `force` not at all."""
+def _wait_until_empty(client: Client, node_name: str, timeout_s: float, *, force: bool) -> None:
+    """Wait until no job has devices of the node; return at once with `force`. Raises ServiceError
+    after `timeout_s`.
+    """
     deadline_s = time.monotonic() + (0.0 if force else timeout_s)
     while jobs := [
-        job for node in client.cluster()["nodes"] if node["name"] == name for job in node["jobs"]
+        job
+        for node in client.fetch_cluster()["nodes"]
+        if node["name"] == node_name
+        for job in node["jobs"]
     ]:
         if time.monotonic() > deadline_s:
             if force:
                 return
             raise ServiceError(
-                f"{name} is drained, but runs {', '.join(jobs)} after {timeout_s:.0f} s: `orc leave` again waits on, "
-                "`orc leave --force` ends them, and they restart elsewhere from their newest checkpoint"
+                f"{node_name} is drained, but runs {', '.join(jobs)} after {timeout_s:.0f} s: `orc leave` again "
+                "waits on, `orc leave --force` ends them, and they restart elsewhere from their newest checkpoint"
             )
         time.sleep(POLL_S)
 
 
-def _forget(client: Client, name: str, timeout_s: float) -> None:
-    """Let the service forget the node, once it has seen that its Ray has ended. Raises ServiceError."""
+def _remove_from_service(client: Client, node_name: str, timeout_s: float) -> None:
+    """Remove the node from the service's list as soon as the service has seen that its Ray ended.
+
+    Raises ServiceError after `timeout_s`.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            client.remove_node(name)
+            client.remove_node(node_name)
         except ServiceError:
             if time.monotonic() > deadline_s:
                 raise

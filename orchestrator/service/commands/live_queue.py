@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
@@ -17,7 +17,7 @@ from orchestrator.scheduling.reports.forecast import (
     SimulatedAttempt,
     estimate_saved_step,
 )
-from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
+from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
 from orchestrator.service.server.submissions import Request, jobs_of
 from orchestrator.service.server.sweeps.trials import ToCome, trials_of
 from orchestrator.specs.attempt import AttemptStatus, StopCause
@@ -30,24 +30,26 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 
-def play_queue(
+def simulate_queue(
     state: State,
     cluster: ClusterSpec,
     *,
     is_live: bool,
-    more: Sequence[JobSpec] = (),
-    to_come: ToCome,
+    more_jobs: Sequence[JobSpec] = (),
+    coming_trials: ToCome,
     home: Path,
 ) -> Simulated:
-    """Simulate the live jobs and `more`, submitted now; return the result, in seconds from now.
+    """Simulate the live jobs and the jobs in `more_jobs`, submitted now; return the result, in seconds
+    from now.
 
-    Running jobs keep their progress; usage, age, drains, maintenance and promises are those of the state. With
-    `is_live` the nodes are those of the state, and `cluster` gives only the policy. Else running jobs on devices that
-    the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
-    job whose end follows from a length that nobody knows has no end. Raises SpecError where no job is live.
+    Running jobs keep their progress; usage, age, drains, maintenance and guarantees are those of
+    the state. With `is_live` the nodes are those of the state, and `cluster` gives only the policy.
+    Else running jobs on devices that the cluster lacks end, and resume from their saved step.
+    `coming_trials` are trials that live sweeps have yet to submit. A job whose end depends on an unknown
+    duration has no end in the result. Raises SpecError where no job is live.
     """
     live = sorted(state.live_jobs, key=lambda job: job.order)
-    if not live and not more:
+    if not live and not more_jobs:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
     now_s = state.at_s
     saved = dict[str, int | None]()
@@ -55,9 +57,9 @@ def play_queue(
         state = replace(state, policy=cluster.policy)
     else:
         state, saved = move_state(state, cluster)
-    coming = FutureSubmissions(state, more, to_come, home)
+    coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
-        state, index_of(state), {}, 0, saved_steps=saved, list_submissions=coming.submissions
+        state, index_of(state), {}, 0, saved_steps=saved, list_submissions=coming.iterate_due
     )
     play.run_until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
@@ -66,7 +68,7 @@ def play_queue(
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(
-        _outcome(
+        _job_outcome(
             job,
             stints[job.id],
             now_s,
@@ -81,12 +83,14 @@ def play_queue(
     counted = [
         outcome for job, outcome in pairs if outcome.ended_at_s is not None or job.held_by is None
     ]
-    report = report_on(Trace(name="queue", arrivals=()), cluster, counted)
+    report = make_report(Trace(name="queue", arrivals=()), cluster, counted)
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return the scheduler's state with another cluster, and {job id: saved step or None} of jobs that lose devices."""
+    """Return (the scheduler's state on another cluster, {job id: saved step or None} of running
+    jobs that lose their devices).
+    """
     nodes = idle_nodes(cluster)
     index = index_of(state)
     devices = {
@@ -120,20 +124,24 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs submitted during a simulation: `more` at its start, and trials as their sweeps allow."""
+    """Jobs submitted during a simulation: `more` at its start, and trials as soon as their sweeps
+    allow them.
+    """
 
     def __init__(
         self,
         state: State,
-        more: Sequence[JobSpec],
-        to_come: ToCome,
+        more_jobs: Sequence[JobSpec],
+        coming_trials: ToCome,
         home: Path,
     ) -> None:
-        """Raises SpecError for a job of `more` of unknown length, and where the service would refuse one."""
+        """Prepare the submissions. Raises SpecError for a job in `more_jobs` of unknown duration, or
+        that the service would refuse.
+        """
         self.jobs: list[Job] = []
         self._begins: list[Submitted] = []
-        self._trials = {sweep: deque(specs) for sweep, specs in to_come.items()}
-        for spec in more:
+        self._trials = {sweep: deque(specs) for sweep, specs in coming_trials.items()}
+        for spec in more_jobs:
             if spec.optimizer_steps is None:
                 raise SpecError(
                     "the length of the job is unknown",
@@ -141,16 +149,16 @@ class FutureSubmissions:
                     path="steps",
                     hint="say `steps`",
                 )
-        request = Request([(spec, None) for spec in more])
+        request = Request([(spec, None) for spec in more_jobs])
         for event in jobs_of(request, state, state.submitted, state.at_s, state.jobs.get):
             first = event.spec
             if first.trial is not None and event.array is not None:
                 first, *rest = trials_of(first, event.array, home)
                 self._trials[event.array] = deque(rest)
-            self._begins.append(self._submit(replace(event, spec=first)))
+            self._begins.append(self._record_job(replace(event, spec=first)))
 
-    def submissions(self, state: State) -> Iterator[Submitted]:
-        """Yield the submissions due in this state."""
+    def iterate_due(self, state: State) -> Iterator[Submitted]:
+        """Yield the submissions that are due in this state."""
         begins = self._begins
         self._begins = []
         yield from begins
@@ -168,12 +176,12 @@ class FutureSubmissions:
                 live[sweep] += 1
                 spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
                 name = f"{spec.name}-{order}"
-                yield self._submit(
+                yield self._record_job(
                     Submitted(job_id=name, order=order, spec=spec, at_s=state.at_s, array=sweep)
                 )
 
-    def _submit(self, event: Submitted) -> Submitted:
-        """Note the job of a submission, and return the submission."""
+    def _record_job(self, event: Submitted) -> Submitted:
+        """Record the job of a submission, and return the submission."""
         spec = event.spec
         job = Job(
             id=event.job_id,
@@ -187,7 +195,7 @@ class FutureSubmissions:
         return event
 
 
-def _outcome(
+def _job_outcome(
     job: Job,
     stints: Sequence[SimulatedAttempt],
     now_s: float,
@@ -196,9 +204,11 @@ def _outcome(
     *,
     knows_end: bool,
 ) -> Outcome:
-    """Return what became of a job, counted from `now_s` on."""
+    """Return a job's outcome, with times in seconds from `now_s` on. Without `knows_end` it has no
+    end.
+    """
     attempts = tuple(
-        Process(
+        SimulatedProcess(
             job=stint.job,
             attempt=stint.attempt,
             first_step=0,
@@ -216,7 +226,7 @@ def _outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + time_alone_s(arrival, devices, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,
@@ -226,6 +236,6 @@ def _outcome(
     )
 
 
-def now_of(state: State) -> State:
-    """Return the state advanced to the current time."""
+def advance_to_now(state: State) -> State:
+    """Return the state with its time set to the current time."""
     return replace(state, at_s=max(state.at_s, time.time()))

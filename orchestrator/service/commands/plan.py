@@ -85,7 +85,7 @@ TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
-    """A plan with its costs, and why it is rejected (None: it is not)."""
+    """A plan with its costs, and why it is rejected (None: it is accepted)."""
 
     plan: str
     settings: dict[str, str]
@@ -109,7 +109,7 @@ class CandidateView(TypedDict):
 
 
 class WayOutView(TypedDict):
-    """A change with which a job would fit."""
+    """A change with which a job that fits nowhere would fit."""
 
     label: str
     plan: str | None
@@ -147,26 +147,27 @@ def plan_job(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation] = (),
-    trace: Trace | None = None,
+    trace_model: Trace | None = None,
 ) -> JobPlans:
-    """Return the job's plans on the first kind of device that it fits, or may fit; else on the fastest kind.
+    """Return the job's plans on the first kind of device that it fits, or may fit; else on the
+    fastest kind.
 
-    `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
-    that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. `trace` returns a job with the
-    profile of its model, which adds adapters to the advice. Raises SpecError if there are too few devices, or no kind
-    can run the job.
+    `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of
+    any kind, a plan that may fit is chosen. Otherwise the job waits for memory, as the scheduler
+    decides. `trace_model` returns a job with the profile of its model, which adds adapters to the advice.
+    Raises SpecError if there are too few devices, or no kind can run the job.
     """
-    return _choose_kind(spec, nodes, observations, trace).answer
+    return _choose_device_kind(spec, nodes, observations, trace_model).answer
 
 
 def export_job(
     spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation], folder: Path
 ) -> Path:
-    """Write the plan that the job would get as files that run without this service; return the path of `run.sh`.
+    """Write the job's plan as files that run without this service; return the path of `run.sh`.
 
     Raises SpecError where no plan fits, and as `export_plan`.
     """
-    on_kind = _choose_kind(spec, nodes, observations, None)
+    on_kind = _choose_device_kind(spec, nodes, observations, None)
     chosen = on_kind.answer["chosen"]
     if chosen is None:
         raise SpecError(on_kind.answer["nothing_fits"] or "no plan fits", source="--export")
@@ -174,13 +175,13 @@ def export_job(
     return export_plan(spec, plan, on_kind.hardware.devices_per_node, folder)
 
 
-def _choose_kind(
+def _choose_device_kind(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
-    trace: Trace | None,
+    trace_model: Trace | None,
 ) -> _KindPlans:
-    groups = _groups(nodes)
+    groups = _group_nodes(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
     if not large_enough:
         raise SpecError(
@@ -194,25 +195,29 @@ def _choose_kind(
     errors = []
     for group in large_enough:
         try:
-            forecasts.append(_plan_on_kind(spec, group, observations, trace))
+            forecasts.append(_plan_on_kind(spec, group, observations, trace_model))
         except SpecError as error:  # this kind of device cannot run the job
             errors.append(error)
     if not forecasts:
         raise errors[0]
     if not any(forecast.fits_empty for forecast in forecasts):
-        forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
+        forecasts = [
+            replace(forecast, answer=_choose_likeliest(forecast)) for forecast in forecasts
+        ]
     fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
     return next(fitting, forecasts[0])
 
 
-def _hardware_in_words(hardware: Hardware) -> str:
-    """Return nodes, devices of each, what is between nodes, and host memory."""
+def _describe_hardware(hardware: Hardware) -> str:
+    """Return a phrase with the nodes, the devices of each, the network between them, and the host
+    memory.
+    """
     network = f", {hardware.network_bandwidth / 1e9:.4g} GB/s between nodes" * (hardware.nodes > 1)
     nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.devices_per_node}"
     return f"{nodes}{network}, {format_bytes(hardware.host_memory)} of host memory each"
 
 
-def _origin(spec: JobSpec, profile: ModelProfile, plan: Plan) -> str:
+def _describe_origin(spec: JobSpec, profile: ModelProfile, plan: Plan) -> str:
     if profile.source in UNTIMED and spec.training.optimizer is not Optimizer.ADAMW:
         return f"{profile.source}, whatever its optimizer is"
     attention = f", {profile.attention} attention" if profile.attention else ""
@@ -222,7 +227,7 @@ def _origin(spec: JobSpec, profile: ModelProfile, plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _KindPlans:
-    """Plans on one kind of device; only those that fit its free memory may be chosen."""
+    """The job's plans on one kind of device; only plans that fit its free memory may be chosen."""
 
     answer: JobPlans
     hardware: Hardware
@@ -237,71 +242,75 @@ class _KindPlans:
         )
 
 
-def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
-    """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
+def _choose_likeliest(kind_plans: _KindPlans) -> JobPlans:
+    """Return the plans with the one chosen that most likely fits an empty device; none if free
+    memory is too small for it.
+    """
     candidate = likeliest(
-        (Room(candidate, on_kind.hardware.device.memory) for candidate in on_kind.candidates),
-        on_kind.calibrated,
+        (Room(candidate, kind_plans.hardware.device.memory) for candidate in kind_plans.candidates),
+        kind_plans.calibrated,
     )
     if candidate is None:
-        return on_kind.answer
-    chosen = on_kind.candidates.index(candidate)
+        return kind_plans.answer
+    chosen = kind_plans.candidates.index(candidate)
     least_bytes = corrected_bytes(
-        candidate.estimate, on_kind.calibrated.correction_of(candidate.plan, candidate.estimate)
+        candidate.estimate, kind_plans.calibrated.correction_of(candidate.plan, candidate.estimate)
     )
     return {
-        **on_kind.answer,
+        **kind_plans.answer,
         "chosen": chosen
-        if least_bytes <= on_kind.answer["frontier"][chosen]["capacity_bytes"]
+        if least_bytes <= kind_plans.answer["frontier"][chosen]["capacity_bytes"]
         else None,
     }
 
 
 def _plan_on_kind(
     spec: JobSpec,
-    group: NodeGroup,
+    device_group: NodeGroup,
     observations: Sequence[Observation],
-    trace: Trace | None,
+    trace_model: Trace | None,
 ) -> _KindPlans:
-    hardware = group.hardware
-    free_bytes = _free_bytes(group.nodes)
+    hardware = device_group.hardware
+    free_bytes = _list_free_bytes(device_group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     spec = with_measured_memory(spec, calibrated)
     request = read_request(spec)
     candidates = frontier(request, hardware, calibrated).candidates
-    views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
-    by_devices, chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
+    views = [_view_candidate(candidate, free_bytes, calibrated) for candidate in candidates]
+    by_devices, chosen, passed_over = _choose_plans(spec, hardware, candidates, views, calibrated)
     nothing = None
     ways = tuple[WayOut, ...]()
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
-        if trace is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
+        if trace_model is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
             numeric = spec.degrade.model_copy(update={"allow": "numeric"})
-            traced = trace(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
+            traced = trace_model(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
             spec = spec.model_copy(update={"traced": traced})
         case = Unfit(spec, hardware, capacity_bytes, calibrated)
         ways = ways_out(case)
-        if trace is not None:
-            ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
+        if trace_model is not None:
+            ways = (*ways, *adapters(case, trace_model), *smaller_models(case, trace_model))
         nothing = why_nothing_fits(case, ways=ways)
-    job = as_job(spec)
+    job = placeholder_job(spec)
     first = candidates[0].plan
     probe = find_probe_plan(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
         job=spec.name,
         device=hardware.device.name,
         devices=len(free_bytes),
-        hardware=_hardware_in_words(hardware),
+        hardware=_describe_hardware(hardware),
         global_batch_size=spec.global_batch_size,
         steps=spec.optimizer_steps,
         price_per_hour=hardware.device.price_per_hour,
-        profile=_origin(spec, find_profile(request, hardware, first), first),
+        profile=_describe_origin(spec, find_profile(request, hardware, first), first),
         chosen=chosen,
         by_devices=by_devices,
-        probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
+        probe=None
+        if probe is None or chosen is None
+        else _view_candidate(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
-        ways_out=[_way_view(way) for way in ways],
+        ways_out=[_view_way_out(way) for way in ways],
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
@@ -310,57 +319,61 @@ def _plan_on_kind(
     return _KindPlans(answer, hardware, candidates, calibrated)
 
 
-def _way_view(way: WayOut) -> WayOutView:
+def _view_way_out(way_out: WayOut) -> WayOutView:
     return WayOutView(
-        label=way.label,
-        plan=None if way.plan is None else in_short(way.plan),
-        needed_bytes=way.needed_bytes,
-        degradation=way.degradation.name.lower(),
-        settings=dict(way.settings),
-        job=None if way.job is None else way.job.file_content(),
+        label=way_out.label,
+        plan=None if way_out.plan is None else in_short(way_out.plan),
+        needed_bytes=way_out.needed_bytes,
+        degradation=way_out.degradation.name.lower(),
+        settings=dict(way_out.settings),
+        job=None if way_out.job is None else way_out.job.file_content(),
     )
 
 
-def job_file_of(plans: JobPlans, number: int) -> str:
-    """Return the text of the job file of a numbered way out, from 1. Raises SpecError where there is none."""
+def way_out_job_file(plans: JobPlans, way_out_number: int) -> str:
+    """Return the job file's text for the way out with this number, counted from 1. Raises SpecError
+    where there is none.
+    """
     ways = [way for way in plans["ways_out"] if way["job"] is not None]
-    if not 1 <= number <= len(ways):
+    if not 1 <= way_out_number <= len(ways):
         raise SpecError(
             "no such way out",
             source="--way-out",
-            got=number,
+            got=way_out_number,
             allowed=f"1 to {len(ways)}" if ways else "none: the plan has no numbered way out",
             hint="`orc plan` without `--way-out` names them",
         )
-    way = ways[number - 1]
+    way = ways[way_out_number - 1]
     head = f"# {plans['job']} with {way['label']}: {way['degradation']}. Paths are absolute.\n"
     return head + as_yaml(way["job"])
 
 
-def as_job(spec: JobSpec) -> Job:
+def placeholder_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
 class _ChosenPlans(NamedTuple):
-    """Indices of the plans that an idle cluster would run."""
+    """Indices of the plans that an idle cluster would run, among a job's candidates."""
 
     by_devices: list[int]  # on each number of devices, fewest first
     chosen: int | None  # of all of them
     passed_over: str | None  # why that is not the fastest on as many devices
 
 
-def _choose(
+def _choose_plans(
     spec: JobSpec,
     hardware: Hardware,
     candidates: Sequence[Candidate],
     views: Sequence[CandidateView],
     calibrated: Calibration,
 ) -> _ChosenPlans:
-    """Return the plans that an idle cluster would run."""
+    """Return the indices of the plans that an idle cluster would run: per number of devices, and of
+    all.
+    """
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = choice_rule_of(as_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = choice_rule_of(placeholder_job(spec), "", calibrated, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting
@@ -385,20 +398,22 @@ def _choose(
 
 
 def _rivals_note(
-    candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int
+    candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
-    """Return a note on plans of another kind, on as many devices, with nearly the same prediction; None without any."""
-    best = candidates[chosen].plan
-    far_s = views[chosen]["step_s"] * (1 + STEP_ERROR)
+    """Return a note on other strategies with as many devices and nearly the same predicted step
+    time; None without any.
+    """
+    best = candidates[chosen_index].plan
+    far_s = views[chosen_index]["step_s"] * (1 + STEP_ERROR)
     near = sum(
         view["rejected"] is None
         and view["step_s"] <= far_s
-        and view["degradation"] == views[chosen]["degradation"]
+        and view["degradation"] == views[chosen_index]["degradation"]
         and candidate.plan.world_size == best.world_size
-        and _kind(candidate.plan) != _kind(best)
+        and _strategy_key(candidate.plan) != _strategy_key(best)
         for candidate, view in zip(candidates, views, strict=True)
     )
-    if not near or candidates[chosen].estimate.source in WITHOUT_SECONDS:
+    if not near or candidates[chosen_index].estimate.source in WITHOUT_SECONDS:
         return None
     others = "Another plan" if near == 1 else f"{near} other plans"
     return (
@@ -407,8 +422,10 @@ def _rivals_note(
     )
 
 
-def _kind(plan: Plan) -> tuple[object, ...]:
-    """Return the settings that make another strategy: all but micro-batch and recomputation."""
+def _strategy_key(plan: Plan) -> tuple[object, ...]:
+    """Return the settings of a plan that define its strategy: all but micro-batch and
+    recomputation.
+    """
     return (
         plan.engine,
         plan.layout,
@@ -419,10 +436,12 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     )
 
 
-def _view(
+def _view_candidate(
     candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
 ) -> CandidateView:
-    """Return the view of a candidate. `free_bytes` of all devices, largest first: the smallest of a gang limits it."""
+    """Return the view of a candidate plan. `free_bytes` of all devices, largest first; the smallest
+    one used limits the plan.
+    """
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
@@ -453,26 +472,30 @@ def _view(
     )
 
 
-def _groups(nodes: Sequence[Node]) -> list[NodeGroup]:
-    """Return `group_equal_nodes(nodes)`. Raises SpecError without nodes."""
+def _group_nodes(nodes: Sequence[Node]) -> list[NodeGroup]:
+    """Return the nodes' groups of equal devices, as `group_equal_nodes` does. Raises SpecError without
+    nodes.
+    """
     if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
     return group_equal_nodes(nodes)
 
 
-def _free_bytes(nodes: Iterable[Node]) -> list[int]:
+def _list_free_bytes(nodes: Iterable[Node]) -> list[int]:
     """Return the free bytes of every device, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
 def trace_scope(
-    nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None
+    nodes: Sequence[Node], spec: JobSpec, plan_settings: Sequence[Override] | None = None
 ) -> TraceScope:
-    """Return the plans for which a model is traced: all on the devices of these nodes, or the one in `settings`."""
-    cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _groups(nodes)}
+    """Return the scope for tracing a model: all plans on the devices of these nodes, or the one
+    plan in `plan_settings`.
+    """
+    cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _group_nodes(nodes)}
     return TraceScope(
         cuda=tuple(sorted(cuda)),
-        plan=None if settings is None else parse_plan(spec, settings),
+        plan=None if plan_settings is None else parse_plan(spec, plan_settings),
         numeric=spec.degrade.limit >= Degradation.NUMERIC,
     )
 
@@ -482,17 +505,19 @@ def trace_scope(
 
 def estimate_plan(
     spec: JobSpec,
-    settings: Sequence[Override],
+    plan_settings: Sequence[Override],
     nodes: Sequence[Node],
     observations: Sequence[Observation] = (),
 ) -> CandidateView:
-    """Return the costs of one plan on the first kind of device with enough devices, else on the fastest kind.
+    """Return the costs of the plan in `plan_settings` on the first kind of device with enough devices,
+    else on the fastest kind.
 
-    Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
+    Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the
+    combination.
     """
-    plan = parse_plan(spec, settings)
+    plan = parse_plan(spec, plan_settings)
     _check_degrees(spec, plan)
-    groups = _groups(nodes)
+    groups = _group_nodes(nodes)
     group = next(
         (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
     )
@@ -504,7 +529,7 @@ def estimate_plan(
             got=plan.world_size,
             allowed=f"at most {group.devices}",
         )
-    free_bytes = _free_bytes(group.nodes)
+    free_bytes = _list_free_bytes(group.nodes)
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     profile = find_profile(read_request(with_measured_memory(spec, calibrated)), hardware, plan)
@@ -521,11 +546,13 @@ def estimate_plan(
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
     )
-    return _view(candidate, free_bytes, calibrated)
+    return _view_candidate(candidate, free_bytes, calibrated)
 
 
 def _check_degrees(spec: JobSpec, plan: Plan) -> None:
-    """Raise SpecError where a stage of a pipeline would have no layer, or experts cannot be spread so."""
+    """Raise SpecError where a pipeline stage would have no layer, or experts cannot be spread over
+    so many ranks.
+    """
     stages = plan.layout.pp * plan.pipeline_stages_per_rank
     experts = plan.expert_parallel
     if plan.layout.pp > 1:
@@ -540,12 +567,14 @@ def _check_degrees(spec: JobSpec, plan: Plan) -> None:
         raise SpecError(why, source="--set", path="expert_parallel", got=experts)
 
 
-def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
-    """Return the plan from `--set` pairs. Other settings come from the job, accumulation from the global batch.
+def parse_plan(spec: JobSpec, plan_settings: Sequence[Override]) -> Plan:
+    """Return the plan that `--set` pairs describe. Other settings come from the job, accumulation
+    from the global batch.
 
-    Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
+    Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each
+    other).
     """
-    texts = {SHORT.get(key, key): text for key, text in pairs}
+    texts = {SHORT.get(key, key): text for key, text in plan_settings}
     problems = [
         unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN
     ]
@@ -569,12 +598,16 @@ def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
         "sharding": Sharding.FSDP if by_fsdp else Sharding.DEEPSPEED,
         "engine": _default_engine(spec, layout, values),
     }
-    steps = _accumulation(spec, requested_steps, micro_batch_size, layout.dp)
+    steps = _accumulation_steps(spec, requested_steps, micro_batch_size, layout.dp)
     return Plan(layout=layout, gradient_accumulation_steps=steps, **defaults | values)
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
-    """Return DeepSpeed for settings that only it supports, and for stages 1 and 2 if both engines do."""
+    """Return the engine for these settings: DeepSpeed where only it has one, or for ZeRO stages 1
+    and 2; else torch.
+
+    Settings that only torch has give torch at any stage. A script gives the engine for scripts.
+    """
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
@@ -590,8 +623,12 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
     return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
 
 
-def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, dp: int) -> int:
-    """Return accumulation steps from the global batch; a requested value must be equal."""
+def _accumulation_steps(
+    spec: JobSpec, requested: int | None, micro_batch_size: int, dp: int
+) -> int:
+    """Return the accumulation steps that give the global batch size. Raises SpecError where
+    `requested` differs from that.
+    """
     at_once = micro_batch_size * dp
     steps, remainder = divmod(spec.global_batch_size, at_once)
     if remainder or not steps:

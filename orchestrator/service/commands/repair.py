@@ -12,20 +12,22 @@ from rich.text import Text
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.client.client import Client, is_up
-from orchestrator.service.client.lifecycle import journal_url
+from orchestrator.service.client.lifecycle import find_journal_url
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
 
 BODY_SHOWN = 200  # characters
 
 
-def repair(home: Path, remove: Sequence[str]) -> list[JsonObject]:
-    """Delete these rows (`TABLE/ROW`) for good; return the remaining unreadable rows. Raises SpecError.
+def repair_journal(home: Path, rows_to_delete: Sequence[str]) -> list[JsonObject]:
+    """Delete these rows (`TABLE/ROW`) of the home's journal for good; return the remaining
+    unreadable rows.
 
-    Without a service the whole journal is read once, so that each unreadable row is found.
+    Raises SpecError for a row that is not unreadable. Without a service the whole journal is read
+    once, so that each unreadable row is found.
     """
-    keys = [tuple(key.split("/", 1)) for key in remove]
-    for key, parts in zip(remove, keys, strict=True):
+    keys = [tuple(key.split("/", 1)) for key in rows_to_delete]
+    for key, parts in zip(rows_to_delete, keys, strict=True):
         if len(parts) != 2:
             raise SpecError(
                 "not a row",
@@ -38,16 +40,18 @@ def repair(home: Path, remove: Sequence[str]) -> list[JsonObject]:
         for table, row in keys:
             client.drop_unreadable(table, row)
         return client.unreadable_rows()
-    with closing(Journal(journal_url(home))) as journal:
-        journal.read_all()
+    with closing(Journal(find_journal_url(home))) as journal:
+        journal.find_unreadable_rows()
         for table, row in keys:
-            if journal.set_aside.remove(table, row) is None:
+            if journal.set_aside.delete_row(table, row) is None:
                 raise SpecError("no such row stands aside", source="--remove", got=f"{table}/{row}")
-        return [asdict(row) for row in journal.set_aside.rows()]
+        return [asdict(row) for row in journal.set_aside.list_rows()]
 
 
 def rows_table(rows: Sequence[JsonObject]) -> Table | str:
-    """Return a table of the rows with reason, first bytes and advice; a text without rows."""
+    """Return a table of the unreadable rows with reason, first bytes and advice; a sentence where
+    there are none.
+    """
     if not rows:
         return "every row of the journal can be read"
     table = Table.grid(padding=(0, 2))

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.ports import decisions
+from orchestrator.backends.ports import format_decisions
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.sweeps.trials import ToCome, to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
@@ -20,8 +20,8 @@ from orchestrator.specs.state import State
 SQLITE = "sqlite:///"
 
 
-class Decision(TypedDict):
-    """An event with the recorded actions and those of this version."""
+class ReplayedDecision(TypedDict):
+    """An event with the recorded actions, and with the actions that this version decides."""
 
     at_s: float
     event: str
@@ -32,46 +32,49 @@ class Decision(TypedDict):
     same: bool
 
 
-def read_events(journal: str) -> Iterator[tuple[Event, str | None]]:
+def iterate_events(journal_address: str) -> Iterator[tuple[Event, str | None]]:
     """Yield (event, recorded decision as text or None) of a journal, oldest first.
 
-    `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
+    `journal_address` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
-    with open_journal(journal) as opened_journal:
-        yield from opened_journal.history()
+    with open_journal(journal_address) as opened_journal:
+        yield from opened_journal.iterate_history()
 
 
-def read_state(journal: str) -> State:
-    """Return the state at the end of a journal. Raises as `read_events`."""
-    with open_journal(journal) as opened_journal:
-        snapshot, tail = opened_journal.load()
+def read_state(journal_address: str) -> State:
+    """Return the scheduler's state at the end of a journal. Raises SpecError, ServiceError."""
+    with open_journal(journal_address) as opened_journal:
+        snapshot, tail = opened_journal.load_state_and_events()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
     return scheduler.state
 
 
-def read_queue(journal: str, home: Path) -> tuple[State, ToCome]:
-    """Return (state at the end of a journal, trials still to submit by id of open sweep).
+def read_queue(journal_address: str, home: Path) -> tuple[State, ToCome]:
+    """Return (scheduler's state at the end of a journal, {id of open sweep: trials that it has yet
+    to submit}).
 
-    Raises as `read_events`.
+    Raises SpecError, ServiceError.
     """
-    state = read_state(journal)
-    with open_journal(journal) as opened_journal:
+    state = read_state(journal_address)
+    with open_journal(journal_address) as opened_journal:
         return state, to_come(
             opened_journal.sweeps,
-            lambda job_id: state.jobs.get(job_id) or opened_journal.job(job_id),
+            lambda job_id: state.jobs.get(job_id) or opened_journal.find_ended_job(job_id),
             home,
         )
 
 
 @contextmanager
-def open_journal(journal: str) -> Iterator[Journal]:
-    """Open a journal for reading, even while its service runs. A SQLite file is copied, as opening would change it."""
-    file = journal.removeprefix(SQLITE)
-    is_address = "://" in journal
-    if is_address and file == journal:
-        with closing(Journal(journal, reads_only=True)) as reader:
+def open_journal(journal_address: str) -> Iterator[Journal]:
+    """Open a journal for reading, even while its service runs. A SQLite file is copied first, as
+    opening would change it.
+    """
+    file = journal_address.removeprefix(SQLITE)
+    is_address = "://" in journal_address
+    if is_address and file == journal_address:
+        with closing(Journal(journal_address, reads_only=True)) as reader:
             yield reader
     else:
         with _open_copy(Path(file)) as reader:
@@ -87,29 +90,32 @@ def _open_copy(path: Path) -> Iterator[Journal]:
             yield reader
 
 
-def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
-    """Yield each decision of a history, repeated by this version on the state that its own decisions produced."""
+def replay_history(history: Iterable[tuple[Event, str | None]]) -> Iterator[ReplayedDecision]:
+    """Yield each recorded decision of a history beside this version's own decision.
+
+    This version decides on the state that its own earlier decisions produced.
+    """
     scheduler = Scheduler(State())
     for event, then in history:
         actions = scheduler.step(event)
-        now = decisions(actions)
+        now = format_decisions(actions)
         if (
             now
             or then
             or any(isinstance(action, Record) and action.job.status.ended for action in actions)
         ):
-            yield Decision(
+            yield ReplayedDecision(
                 at_s=event.at_s,
                 event=event.type,
                 then=then,
                 now=now,
-                why=_why(scheduler.state, actions),
+                why=_describe_actions(scheduler.state, actions),
                 same=then is None or then == now,
             )
 
 
-def _why(state: State, actions: Iterable[Action]) -> str:
-    """Return each job with an action, and each job that ended, with its reason."""
+def _describe_actions(state: State, actions: Iterable[Action]) -> str:
+    """Return a text with each job that has an action or has ended, and with its reason."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):

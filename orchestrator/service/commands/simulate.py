@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.sharing import SharedBackend
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.scheduler import Scheduler
@@ -42,7 +42,7 @@ SHORTEST_S = 10.0
 
 @frozen
 class Outcome:
-    """Result of one job in a simulation."""
+    """The result of one job in a simulation: its times and its attempts."""
 
     name: str
     submitted_at_s: float
@@ -50,7 +50,7 @@ class Outcome:
     ended_at_s: float | None  # None: it did not finish
     alone_s: float  # from its launch to its end, had it had the cluster for itself
     deadline_s: float | None
-    attempts: tuple[Process, ...]
+    attempts: tuple[SimulatedProcess, ...]
     guaranteed: bool = False  # it asks for a promise
     # true seconds of a step as it would run as requested; None: not told
     request_step_s: float | None = None
@@ -60,7 +60,9 @@ class Outcome:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether it started in time, and no attempt trained slower than its request would have, where known."""
+        """Whether the job started in time, and no attempt trained slower than on the devices that
+        it asked for, where known.
+        """
         if self.starts_by_s is None or self.started_at_s is None:
             return False
         slowest_s = inf if self.request_step_s is None else self.request_step_s * AS_FAST
@@ -73,12 +75,14 @@ class Outcome:
 
     @property
     def slowdown(self) -> float:
-        """Time from submission to end over the time alone on the cluster, bounded (see SHORTEST_S)."""
+        """Time from submission to end, divided by the time alone on the cluster; bounded (see
+        SHORTEST_S).
+        """
         return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
 
     @property
     def lateness_s(self) -> float:
-        """Seconds from its deadline to its end; 0 where it is in time or has none."""
+        """Seconds from the job's deadline to its end; 0 where it is in time or has no deadline."""
         if self.deadline_s is None or self.in_time:
             return 0.0
         return inf if self.ended_at_s is None else self.ended_at_s - self.deadline_s
@@ -93,7 +97,7 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """Metrics of a simulation. The same list, cluster and version give the same report."""
+    """The metrics of a simulation. Equal lists, clusters and versions give equal reports."""
 
     trace: str
     cluster: str
@@ -121,7 +125,9 @@ class Report(TypedDict):
 
 @frozen
 class Simulated:
-    """Result of a simulation: metrics, each job's outcome, and the real seconds of each decision."""
+    """The result of a simulation: metrics, each job's outcome, and the real seconds of each
+    decision.
+    """
 
     report: Report
     outcomes: tuple[Outcome, ...]
@@ -129,9 +135,9 @@ class Simulated:
 
 
 class NullJournal:
-    """Journal that stores nothing, for a service that will not restart."""
+    """A journal that stores nothing, for a simulated service."""
 
-    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
 
     def confirm(self, *, asks: bool = True) -> None:
@@ -140,36 +146,36 @@ class NullJournal:
     def append(self, decided: Sequence[Decided]) -> None:
         pass
 
-    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
         return {}
 
-    def as_kept(self, event: Event) -> Event:
+    def round_trip_event(self, event: Event) -> Event:
         return event
 
-    def unreadable(self) -> str | None:
+    def describe_unreadable_rows(self) -> str | None:
         return None
 
-    def live(self) -> Jobs:
+    def load_live_jobs(self) -> Jobs:
         return Jobs()
 
-    def snapshot(self, state: State) -> None:
+    def store_snapshot(self, state: State) -> None:
         pass
 
-    def job(self, job_id: str) -> Job | None:  # noqa: ARG002
+    def find_ended_job(self, job_id: str) -> Job | None:  # noqa: ARG002
         return None
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
+    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
     def began_at_s(self) -> float | None:
         return None
 
-    def totals(self) -> Totals:
+    def count_rows(self) -> Totals:
         return Totals(ended={}, undelivered={}, notices={}, oldest_notices_s={})
 
 
 class TimedScheduler(Scheduler):
-    """Scheduler that appends the seconds of each step to `taken_s`."""
+    """A scheduler that appends the seconds of each step to the list `taken_s`."""
 
     def __init__(self, state: State, taken_s: list[float]) -> None:
         super().__init__(state)
@@ -182,26 +188,32 @@ class TimedScheduler(Scheduler):
         return actions
 
 
-def simulate(trace: Trace, cluster: ClusterSpec, share_rate: float | None = None) -> Simulated:
+def simulate_trace(
+    trace: Trace, cluster: ClusterSpec, shared_card_rate: float | None = None
+) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
-    Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows. With
-    `share_rate` two one-device jobs share a card where their planned bytes fit, each at this part of its speed. No
-    service shares a card yet.
+    Outcomes are in the order of submission. Later trials of a sweep are submitted as soon as the
+    sweep allows. With `shared_card_rate` two one-device jobs share a card where their planned bytes fit,
+    each at this part of its speed. No service shares a card yet.
     """
     backend = (
-        SimulatedBackend(cluster) if share_rate is None else SharedBackend(cluster, share_rate)
+        SimulatedBackend(cluster)
+        if shared_card_rate is None
+        else SharedBackend(cluster, shared_card_rate)
     )
-    return play(trace, cluster, [], backend)
+    return simulate_on(trace, cluster, [], backend)
 
 
-def play(
+def simulate_on(
     trace: Trace, cluster: ClusterSpec, arrivals: list[Arrival], backend: SimulatedBackend
 ) -> Simulated:
-    """Return the result on this backend; `arrivals` gets the jobs as they are submitted."""
+    """Simulate the trace on this backend, and return the result. Jobs are added to `arrivals` as
+    they are submitted.
+    """
     taken_s: list[float] = []
     controller = Controller(
-        NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
+        NullJournal(), backend, backend.current_time_s, lambda state: TimedScheduler(state, taken_s)
     )
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
@@ -209,16 +221,18 @@ def play(
 
     def submit(together: Sequence[Arrival]) -> None:
         arrivals.extend(together)
-        controller.submit_all([(_with_deadline(arrival), None) for arrival in together])
+        controller.submit_all([(_add_deadline(arrival), None) for arrival in together])
 
     def turn(wait_s: float) -> None:
         controller.turn(wait_s)
         if to_come:
-            _next_trials(controller.state, arrivals, to_come, backend.now(), submit)
+            _submit_next_trials(
+                controller.state, arrivals, to_come, backend.current_time_s(), submit
+            )
 
     for at_s, together in groupby(trace.arrivals, key=lambda arrival: arrival.at_s):
-        while backend.now() < at_s:
-            turn(at_s - backend.now())
+        while backend.current_time_s() < at_s:
+            turn(at_s - backend.current_time_s())
             turns -= 1
         submit(list(together))
     turn(0.0)  # what was decided of the last is done
@@ -227,21 +241,21 @@ def play(
         turns -= 1
         assert turns > 0, "events beget events"
     arrivals += [
-        replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest
+        replace(trial, at_s=backend.current_time_s()) for rest in to_come.values() for trial in rest
     ]  # never submitted
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
-    outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
+    outcomes = list_outcomes(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, outcomes, backend.card_of),
+        report=make_report(submitted_trace, cluster, outcomes, backend.physical_card),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
 
 
 def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
-    """Return the cluster with maintenance times relative to `begins_s` (seconds since 1970) as 0.
+    """Return the cluster with maintenance times as seconds after `begins_s` (seconds since 1970).
 
-    Raises SpecError where it has maintenance and the jobs have no date.
+    Raises SpecError where the cluster has maintenance and the jobs have no date.
     """
     if not cluster.maintenance:
         return cluster
@@ -261,20 +275,22 @@ def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSp
     return cluster.model_copy(update={"maintenance": tuple(windows)})
 
 
-def _next_trials(
+def _submit_next_trials(
     state: State,
     arrivals: Sequence[Arrival],
-    to_come: dict[str, deque[Arrival]],
+    coming_trials: dict[str, deque[Arrival]],
     now_s: float,
     submit: Callable[[Sequence[Arrival]], None],
 ) -> None:
-    """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
+    """Submit the trials for which their sweeps have room, as a service does; drop sweeps that may
+    submit no more.
+    """
     trials = [job for job in state.live_jobs if job.spec.trial is not None]
     live = Counter(job.array for job in trials)
     waits_for = {job.array: job.waits_for for job in trials}
     begun_sweeps = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
-    for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun_sweeps]:
-        rest = to_come[sweep]
+    for sweep in [sweep_id for sweep_id in coming_trials if sweep_id in begun_sweeps]:
+        rest = coming_trials[sweep]
         while (
             rest
             and (trial := rest[0].spec.trial) is not None
@@ -288,30 +304,32 @@ def _next_trials(
             rest.popleft()
             live[sweep] += 1
         if not rest:
-            del to_come[sweep]
+            del coming_trials[sweep]
 
 
-def _with_deadline(arrival: Arrival) -> JobSpec:
-    """Return the job with its deadline in its spec."""
+def _add_deadline(arrival: Arrival) -> JobSpec:
+    """Return the arrival's job with its deadline as a part of its spec."""
     if arrival.deadline_s is None:
         return arrival.spec
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def outcomes_of(
-    trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
+def list_outcomes(
+    trace: Trace, cluster: ClusterSpec, processes: Mapping[str, SimulatedProcess]
 ) -> tuple[Outcome, ...]:
-    """Return the outcome of each job, in the order of their arrivals."""
+    """Return the outcome of each job, in the order of their arrivals. `processes` are the attempts
+    by name.
+    """
     attempts = group_values((process.job.order, process) for process in processes.values())
     devices = cluster.device_count
     return tuple(
-        _outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
+        _job_outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
         for order, arrival in enumerate(trace.arrivals, start=1)
     )
 
 
-def _outcome(
-    arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: float, devices: int
+def _job_outcome(
+    arrival: Arrival, attempts: tuple[SimulatedProcess, ...], launch_cost_s: float, devices: int
 ) -> Outcome:
     done = (
         attempts[-1] if attempts and attempts[-1].evidence and attempts[-1].ending is None else None
@@ -321,11 +339,11 @@ def _outcome(
         submitted_at_s=arrival.at_s,
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=done.ended_at_s if done else None,
-        alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + time_alone_s(arrival, devices, attempts),
         deadline_s=arrival.deadline_s,
         attempts=attempts,
         guaranteed=arrival.spec.guarantee is not None,
-        request_step_s=_request_step_s(arrival),
+        request_step_s=_requested_step_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
         trial=None
         if arrival.spec.trial is None
@@ -333,16 +351,22 @@ def _outcome(
     )
 
 
-def _request_step_s(arrival: Arrival) -> float | None:
+def _requested_step_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
     return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
-def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
-    """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
-    speeds = [step_s for count, step_s in arrival.spec.speeds if count <= devices]
+def time_alone_s(
+    arrival: Arrival, device_count: int, attempts: Sequence[SimulatedProcess] = ()
+) -> float:
+    """Return the seconds that the job trains alone, on the best number of at most `device_count`
+    devices.
+
+    A job without known speeds counts with the fastest of these attempts.
+    """
+    speeds = [step_s for count, step_s in arrival.spec.speeds if count <= device_count]
     steps = (
         arrival.spec.training.max_steps
         if arrival.spec.optimizer_steps is None
@@ -351,19 +375,21 @@ def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) ->
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
-def report_on(
+def make_report(
     trace: Trace,
     cluster: ClusterSpec,
     outcomes: Sequence[Outcome],
-    card_of: Callable[[Device], Device] = lambda device: device,
+    find_card: Callable[[Device], Device] = lambda device: device,
 ) -> Report:
-    """Return the metrics of a simulation from its outcomes. The hours of a shared card count once."""
+    """Return the metrics of a simulation from its outcomes. The hours of a shared card count
+    once.
+    """
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
     completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    held_s = _held_s(outcomes, card_of)
+    held_s = _occupied_s(outcomes, find_card)
     return Report(
         trace=trace.name,
         cluster=cluster.name,
@@ -392,14 +418,14 @@ def report_on(
     )
 
 
-def _held_s(outcomes: Sequence[Outcome], card_of: Callable[[Device], Device]) -> float:
-    """Return the seconds, over all cards, in which jobs held them."""
+def _occupied_s(outcomes: Sequence[Outcome], find_card: Callable[[Device], Device]) -> float:
+    """Return the seconds, summed over all cards, in which any job occupied the card."""
     spans = []
     for outcome in outcomes:
         for process in outcome.attempts:
             if process.ended_at_s is not None:
                 for device in process.devices:
-                    spans.append((card_of(device), process.launched_at_s, process.ended_at_s))
+                    spans.append((find_card(device), process.launched_at_s, process.ended_at_s))
     held_s = 0.0
     last_card = None
     until_s = 0.0
@@ -412,6 +438,8 @@ def _held_s(outcomes: Sequence[Outcome], card_of: Callable[[Device], Device]) ->
     return held_s
 
 
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least a `share` of all values (nearest rank)."""
-    return ascending[max(0, ceil(share * len(ascending)) - 1)]
+def quantile(sorted_values: Sequence[float], fraction: float) -> float:
+    """Return the smallest of these sorted values that is at least as large as this fraction (0 to
+    1) of them (nearest rank).
+    """
+    return sorted_values[max(0, ceil(fraction * len(sorted_values)) - 1)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from orchestrator.service.commands.live_queue import play_queue
+from orchestrator.service.commands.live_queue import simulate_queue
 from orchestrator.service.commands.simulate import Outcome, Report
 from orchestrator.service.server.sweeps.trials import ToCome
 from orchestrator.specs.cluster import ClusterSpec
@@ -21,9 +21,8 @@ DEVICES_MAX = 1024  # of the other cluster
 
 @frozen
 class Fate:
-    """A job's outcome as things are (`now`) and after the change (`then`).
-
-    `now` is None for a job only in the latter.
+    """A job's outcome without the change (`now`) and with the change (`then`). `now` is None for an
+    added job.
     """
 
     name: str
@@ -34,7 +33,9 @@ class Fate:
 
 @frozen
 class WhatIf:
-    """Both simulations, in seconds from now, and the jobs whose end nothing tells."""
+    """The simulations without and with a change, in seconds from now, and the jobs whose end is
+    unknown.
+    """
 
     now: Report
     then: Report
@@ -44,37 +45,48 @@ class WhatIf:
     unknown: tuple[str, ...]
 
 
-def what_if(
+def compare_queues(
     state: State,
-    present: ClusterSpec,
-    other: ClusterSpec,
-    more: Sequence[JobSpec],
-    to_come: ToCome,
+    present_cluster: ClusterSpec,
+    other_cluster: ClusterSpec,
+    more_jobs: Sequence[JobSpec],
+    coming_trials: ToCome,
     home: Path,
 ) -> WhatIf:
-    """Simulate the queue as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
+    """Simulate the queue as it is, and on the other cluster with the jobs in `more_jobs`; return both
+    results.
 
-    Where the other cluster has the nodes of the present one, both simulations have the state's nodes, with their
-    drains. Raises SpecError without a job to simulate, and beyond JOBS_MAX and DEVICES_MAX.
+    `coming_trials` are trials of live sweeps. Where the other cluster has the nodes of the present one,
+    both simulations have the state's nodes, with their drains. Raises SpecError without a job to
+    simulate, and beyond JOBS_MAX and DEVICES_MAX.
     """
     live = sorted(state.live_jobs, key=lambda job: job.order)
-    sweeps = sum(spec.trial.sweep.trials - 1 for spec in more if spec.trial is not None)
-    count = len(live) + len(more) + sweeps + sum(map(len, to_come.values()))
+    sweeps = sum(spec.trial.sweep.trials - 1 for spec in more_jobs if spec.trial is not None)
+    count = len(live) + len(more_jobs) + sweeps + sum(map(len, coming_trials.values()))
     if count > JOBS_MAX:
         hint = "play it with `orc simulate --queue now`"
         raise SpecError(
             "too many jobs for a page", path="queue", got=count, allowed=f"{JOBS_MAX}", hint=hint
         )
-    devices = other.device_count
+    devices = other_cluster.device_count
     if devices > DEVICES_MAX:
         raise SpecError(
             "too many devices for a page", path="nodes", got=devices, allowed=f"{DEVICES_MAX}"
         )
     if not live:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
-    is_live = other.model_copy(update={"policy": present.policy}) == present
-    now = play_queue(state, present, is_live=True, to_come=to_come, home=home)
-    then = play_queue(state, other, is_live=is_live, more=more, to_come=to_come, home=home)
+    is_live = other_cluster.model_copy(update={"policy": present_cluster.policy}) == present_cluster
+    now = simulate_queue(
+        state, present_cluster, is_live=True, coming_trials=coming_trials, home=home
+    )
+    then = simulate_queue(
+        state,
+        other_cluster,
+        is_live=is_live,
+        more_jobs=more_jobs,
+        coming_trials=coming_trials,
+        home=home,
+    )
     later = {outcome.trial: outcome for outcome in now.outcomes[len(live) :]}  # trials of sweeps
     befores = chain(
         now.outcomes[: len(live)],
@@ -83,11 +95,11 @@ def what_if(
     return WhatIf(
         now=now.report,
         then=then.report,
-        late_now=_late(now.outcomes),
-        late_then=_late(then.outcomes),
+        late_now=_count_late(now.outcomes),
+        late_then=_count_late(then.outcomes),
         fates=tuple(
             Fate(
-                name=live[index].id if index < len(live) else _name(other_outcome),
+                name=live[index].id if index < len(live) else _outcome_name(other_outcome),
                 is_submitted=index < len(live),
                 now=present_outcome,
                 then=other_outcome,
@@ -104,9 +116,9 @@ def what_if(
     )
 
 
-def _name(outcome: Outcome) -> str:
+def _outcome_name(outcome: Outcome) -> str:
     return outcome.name if outcome.trial is None else f"{outcome.name}, trial {outcome.trial[1]}"
 
 
-def _late(outcomes: Sequence[Outcome]) -> int:
+def _count_late(outcomes: Sequence[Outcome]) -> int:
     return sum(outcome.deadline_s is not None and not outcome.in_time for outcome in outcomes)

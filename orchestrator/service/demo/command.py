@@ -22,9 +22,9 @@ def demo(
     ] = None,
 ) -> None:
     """Run jobs on two virtual devices of 256 MiB: one runs out of memory and recovers. Needs no GPU."""
-    from orchestrator.service.demo.run import HOME, run
+    from orchestrator.service.demo.run import HOME, run_demo
     from orchestrator.service.terminal.output import console_on
 
     folder = folder.expanduser().absolute()
     home = folder / HOME if home is None else home.expanduser().absolute()
-    raise typer.Exit(run(folder, home, console_on(sys.stdout), every=every))
+    raise typer.Exit(run_demo(folder, home, console_on(sys.stdout), all_jobs=every))

@@ -18,7 +18,9 @@ MODULES = (
 
 
 def write_corpus(folder: Path) -> None:
-    """Write one text per module, identical on every run of one Python version."""
+    """Write a text file for each module of the standard library; they are identical on every run of
+    one Python version.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:

@@ -27,41 +27,47 @@ LOOK_AT = {  # what no machine says of itself
 
 
 def load_cluster_file(home: Path) -> ClusterSpec:
-    """Return the home's cluster file; the embedded one of two virtual devices without one. Raises SpecError."""
+    """Return the cluster in the home's cluster file; without a file, the built-in cluster of two
+    virtual devices. Raises SpecError.
+    """
     path = home / FILE
     return read_cluster(path if path.exists() else None)
 
 
-def kept_cluster(home: Path) -> ClusterSpec:
-    """Return the home's cluster, with the machines that have joined. Raises SpecError."""
-    return with_joined(load_cluster_file(home), joined_nodes(home))
+def load_cluster(home: Path) -> ClusterSpec:
+    """Return the home's cluster, including the machines that have joined. Raises SpecError."""
+    return add_joined_nodes(load_cluster_file(home), load_joined_nodes(home))
 
 
-def joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
-    """Return the machines that have joined and not left, as nodes, by name."""
+def load_joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
+    """Return the machines that have joined and not left, as nodes, sorted by name."""
     path = home / JOINED
     by_name = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return tuple(node_from_data(by_name[name], str(path)) for name in sorted(by_name))
 
 
-def store_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
+def store_joined_nodes(home: Path, nodes: Sequence[NodeSpec]) -> None:
     """Store the machines that have joined."""
     by_name = {node.name: node.model_dump(mode="json") for node in nodes}
     write_durably(home / JOINED, json.dumps(by_name, indent=1))
 
 
-def with_joined(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
-    """Return the cluster with joined machines added. A node of the cluster file overrides a joined one."""
+def add_joined_nodes(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
+    """Return the cluster with the joined machines added. A node of the cluster file overrides a
+    joined one of the same name.
+    """
     own_names = {name for node in cluster.nodes for name in node.names}
     more = tuple(node for node in joined if node.name not in own_names)
     return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
 
 
-def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> ClusterSpec:
-    """Return the part of a cluster file whose Ray runs on this machine, which is named `here`.
+def select_local_nodes(
+    cluster: ClusterSpec, joined: Sequence[NodeSpec], node_name: str
+) -> ClusterSpec:
+    """Return the part of a cluster whose Ray runs on this machine, which has the name `node_name`.
 
-    This includes virtual nodes, and the GPU node with this machine's name, or the only one. The others come by `orc
-    join`. Raises SpecError where none is here.
+    This includes virtual nodes, and the GPU node with this machine's name, or the only GPU node.
+    Other nodes come by `orc join`. Raises SpecError where no node is on this machine.
     """
     away = {node.name for node in joined}
     single = [
@@ -72,44 +78,54 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
     ]
     real = [node.name for node in single if not node.device.kind.traits.is_virtual]
     local = tuple(
-        node for node in single if node.name not in real or node.name == here or len(real) == 1
+        node for node in single if node.name not in real or node.name == node_name or len(real) == 1
     )
     if not local:
-        hint = f"give its node the name {here!r}: the others come by `orc join`; or name a Ray of your own with --ray"
+        hint = (
+            f"give its node the name {node_name!r}: the others come by `orc join`; "
+            "or name a Ray of your own with --ray"
+        )
         raise SpecError(
             "no node is this machine", source=FILE, path="nodes", got=", ".join(real), hint=hint
         )
     return cluster.model_copy(update={"nodes": local})
 
 
-def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
-    """Return `cluster` as the text of a cluster file, with `notes` as comments above it."""
+def format_cluster(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
+    """Return the cluster as the text of a cluster file, with `notes` as comments above it."""
     content: JsonObject = cluster.model_dump(mode="json", exclude_defaults=True)
     content["nodes"] = [
-        {**node.model_dump(mode="json", exclude_defaults=True), "device": _device(node.device)}
+        {
+            **node.model_dump(mode="json", exclude_defaults=True),
+            "device": _format_device(node.device),
+        }
         for node in cluster.nodes
     ]
     always = cluster.model_dump(mode="json", include={"name", *LOOK_AT})
     content = {name: always[name] for name in ("name", *LOOK_AT)} | content
-    text = as_yaml(_in_units(content))
+    text = as_yaml(_use_larger_units(content))
     for key, comment in LOOK_AT.items():
         text = re.sub(rf"^({key}: .*)$", rf"\1  # {comment}", text, flags=re.M)
     return "".join(f"# {note}\n" for note in notes) + text
 
 
-def _device(device: DeviceSpec) -> Any:
-    """Return the name of a device that is just the catalogue's, else its description."""
+def _format_device(device: DeviceSpec) -> Any:
+    """Return the device's name where it equals the catalogue's device of that name; else its
+    description.
+    """
     if device.name in load_devices() and catalogue_device(device.name) == device:
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 
 
-def _in_units(data: Any) -> Any:
-    """Return the bytes and bytes per second in larger units, where those are exact."""
+def _use_larger_units(data: Any) -> Any:
+    """Return the data with bytes and bytes per second in larger units, where they are whole numbers
+    of them.
+    """
     if isinstance(data, dict):
-        return {name: _in_units(inner) for name, inner in data.items()}
+        return {name: _use_larger_units(inner) for name, inner in data.items()}
     if isinstance(data, list):
-        return [_in_units(inner) for inner in data]
+        return [_use_larger_units(inner) for inner in data]
     for suffix, pattern, parse in (
         ("B", units.SIZE_PATTERN, units.parse_bytes),
         ("B/s", units.BANDWIDTH_PATTERN, units.parse_bandwidth),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.system_metrics import memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_memory_bytes
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.notes import Notes
@@ -47,43 +47,47 @@ Devices = Sequence[nvml.NvmlDevice]
 
 @frozen
 class DetectedMachine:
-    """The machine as a node of a cluster, and sentences on what a person should check."""
+    """This machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
     notes: Notes
 
     @property
     def cluster(self) -> ClusterSpec:
-        """A cluster of only this node."""
+        """A cluster that consists of this node alone."""
         return ClusterSpec(name=f"found-on-{self.node.name.lower()}"[:63], nodes=(self.node,))
 
 
-def node_name() -> str:
+def local_node_name() -> str:
     """Return the first part of this machine's host name, in the form allowed in a cluster file."""
     name = re.sub(r"[^a-zA-Z0-9._-]", "-", socket.gethostname().partition(".")[0]).lstrip("._-")
     return name or "node"
 
 
-def detect_machine(name: str) -> DetectedMachine:
-    """Return this machine as the node `name`. Raises SpecError where its devices make no node."""
+def detect_machine(node_name: str) -> DetectedMachine:
+    """Return this machine as a node of this name, with its detected devices. Raises SpecError where
+    they make no node.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return _virtual_machine(name, "CUDA_VISIBLE_DEVICES is empty")
-    reading = nvml.devices()
+        return _make_virtual_machine(node_name, "CUDA_VISIBLE_DEVICES is empty")
+    reading = nvml.read_nvml()
     if reading.error or not reading.devices:
-        return _virtual_machine(name, reading.error or "NVML shows none")
-    devices = _visible_devices(reading.devices)
+        return _make_virtual_machine(node_name, reading.error or "NVML shows none")
+    devices = _select_visible(reading.devices)
     node = NodeSpec(
-        name=name,
+        name=node_name,
         devices=len(devices),
-        device_ids=_device_ids(devices, reading),
-        device=_device(devices),
-        host_memory=f"{host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
+        device_ids=_find_device_ids(devices, reading),
+        device=_find_common_device(devices),
+        host_memory=f"{read_host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
     )
-    return DetectedMachine(node=node, notes=tuple(_notes(devices, node)))
+    return DetectedMachine(node=node, notes=tuple(_list_notes(devices, node)))
 
 
-def _device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[DeviceId, ...]:
-    """Return what names these devices: indices, or UUIDs where one is a MIG instance; () for all in their order."""
+def _find_device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[DeviceId, ...]:
+    """Return the ids of these devices: indices, or UUIDs where one is a MIG instance; () for all
+    devices in NVML's order.
+    """
     if tuple(devices) == reading.devices:
         return ()
     if all(device in reading.devices for device in devices):
@@ -91,9 +95,9 @@ def _device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[DeviceId, 
     return tuple(device.uuid for device in devices)
 
 
-def host_bytes() -> int:
-    """Return the memory of this machine, or of this process's container."""
-    all_bytes, _ = memory_bytes()
+def read_host_bytes() -> int:
+    """Return the bytes of memory of this machine, or of this process's container."""
+    all_bytes, _ = read_memory_bytes()
     limits = [all_bytes]
     for path in CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else ""
@@ -102,14 +106,16 @@ def host_bytes() -> int:
     return min(limits)
 
 
-def _virtual_machine(name: str, why: str) -> DetectedMachine:
-    node = read_cluster(None).nodes[0].model_copy(update={"name": name})
-    beginning = f"No NVIDIA device is used ({why}): jobs run on {node.devices} virtual devices of "
+def _make_virtual_machine(node_name: str, reason: str) -> DetectedMachine:
+    node = read_cluster(None).nodes[0].model_copy(update={"name": node_name})
+    beginning = (
+        f"No NVIDIA device is used ({reason}): jobs run on {node.devices} virtual devices of "
+    )
     return DetectedMachine(node=node, notes=(f"{beginning}{format_bytes(node.device.memory)}.",))
 
 
-def _device(devices: Devices) -> DeviceSpec:
-    """Return the one kind that these devices are of. Raises SpecError."""
+def _find_common_device(devices: Devices) -> DeviceSpec:
+    """Return the one kind of device that all of these are. Raises SpecError where they differ."""
     readable = [device for device in devices if device.error is None]
     if not readable:
         errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
@@ -124,7 +130,7 @@ def _device(devices: Devices) -> DeviceSpec:
             got=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
             hint="name a cluster file with --cluster: its node takes the first `devices`, counted from 0",
         )
-    every = [(device, nvml.rates(device)) for device in readable]
+    every = [(device, nvml.read_rates(device)) for device in readable]
     cut = [str(device.index) for device, rates in every if rates is not None and rates.has_mig]
     if cut:
         hint = f"make some, or `nvidia-smi -i {','.join(cut)} -mig 0` makes it whole"
@@ -142,38 +148,42 @@ def _device(devices: Devices) -> DeviceSpec:
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", readable[0].name)
     kind = load_nvml_names().get(name)
     return (
-        _nvml_device(name, first)
+        _describe_unknown_device(name, first)
         if kind is None
-        else _catalogue_device(kind, first, alone=len(devices) == 1)
+        else _match_catalogue(kind, first, is_alone=len(devices) == 1)
     )
 
 
-def _visible_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
-    """Return the devices and MIG instances that CUDA_VISIBLE_DEVICES shows, in its order; all where it is not set.
+def _select_visible(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
+    """Return the devices and MIG instances in CUDA_VISIBLE_DEVICES, in its order; all where it is
+    not set.
 
-    Numbers count as NVML counts, so a machine with several kinds of devices needs CUDA_DEVICE_ORDER=PCI_BUS_ID.
-    Raises SpecError for what names no device, or one twice.
+    Numbers count as NVML counts, so a machine with several kinds of devices needs
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. Raises SpecError for a word that names no device, or names one
+    twice.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
-        return _parts(devices)
+        return _split_mig_devices(devices)
     entries = [word.strip() for word in variable.split(",")]
-    _refuse_own_order(entries, devices)
+    _check_order(entries, devices)
     visible = tuple(_find_device(word, devices) for word in entries)
     if len({*visible}) < len(visible):
         raise SpecError("CUDA_VISIBLE_DEVICES names a device twice", source=SOURCE, got=variable)
     return visible
 
 
-def _parts(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
-    """Return the devices that programs run on: the instances of those in MIG mode, and the others."""
+def _split_mig_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
+    """Return the devices on which programs run: the MIG instances of devices in MIG mode, and the
+    other devices.
+    """
     parts = list[nvml.NvmlDevice]()
     for device in devices:
         parts += device.instances or (device,)
     return tuple(parts)
 
 
-def _refuse_own_order(entries: Sequence[str], devices: Devices) -> None:
+def _check_order(entries: Sequence[str], devices: Devices) -> None:
     """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
     kinds = {device.name for device in devices if not device.error}
     is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -188,7 +198,9 @@ def _refuse_own_order(entries: Sequence[str], devices: Devices) -> None:
 
 def _find_device(word: str, devices: Devices) -> nvml.NvmlDevice:
     """Return the device or MIG instance that a word of CUDA_VISIBLE_DEVICES names: an index, or how a UUID begins."""
-    by_uuid = [part for part in _parts(devices) if len(word) > 4 and part.uuid.startswith(word)]
+    by_uuid = [
+        part for part in _split_mig_devices(devices) if len(word) > 4 and part.uuid.startswith(word)
+    ]
     if len(by_uuid) == 1:
         return by_uuid[0]
     is_index = word.isdecimal() and len(word) < 5 and int(word) < len(devices)
@@ -204,9 +216,11 @@ def _find_device(word: str, devices: Devices) -> nvml.NvmlDevice:
     )
 
 
-def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:
-    """Return the catalogue's device; with another name where memory or links of this machine's are smaller."""
-    device = catalogue_device(kind)
+def _match_catalogue(catalogue_name: str, rates: nvml.NvmlRates, *, is_alone: bool) -> DeviceSpec:
+    """Return the catalogue's device of this name. If this machine's memory or links are smaller, it
+    gets them, and a new name.
+    """
+    device = catalogue_device(catalogue_name)
     changed: dict[str, object] = {}
     if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
         changed |= {
@@ -214,14 +228,16 @@ def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> Devic
             "name": f"{device.name}-{rates.cuda_bytes >> 20}mib",
         }
     link = rates.nvlink_bandwidth or rates.pcie_bandwidth
-    if not alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
+    if not is_alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
         name = changed.get("name", device.name)
         changed |= {"link_bandwidth": round(link), "name": f"{name}-links-{link / 1e9:.0f}gb"}
     return device.model_copy(update=changed)
 
 
-def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
-    """Return a card that the catalogue lacks, by what NVML says of it. Raises SpecError where that is too little."""
+def _describe_unknown_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
+    """Return a description of a card that the catalogue lacks, from NVML's rates. Raises SpecError
+    where they are too few.
+    """
     fp32 = rates.fp32_flops
     memory_bandwidth = rates.memory_bandwidth
     pcie = rates.pcie_bandwidth
@@ -250,7 +266,7 @@ def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
     return DeviceSpec.model_validate(fields)
 
 
-def _notes(devices: Devices, node: NodeSpec) -> list[str]:
+def _list_notes(devices: Devices, node: NodeSpec) -> list[str]:
     notes = [
         f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."
     ]

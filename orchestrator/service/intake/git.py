@@ -7,16 +7,18 @@ import re
 import subprocess
 from pathlib import Path
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.specs.job.code_source import WORDS_MAX, CodeSource
 
 TIMEOUT_S = 5.0  # a submission does not wait longer for a slow disk
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 
 
-def code_source(folder: Path) -> CodeSource | None:
-    """Return the state of the folder's git work tree; None without one, without a commit, or without git."""
-    status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+def read_code_source(folder: Path) -> CodeSource | None:
+    """Return the commit and state of the folder's git work tree; None without one, without a
+    commit, or without git.
+    """
+    status = _run_git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return None
     headers = dict(
@@ -26,7 +28,7 @@ def code_source(folder: Path) -> CodeSource | None:
     branch = headers.get("branch.head", "")
     if not re.fullmatch(r"[0-9a-f]{40,64}", commit):  # `(initial)`
         return None
-    remotes = _git(folder, "config", "--get-regexp", r"^remote\..*\.url$") or ""
+    remotes = _run_git(folder, "config", "--get-regexp", r"^remote\..*\.url$") or ""
     url = _PASSWORD.sub("", remotes.partition("\n")[0].partition(" ")[2])
     return CodeSource(
         commit=commit,
@@ -36,12 +38,14 @@ def code_source(folder: Path) -> CodeSource | None:
     )
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of git; None where it fails. Hooks of the repository are not run."""
+def _run_git(folder: Path, *arguments: str) -> str | None:
+    """Return what this git command prints; None where it fails. Hooks of the repository are not
+    run.
+    """
     try:
         process = subprocess.run(
             ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
-            env={**inherited(os.environ), "GIT_OPTIONAL_LOCKS": "0"},
+            env={**select_inherited(os.environ), "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TIMEOUT_S,

@@ -20,27 +20,29 @@ TRY_S = 10.0  # the one try to reach the hub
 CONFIG = "config.json"
 
 
-def hub_config(name: str) -> JsonObject:
-    """Return the configuration from the local cache, one request to the hub, or our table; {} where none has it.
+def load_hub_config(hub_name: str) -> JsonObject:
+    """Return a model's configuration from the local cache, one request to the hub, or our table; {}
+    where none has it.
 
-    The use of the table is printed on stderr: a fine-tuned model under the same name may have other sizes.
+    The use of the table is printed on stderr: a fine-tuned model under the same name may have other
+    sizes.
     """
-    config = _download(name)
+    config = _download_config(hub_name)
     if config:
         return config
-    config = published_sizes(name)
+    config = published_sizes(hub_name)
     if config:
         print(
-            f"{name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",
+            f"{hub_name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",
             file=sys.stderr,
         )
     return config
 
 
-def hint_for(name: str) -> str:
-    """Return what to do about a model of which neither cache, hub nor table says the sizes."""
-    job = project_job(name)
-    near = ", ".join(nearest_models(name))
+def hint_for_unknown_model(hub_name: str) -> str:
+    """Return a hint on what to do about a model whose sizes are in neither cache, hub nor table."""
+    job = project_job(hub_name)
+    near = ", ".join(nearest_models(hub_name))
     advice = (
         f"{job} of the repository is the job of its project's own trainer. "
         if job is not None
@@ -54,8 +56,10 @@ def hint_for(name: str) -> str:
     )
 
 
-def _download(name: str) -> JsonObject:
-    """Return the configuration from the hub's library, which retries: it runs in a thread for TRY_S at most."""
+def _download_config(hub_name: str) -> JsonObject:
+    """Return a model's configuration from the hub; {} where that fails. The download may take TRY_S
+    seconds.
+    """
     answer: list[JsonObject] = []
 
     def download() -> None:
@@ -64,7 +68,9 @@ def _download(name: str) -> JsonObject:
             from huggingface_hub.utils.logging import set_verbosity_error
 
             set_verbosity_error()  # type: ignore[no-untyped-call]  # it tells each of its tries
-            config = json.loads(Path(hf_hub_download(name, CONFIG, etag_timeout=TRY_S)).read_text())
+            config = json.loads(
+                Path(hf_hub_download(hub_name, CONFIG, etag_timeout=TRY_S)).read_text()
+            )
         except (ImportError, OSError, ValueError):  # what the hub's library raises is one of these
             return
         if isinstance(config, dict):

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from orchestrator.backends.attempts.program import why_not_started
-from orchestrator.backends.environment import base_env
+from orchestrator.backends.environment import base_variables
 from orchestrator.memory.profiles import is_known
-from orchestrator.service.intake.git import code_source
-from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
+from orchestrator.service.intake.git import read_code_source
+from orchestrator.service.intake.hub import CONFIG, hint_for_unknown_model, load_hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
@@ -94,40 +94,52 @@ def read_job(
     home: Path | None = None,
     *,
     to_run: bool = True,
-    elsewhere: bool = False,
-    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
+    allow_other_machine: bool = False,
+    trace_scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> JobSpec:
     """Return the job in a file, with paths made absolute from the file's folder. Raises SpecError.
 
-    A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
-    Only with `to_run`, its data, folder and programs must exist: a job for another machine can be planned without.
-    `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans to trace the model for.
+    A model without a profile or closed form is traced; the result is cached in `home` (None: the
+    environment's home). Only with `to_run`, its data, folder and programs must exist: a job for
+    another machine can be planned without them. `allow_other_machine`: absolute paths in the file are those
+    of another machine. `trace_scope` returns the plans for which to trace the model.
     """
     text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides, lambda name: read_text(folder / name))
     _check_overrides(spec, overrides)
-    read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
-    return _with_commits([read], folder)[0].spec if to_run else read.spec
+    read = _resolve_job(
+        spec,
+        source,
+        folder,
+        home,
+        to_run=to_run,
+        allow_other_machine=allow_other_machine,
+        trace_scope=trace_scope,
+    )
+    return _add_commits([read], folder)[0].spec if to_run else read.spec
 
 
 def read_jobs(
     file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None
 ) -> list[JobSpec]:
-    """Return the jobs in a file: one, or the members of its array. See `read_job`."""
-    return [job.spec for job in read_jobs_elsewhere(file, overrides, home, elsewhere=False)]
+    """Return the jobs in a file: a single job, or the members of its array. See `read_job`."""
+    return [
+        job.spec for job in read_jobs_for_service(file, overrides, home, is_other_machine=False)
+    ]
 
 
-def read_jobs_elsewhere(
+def read_jobs_for_service(
     file: JobSource,
     overrides: Sequence[Override] = (),
     home: Path | None = None,
     *,
     only_one: bool = False,
-    elsewhere: bool = True,
+    is_other_machine: bool = True,
 ) -> list[ReadJob]:
-    """Return the jobs in a file for a service of another machine. Absolute paths in the file are that machine's.
+    """Return the jobs in a file for a service on another machine. Absolute paths in the file are
+    that machine's.
 
-    `only_one`: an array is an error. Without `elsewhere` the service is this machine's.
+    `only_one`: an array is an error. Without `is_other_machine` the service is on this machine.
     """
     text, source, folder = _load_source(file)
     parse = parse_job if only_one else parse_jobs
@@ -135,13 +147,14 @@ def read_jobs_elsewhere(
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
     _check_overrides(specs[0], overrides)
     read = [
-        _resolve_job(spec, source, folder, home, to_run=True, elsewhere=elsewhere) for spec in specs
+        _resolve_job(spec, source, folder, home, to_run=True, allow_other_machine=is_other_machine)
+        for spec in specs
     ]
-    return _with_commits(read, folder)
+    return _add_commits(read, folder)
 
 
 def _load_source(file: JobSource) -> tuple[str, str, Path]:
-    """Return the text, name and folder of a job file."""
+    """Return (text, name for errors, folder) of a job file."""
     if isinstance(file, Path):
         return read_text(file), str(file), file.resolve().parent
     try:
@@ -150,26 +163,34 @@ def _load_source(file: JobSource) -> tuple[str, str, Path]:
         raise SpecError(f"not what a job file can say: {error}", source="the job") from None
 
 
-def check_files(spec: JobSpec, source: str) -> None:
+def check_files(spec: JobSpec, job_source: str) -> None:
     """Raise SpecError where a file or folder that the job names does not exist on this machine."""
-    problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
+    problems = [
+        *_iterate_missing_files(spec, job_source),
+        *_iterate_script_errors(spec, job_source, check_programs=False),
+    ]
     if problems:
-        raise join_problems(problems, source)
+        raise join_problems(problems, job_source)
 
 
-def check_packages(spec: JobSpec, source: str) -> None:
-    """Raises SpecError where a package is missing here that every rank of the job imports."""
+def check_packages(spec: JobSpec, job_source: str) -> None:
+    """Raise SpecError where a Python package that every rank of the job imports is missing here."""
     if spec.is_script or spec.model is None or spec.model.hf is None:
         return
     if missing := [name for name in FINETUNE if find_spec(name) is None]:
         hint = "where the service runs: pip install 'orchestrator[finetune]'"
         raise SpecError(
-            f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint
+            f"not installed here: {', '.join(missing)}",
+            source=job_source,
+            path="model.hf",
+            hint=hint,
         )
 
 
 def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
-    """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
+    """Raise SpecError where an override has no effect: no plan has it, or the script gets no such
+    setting.
+    """
     for key, value in overrides if spec.is_script else ():
         if key.startswith("training.") and key not in OF_SCRIPTS:
             raise SpecError(
@@ -201,25 +222,25 @@ def _resolve_job(
     home: Path | None,
     *,
     to_run: bool,
-    elsewhere: bool,
-    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
+    allow_other_machine: bool,
+    trace_scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> ReadJob:
     for name, (what, hint) in LEARNED.items():
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
-    resolved = _with_absolute_paths(spec, folder)
+    resolved = _make_paths_absolute(spec, folder)
     remote_keys = {key for key, _ in paths_of(resolved)} & {
         key for key, path in paths_of(spec) if path.startswith("/")
     }
-    if not elsewhere:
+    if not allow_other_machine:
         remote_keys.clear()
     problems = [
         problem
-        for problem in _missing_files(resolved, source)
+        for problem in _iterate_missing_files(resolved, source)
         if (to_run or not problem.path.startswith("data."))
         and (problem.path not in remote_keys or problem.what == NO_CONFIG)
     ]
-    problems += _duplicate_knobs(resolved, source)
+    problems += _iterate_duplicate_knobs(resolved, source)
     for remedy in resolved.remedies:
         try:
             with_remedy(resolved, remedy)
@@ -227,36 +248,42 @@ def _resolve_job(
             problems.append(error)
     is_here = to_run or isdir(resolved.workdir or "")
     if is_here and "workdir" not in remote_keys:
-        problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
+        problems += _iterate_script_errors(
+            resolved, source, check_programs=to_run and not allow_other_machine
+        )
     if problems:
         raise join_problems(problems, source)
     local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
     model = resolved.known_model
     if model is not None and not is_known(resolved):
         if isinstance(model.hf, str) and not model.config:
-            path = f"{_model_key(spec)}.hf"
+            path = f"{_find_model_key(spec)}.hf"
             raise SpecError(
                 "the model's sizes are not known",
                 source=source,
                 path=path,
                 got=model.hf,
-                hint=hint_for(model.hf),
+                hint=hint_for_unknown_model(model.hf),
             )
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(
-            update={"traced": trace_model(resolved, home.expanduser(), source, scope(resolved))}
+            update={
+                "traced": trace_model(resolved, home.expanduser(), source, trace_scope(resolved))
+            }
         )
     return ReadJob(spec=resolved, local_keys=local_keys)
 
 
-def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
-    """Return the jobs with the commits of their working directories, else of the job file's folder."""
+def _add_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
+    """Return the jobs with the git commits of their working directories, else of the job file's
+    folder.
+    """
     folders = {
         job.spec.workdir or str(folder)
         for job in jobs
         if job.spec.workdir is None or "workdir" in job.local_keys
     }
-    commits = {path: code_source(Path(path)) for path in folders}
+    commits = {path: read_code_source(Path(path)) for path in folders}
     return [
         replace(
             job,
@@ -269,7 +296,9 @@ def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
-    """Return the cluster in a file; the embedded one of two virtual devices without a file. Raises SpecError."""
+    """Return the cluster in a file; with None, the built-in cluster of two virtual devices. Raises
+    SpecError.
+    """
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
     cluster = parse_cluster(read_text(path), str(path))
@@ -281,7 +310,8 @@ def read_cluster(path: Path | None) -> ClusterSpec:
 
 
 def read_options(settings: Sequence[str] | None, pins: str | None) -> tuple[Override, ...]:
-    """Return the overrides of `--set`, then those of `--plan zero_stage=3,micro_batch=2`.
+    """Return the overrides of `--set`, followed by those of `--plan zero_stage=3,micro_batch=2`, as
+    (key, value).
 
     Raises SpecError as `read_overrides`.
     """
@@ -290,16 +320,20 @@ def read_options(settings: Sequence[str] | None, pins: str | None) -> tuple[Over
     return (*read_overrides(settings), *pinned)
 
 
-def read_overrides(settings: Sequence[str] | None, source: str = "--set") -> tuple[Override, ...]:
-    """Return `key=value` texts as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
+def read_overrides(
+    settings: Sequence[str] | None, option_name: str = "--set"
+) -> tuple[Override, ...]:
+    """Return `key=value` texts as (key, value). Raises SpecError if a `=` is missing or a key is
+    repeated.
+    """
     pairs = [setting.partition("=") for setting in settings or ()]
     for key, equals, value in pairs:
         if not equals or not key:
             raise SpecError(
-                "a setting is missing its `=`", source=source, got=key, allowed="key=value"
+                "a setting is missing its `=`", source=option_name, got=key, allowed="key=value"
             )
         if sum(key == other for other, _, _ in pairs) > 1:
-            raise SpecError("the setting is given twice", source=source, path=key, got=value)
+            raise SpecError("the setting is given twice", source=option_name, path=key, got=value)
     return tuple((key, value) for key, _, value in pairs)
 
 
@@ -315,19 +349,19 @@ def read_text(path: Path) -> str:
         raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
 
 
-def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
+def _make_paths_absolute(spec: JobSpec, folder: Path) -> JobSpec:
     files: JsonObject = {
-        kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind))
+        kind: tuple(str(_make_absolute(folder, file)) for file in getattr(spec.data, kind))
         for kind in KINDS_OF_FILES
     }
-    tokenizer = _folder_or_name(folder, spec.data.tokenizer)
+    tokenizer = _resolve_folder(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.start_window is not None and spec.start_window.zone is None:
-        changed["start_window"] = replace(spec.start_window, zone=local_zone())
+        changed["start_window"] = replace(spec.start_window, zone=local_time_zone())
     if spec.deadline is not None and spec.deadline.zone is None:
-        changed["deadline"] = replace(spec.deadline, zone=local_zone())
+        changed["deadline"] = replace(spec.deadline, zone=local_time_zone())
     if spec.is_script or spec.workdir is not None:
-        changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
+        changed["workdir"] = str(_make_absolute(folder, spec.workdir or "."))
     if spec.python is not None and spec.command is not None:
         # not resolved: a virtual environment's interpreter is a link
         python = os.path.abspath(Path(str(changed["workdir"])) / Path(spec.python).expanduser())
@@ -343,40 +377,45 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
     if spec.known_model is not None:
-        model = _with_absolute_model(spec.known_model, folder, of_script=spec.is_script)
-        changed[_model_key(spec)] = model
+        model = _resolve_model(spec.known_model, folder, of_script=spec.is_script)
+        changed[_find_model_key(spec)] = model
     return spec.model_copy(update=changed)
 
 
-def _model_key(spec: JobSpec) -> str:
-    """Return the job file's key of `known_model`."""
+def _find_model_key(spec: JobSpec) -> str:
+    """Return the job file's key that names the model whose sizes must be known."""
     return "trains" if spec.is_script else "model"
 
 
-def _with_absolute_model(model: ModelSpec, folder: Path, *, of_script: bool) -> ModelSpec:
-    """Return the model with absolute paths and its published configuration; a script's `config` may complete that."""
+def _resolve_model(model: ModelSpec, folder: Path, *, of_script: bool) -> ModelSpec:
+    """Return the model with absolute paths and its published configuration.
+
+    With `of_script`, the model's `config` may complete that configuration.
+    """
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
         return (
-            replace(model, factory=f"{_absolute_path(folder, file)}:{function}") if colon else model
+            replace(model, factory=f"{_make_absolute(folder, file)}:{function}") if colon else model
         )
     if isinstance(model.hf, str):
-        hf = str(_folder_or_name(folder, model.hf))
-        folder_config = _folder_config(hf) if Path(hf).is_absolute() else {}
+        hf = str(_resolve_folder(folder, model.hf))
+        folder_config = _read_folder_config(hf) if Path(hf).is_absolute() else {}
         completes = of_script and "model_type" not in model.config
         config = folder_config or ({} if completes else model.config)
         if not config and not Path(hf).is_absolute():
-            config = hub_config(hf)
+            config = load_hub_config(hf)
         return replace(model, hf=hf, config={**config, **model.config} if completes else config)
     return model
 
 
-def with_zone(settings: Sequence[Override]) -> tuple[Override, ...]:
-    """Return the settings, with this machine's time zone added to `deadline` and `start_window` without one."""
-    return tuple((key, _with_zone(key, value)) for key, value in settings)
+def add_time_zones(settings: Sequence[Override]) -> tuple[Override, ...]:
+    """Return the settings, with this machine's time zone added to each `deadline` and
+    `start_window` without one.
+    """
+    return tuple((key, _add_time_zone(key, value)) for key, value in settings)
 
 
-def _with_zone(key: str, value: str) -> str:
+def _add_time_zone(key: str, value: str) -> str:
     parse = {"deadline": parse_deadline, "start_window": parse_window}.get(key)
     try:
         moment: Any = parse(value.strip("'\"")) if parse is not None else None
@@ -385,11 +424,11 @@ def _with_zone(key: str, value: str) -> str:
     return (
         value
         if moment is None or moment.zone is not None
-        else str(replace(moment, zone=local_zone()))
+        else str(replace(moment, zone=local_time_zone()))
     )
 
 
-def local_zone() -> str:
+def local_time_zone() -> str:
     """Return the name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
     link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
@@ -398,8 +437,8 @@ def local_zone() -> str:
     return "UTC"
 
 
-def _absolute_path(folder: Path, path: str) -> Path:
-    """Return a path as an absolute one. Raises SpecError where its `~user` is nobody."""
+def _make_absolute(folder: Path, path: str) -> Path:
+    """Return the path as an absolute one. Raises SpecError where its `~user` does not exist."""
     try:
         return (folder / Path(path).expanduser()).resolve()
     except RuntimeError as error:  # no such user, or no home
@@ -408,17 +447,21 @@ def _absolute_path(folder: Path, path: str) -> Path:
         ) from None
 
 
-def _folder_or_name(folder: Path, name: str | None) -> str | None:
-    """Return a folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
+def _resolve_folder(folder: Path, name: str | None) -> str | None:
+    """Return an absolute path if the name is or looks like a folder; else the name unchanged, as a
+    hub name.
+    """
     if name is None or not (
-        name.startswith((".", "/", "~")) or isdir(_absolute_path(folder, name))
+        name.startswith((".", "/", "~")) or isdir(_make_absolute(folder, name))
     ):
         return name
-    return str(_absolute_path(folder, name))
+    return str(_make_absolute(folder, name))
 
 
-def _folder_config(folder: str) -> JsonObject:
-    """Return the content of config.json; empty if it cannot be read, which _missing_files reports."""
+def _read_folder_config(folder: str) -> JsonObject:
+    """Return the content of a model folder's config.json; {} if it cannot be read, which
+    `_iterate_missing_files` reports.
+    """
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
     except (OSError, ValueError):
@@ -426,7 +469,7 @@ def _folder_config(folder: str) -> JsonObject:
     return config if isinstance(config, dict) else {}
 
 
-def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _iterate_missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not isfile(file):
@@ -434,7 +477,7 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
                     "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
                 )
     model = spec.known_model
-    key = _model_key(spec)
+    key = _find_model_key(spec)
     folders = {
         "data.tokenizer": spec.data.tokenizer,
         f"{key}.hf": model.hf if model is not None else None,
@@ -459,19 +502,21 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
             )
 
 
-def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
+def _iterate_script_errors(
+    spec: JobSpec, source: str, *, check_programs: bool
+) -> Iterator[SpecError]:
     if spec.workdir is not None and not isdir(spec.workdir):
         yield SpecError(
             "the folder does not exist", source=source, path="workdir", got=spec.workdir
         )
     elif spec.command is not None and spec.workdir is not None:
         folder = Path(spec.workdir)
-        files = [("script", "command", _script_of(spec.command, folder))]
+        files = [("script", "command", _find_script(spec.command, folder))]
         if spec.config is not None:
             files.append(("file", "config.file", spec.config.file))
-            yield from _missing_keys(spec, folder / spec.config.file, source)
-        if with_programs:
-            yield from _missing_programs(spec, source)
+            yield from _iterate_missing_keys(spec, folder / spec.config.file, source)
+        if check_programs:
+            yield from _iterate_missing_programs(spec, source)
         for kind, path, file in files:
             if file is not None and not isfile(folder / file):
                 yield SpecError(
@@ -483,10 +528,12 @@ def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Itera
                 )
 
 
-def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    """Errors for programs that cannot start here; a bare `python` is the service's own."""
+def _iterate_missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Yield an error for each program of the job that cannot start here; a bare `python` is the
+    service's own.
+    """
     assert spec.command is not None, "only a script has programs"
-    env = {**base_env(), **dict(spec.env)}
+    env = {**base_variables(), **dict(spec.env)}
     key = "command" if spec.python is None else "python"
     programs = {key: spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():
@@ -507,8 +554,9 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
             )
 
 
-def _missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[SpecError]:
-    """Errors for knobs whose keys the file lacks: the script may have other names for them, and would not read these.
+def _iterate_missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[SpecError]:
+    """Yield an error for each knob whose key the config file lacks: the script may not read that
+    key.
 
     A file that is made of others (Hydra's `defaults`), or that cannot be read, is not judged.
     """
@@ -530,10 +578,11 @@ def _missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[SpecError]
             )
 
 
-def _script_of(command: Sequence[str], workdir: Path) -> str | None:
-    """Return the script that `python [-u ...] script.py` starts, or `-m` with a folder of `workdir`.
+def _find_script(command: Sequence[str], workdir: Path) -> str | None:
+    """Return the path of the script that `python [-u ...] script.py` starts, or `-m` with a module
+    of `workdir`.
 
-    None for other commands, and for a module of that folder that is there in any form.
+    None for other commands, and for a module of that folder that exists in any form.
     """
     program, *arguments = command
     if not is_python(program):
@@ -546,8 +595,10 @@ def _script_of(command: Sequence[str], workdir: Path) -> str | None:
     return first if first.endswith(".py") else None
 
 
-def _duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
+def _iterate_duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Yield an error for each knob whose flag or variable the job also sets itself: that would
+    override the plan.
+    """
     for name, knob in spec.knobs.items():
         word = knob.flag or knob.switch or knob.override
         if word and any(

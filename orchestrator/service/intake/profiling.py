@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.backends.environment import inherited, matching
+from orchestrator.backends.environment import select_inherited, select_matching
 from orchestrator.memory.model_request import has_fused_loss
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
@@ -50,7 +50,9 @@ HINT = (
 
 @frozen
 class TraceScope:
-    """The plans that a trace must cover: kinds of devices, whether other precisions count, or one plan alone."""
+    """The plans that a trace of a model must cover: kinds of devices, whether other precisions
+    count, or one plan alone.
+    """
 
     cuda: tuple[bool, ...] = (False, True)
     plan: Plan | None = None
@@ -60,16 +62,17 @@ class TraceScope:
 def trace_model(
     spec: JobSpec, home: Path, source: str, scope: TraceScope
 ) -> tuple[TracedProfile, ...]:
-    """Return the profiles of the job's model for the plans of `scope`, from the cache in `home` if present.
+    """Return the profiles of the job's model for the plans of `scope`, from the cache in `home` if
+    present.
 
-    Dtype settings in which the model's own code fails are left out. Raises SpecError with the model's own message if it
-    fails in all; `source` is the job's file.
+    Dtype settings in which the model's own code fails are left out. Raises SpecError with the
+    model's own message if it fails in all; `source` is the job file's name in errors.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
-    arithmetics = _arithmetics(spec, scope)
+    arithmetics = _list_arithmetics(spec, scope)
     plan = scope.plan
     traces: list[TracedProfile] = []
-    for length in _lengths(spec):
+    for length in _list_sequence_lengths(spec):
         request = {
             "model": dataclasses.asdict(spec.known_model),
             "training": dataclasses.asdict(spec.training),
@@ -80,7 +83,7 @@ def trace_model(
             "whole_logits": not has_fused_loss(spec),
             "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
-        profiles = _cached_profiles(spec, request, arithmetics, home / "profiles", source)
+        profiles = _load_or_trace(spec, request, arithmetics, home / "profiles", source)
         distinct: dict[
             tuple[bool, ModelProfile], TracedProfile
         ] = {}  # one entry if CUDA and CPU agree
@@ -94,14 +97,16 @@ def trace_model(
     return tuple(traces)
 
 
-def _cached_profiles(
+def _load_or_trace(
     spec: JobSpec,
     request: JsonObject,
     arithmetics: Sequence[Arithmetic],
-    folder: Path,
-    source: str,
+    cache_folder: Path,
+    job_source: str,
 ) -> Profiles:
-    """Return a profile per arithmetic. What the folder does not have is traced at once, and stored."""
+    """Return a profile per arithmetic (precision, autocast). Those that the cache folder lacks are
+    traced and stored.
+    """
     requests = [
         {
             **request,
@@ -109,8 +114,8 @@ def _cached_profiles(
         }
         for arithmetic in arithmetics
     ]
-    files = [folder / f"{_digest(spec, single)}.json" for single in requests]
-    stored = [_read(file) for file in files]
+    files = [cache_folder / f"{_trace_digest(spec, single)}.json" for single in requests]
+    stored = [_read_profiles(file) for file in files]
     missing = [index for index, profiles in enumerate(stored) if profiles is None]
     if missing:
         joint_request = {
@@ -119,8 +124,8 @@ def _cached_profiles(
         }
         project = spec.workdir if spec.is_script else None
         try:
-            new_profiles = _trace(
-                joint_request, source, project, matching(os.environ, spec.secrets)
+            new_profiles = _run_trace(
+                joint_request, job_source, project, select_matching(os.environ, spec.secrets)
             )
         except SpecError:
             if not any(profile for profiles in stored for profile in profiles or ()):
@@ -128,14 +133,16 @@ def _cached_profiles(
             new_profiles = (None,) * len(missing)  # the model's code runs in other arithmetics
         else:
             for index, profile in zip(missing, new_profiles, strict=True):
-                _write(files[index], (profile,))
+                _write_profiles(files[index], (profile,))
         for index, profile in zip(missing, new_profiles, strict=True):
             stored[index] = (profile,)
     return tuple(profile for profiles in stored for profile in profiles or ())
 
 
-def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
-    """(precision, autocast, as on CUDA) of possible and recommended plans."""
+def _list_arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
+    """Return (precision, autocast, as on CUDA) of each arithmetic that the plans of `scope` may
+    use.
+    """
     if scope.plan is not None:
         is_low_already = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
         return [
@@ -149,8 +156,10 @@ def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
     return [(*case, cuda) for case in cases for cuda in scope.cuda]
 
 
-def _lengths(spec: JobSpec) -> list[int]:
-    """Possible sequence lengths, in tokens; a factory brings its own data."""
+def _list_sequence_lengths(spec: JobSpec) -> list[int]:
+    """Return the job's possible sequence lengths, in tokens; [] for a factory, which has its own
+    data.
+    """
     shorter = (
         ()
         if spec.known_model is not None and spec.known_model.factory
@@ -159,8 +168,10 @@ def _lengths(spec: JobSpec) -> list[int]:
     return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
 
 
-def _digest(spec: JobSpec, request: JsonObject) -> str:
-    """Return the digest of all inputs of the trace; a factory file's folder and the training's length are none."""
+def _trace_digest(spec: JobSpec, request: JsonObject) -> str:
+    """Return the digest of all inputs of the trace. A factory file's folder and the number of steps
+    are not inputs.
+    """
     assert spec.known_model is not None, "nothing is traced of a script alone"
     file, _, function = (spec.known_model.factory or "").rpartition(":")
     model = {**request["model"], "factory": function}
@@ -175,25 +186,32 @@ def _digest(spec: JobSpec, request: JsonObject) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read(file: Path) -> Profiles | None:
+def _read_profiles(file: Path) -> Profiles | None:
     try:
-        return _profiles().validate_json(file.read_bytes())
+        return _profiles_adapter().validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def _trace(
-    request: JsonObject, source: str, project: str | None, secrets: Mapping[str, str]
+def _run_trace(
+    request: JsonObject, source: str, import_folder: str | None, secrets: Mapping[str, str]
 ) -> Profiles:
-    """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
-    key = "trains" if project is not None else "model"
+    """Run the trace in a child process, and return its profiles. The model's file may import from
+    the folder `import_folder`.
+    """
+    key = "trains" if import_folder is not None else "model"
     if sys.stderr.isatty():
         print(
             f"tracing the memory of {request['family']}, once: seconds to minutes", file=sys.stderr
         )
-    env = {**inherited(os.environ), **secrets, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if project is not None:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
+    env = {
+        **select_inherited(os.environ),
+        **secrets,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    if import_folder is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (import_folder, env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         request_file = Path(folder) / "request.json"
         request_file.write_text(json.dumps(request))
@@ -218,26 +236,27 @@ def _trace(
     if child.returncode:
         stderr = child.stderr.decode(errors="replace")
         what = f"there is no closed form of its memory, and tracing it failed: {_last_error_line(child)}"
-        place = _place_in_transformers(stderr)
+        place = _find_transformers_line(stderr)
         hint = HINT
         if place is not None:
             what += f" ({place})"
             hint = f"see whether transformers alone trains this configuration, or write a `factory`; else {HINT}"
         raise SpecError(what, source=source, path=key, hint=hint)
-    return _profiles().validate_json(child.stdout)
+    return _profiles_adapter().validate_json(child.stdout)
 
 
-def _write(file: Path, profiles: Profiles) -> None:
+def _write_profiles(file: Path, profiles: Profiles) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(_profiles().dump_json(profiles))
+    temporary.write_bytes(_profiles_adapter().dump_json(profiles))
     temporary.replace(file)
 
 
-def _place_in_transformers(stderr: str) -> str | None:
-    """Return the last line of transformers' own code in a traceback; None where ours came after it.
+def _find_transformers_line(stderr: str) -> str | None:
+    """Return the last line of transformers' own code in a traceback; None where our code came after
+    it.
 
-    The recorder of operations stands below every call of torch and is no cause.
+    The recorder of operations is below every call of torch, and does not count.
     """
     frames = re.findall(r'File "([^"]+)", line (\d+)', stderr)
     for path, line in reversed(frames):
@@ -250,7 +269,7 @@ def _place_in_transformers(stderr: str) -> str | None:
 
 
 def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
-    """Return the exception that ended the process, or its last output."""
+    """Return the line of the exception that ended the process, or its last output."""
     lines = [
         line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()
     ]
@@ -259,5 +278,5 @@ def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
 
 
 @cache
-def _profiles() -> TypeAdapter[Profiles]:
+def _profiles_adapter() -> TypeAdapter[Profiles]:
     return TypeAdapter(Profiles)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.planning.collectives import LINK_EFFICIENCY
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, PRODUCT_EFFICIENCY
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
@@ -27,8 +27,8 @@ TIMEOUT_S = 30.0  # it takes 3 s, most of them to import torch, and longer while
 log = logging.getLogger(__name__)
 
 
-class Rates(BaseModel):
-    """Rates of one CPU rank while a second one is equally busy, per second."""
+class CpuRates(BaseModel):
+    """Measured rates of one CPU rank, per second, while a second rank is equally busy."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,41 +39,48 @@ class Rates(BaseModel):
 
 
 def measure_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the measured rates of this machine's CPU ranks; cached ones are reused.
+    """Return the cluster with the measured rates of this machine's CPU ranks (virtual devices);
+    cached rates are reused.
 
     Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
-    ranks = _ranks(cluster)
+    ranks = _count_cpu_ranks(cluster)
     if not ranks:
         return cluster
     file = _cache_file(ranks)
-    rates = _read(file) or _measure(ranks, file)
-    return cluster if rates is None else with_rates(cluster, rates)
+    rates = _read_cached_rates(file) or _measure_rates(ranks, file)
+    return cluster if rates is None else set_rates(cluster, rates)
 
 
 def recall_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with cached rates of this machine's CPU ranks; unchanged without any."""
+    """Return the cluster with the cached rates of this machine's CPU ranks; unchanged if there are
+    none.
+    """
     rates = read_rates(cluster)
-    return cluster if rates is None else with_rates(cluster, rates)
+    return cluster if rates is None else set_rates(cluster, rates)
 
 
-def read_rates(cluster: ClusterSpec) -> Rates | None:
-    """Return the cached rates of this machine's CPU ranks; None if unmeasured, or if the cluster has no CPU ranks."""
-    ranks = _ranks(cluster)
-    return _read(_cache_file(ranks)) if ranks else None
+def read_rates(cluster: ClusterSpec) -> CpuRates | None:
+    """Return the cached rates of this machine's CPU ranks; None if unmeasured, or if the cluster
+    has no CPU ranks.
+    """
+    ranks = _count_cpu_ranks(cluster)
+    return _read_cached_rates(_cache_file(ranks)) if ranks else None
 
 
-def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
+def set_rates(cluster: ClusterSpec, rates: CpuRates) -> ClusterSpec:
     """Return the cluster with these rates for its virtual devices."""
     nodes = tuple(
-        node.model_copy(update={"device": _with_rates(node.device, rates)})
+        node.model_copy(update={"device": _set_device_rates(node.device, rates)})
         for node in cluster.nodes
     )
     return cluster.model_copy(update={"nodes": nodes})
 
 
-def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
-    """Return the device with peak rates: planning multiplies peaks by its efficiencies."""
+def _set_device_rates(device: DeviceSpec, rates: CpuRates) -> DeviceSpec:
+    """Return the device with peak rates from which planning, by its efficiencies, obtains the
+    measured rates.
+    """
     if not device.kind.traits.is_virtual:
         return device
     return device.model_copy(
@@ -87,16 +94,20 @@ def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
     )
 
 
-def _measure(ranks: int, file: Path | None) -> Rates | None:
+def _measure_rates(rank_count: int, file: Path | None) -> CpuRates | None:
     try:
         child = subprocess.run(
-            [sys.executable, "-m", PROGRAM, str(_threads(ranks))],
-            env={**inherited(os.environ), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+            [sys.executable, "-m", PROGRAM, str(_threads_per_rank(rank_count))],
+            env={
+                **select_inherited(os.environ),
+                "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
             capture_output=True,
             timeout=TIMEOUT_S,
             check=True,
         )
-        rates = Rates.model_validate_json(child.stdout)
+        rates = CpuRates.model_validate_json(child.stdout)
     except (OSError, subprocess.SubprocessError, ValidationError) as error:
         log.warning("rates of CPU ranks stay as declared: %s", error)
         return None
@@ -112,52 +123,56 @@ def _measure(ranks: int, file: Path | None) -> Rates | None:
     return rates
 
 
-def _read(file: Path | None) -> Rates | None:
+def _read_cached_rates(file: Path | None) -> CpuRates | None:
     if file is None:
         return None
     try:
-        return Rates.model_validate_json(file.read_bytes())
+        return CpuRates.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def _ranks(cluster: ClusterSpec) -> int:
-    """CPU ranks per machine; 0 if there are none."""
+def _count_cpu_ranks(cluster: ClusterSpec) -> int:
+    """Return the number of CPU ranks per machine; 0 if the cluster has none."""
     return max(
         (node.devices for node in cluster.nodes if node.device.kind.traits.is_virtual),
         default=0,
     )
 
 
-def _threads(ranks: int) -> int:
-    """Return the threads per rank, as a launch sets them (backends/attempts/launch_request.py)."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+def _threads_per_rank(rank_count: int) -> int:
+    """Return the number of threads per rank, as a launch sets it
+    (backends/attempts/launch_request.py).
+    """
+    return max(1, len(os.sched_getaffinity(0)) // rank_count)
 
 
-def _cache_file(ranks: int) -> Path | None:
-    """Return the file of the rates, by host, processor, torch version and method of measurement.
+def _cache_file(rank_count: int) -> Path | None:
+    """Return the file in which rates are cached, by host, processor, torch version and method of
+    measurement.
 
-    None for a user without a home directory, as in a container with any user id: each start measures.
+    None for a user without a home directory, as in a container with any user id: each start
+    measures.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(folder):
         return None
     model = next(
-        (line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), ""
+        (line for line in _read_lines(Path("/proc/cpuinfo")) if line.startswith("model name")), ""
     )
     program = Path(__file__).parents[2] / "training" / "rates.py"
     key = (
         platform.node(),
         platform.machine(),
         model,
-        str(_threads(ranks)),
+        str(_threads_per_rank(rank_count)),
         importlib.metadata.version("torch"),
     )
     digest = hashlib.sha256("\n".join(key).encode() + program.read_bytes()).hexdigest()
     return Path(folder, "orchestrator", "rates") / f"{digest[:32]}.json"
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

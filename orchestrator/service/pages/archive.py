@@ -11,16 +11,16 @@ ENDED_MAX = 1000  # archived jobs that a page looks at
 FRESH = 4  # jobs read to see whether any is new; eight times as many with each further look
 
 
-class Archive:
-    """Cache that reads each archived job once. Thread-safe."""
+class ArchivedJobs:
+    """Cache of archived jobs, which reads each job once. Thread-safe."""
 
-    def __init__(self, ended: Callable[[int, str | None], Sequence[Job]]) -> None:
-        """`ended` is `Controller.ended`."""
-        self._ended, self._lock = ended, Lock()
+    def __init__(self, list_ended_jobs: Callable[[int, str | None], Sequence[Job]]) -> None:
+        """Make the cache; `list_ended_jobs` reads archived jobs, as `Controller.list_ended_jobs` does."""
+        self._ended, self._lock = list_ended_jobs, Lock()
         self._jobs: Sequence[Job] = self._ended(ENDED_MAX, None)  # the latest end first
 
-    def newest(self) -> Sequence[Job]:
-        """Return the most recently archived jobs, at most ENDED_MAX, latest end first."""
+    def list_newest(self) -> Sequence[Job]:
+        """Return the archived jobs that ended last, at most ENDED_MAX, latest end first."""
         with self._lock:
             keys = {job.key for job in self._jobs}
             fresh = list[Job]()

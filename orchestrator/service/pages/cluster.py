@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.backends.attempts.left_files import read_log_tail
 from orchestrator.backends.attempts.system_metrics import PREFIX
-from orchestrator.service.pages.svg import Line, spark
+from orchestrator.service.pages.svg import Line, draw_sparkline
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.job_record import Job
@@ -29,8 +29,10 @@ MEASURES = {  # name of a sample, its word, its unit, and the colour of its curv
 }
 
 
-def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, TemplateData]:
-    """Return, per device used in the last hour, a chart and the newest numbers."""
+def device_uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, TemplateData]:
+    """Return {device: chart and newest numbers of its use} for each device used in the last
+    hour.
+    """
     from_s = now_s - LOOK_BACK_S
     attempts = [
         attempt for job in jobs for attempt in job.attempts if attempt.end_or(now_s) >= from_s
@@ -38,7 +40,7 @@ def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Templ
     curves: dict[Device, list[Line]] = {}
     newest: dict[Device, dict[str, str]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.launched_at_s)[-ATTEMPTS_MAX:]:
-        for device, name, points in _curves(attempt, home, from_s):
+        for device, name, points in _iterate_curves(attempt, home, from_s):
             word, unit, tone = MEASURES[name]
             if tone:
                 curves.setdefault(device, []).append(Line(f"{word}, {attempt.name}", tone, points))
@@ -47,7 +49,7 @@ def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Templ
                 newest.setdefault(device, {})[word] = f"{value:.0f}{unit}"
     return {
         device: {
-            "chart": spark(
+            "chart": draw_sparkline(
                 f"Use of {device[0]} {device[1]} in the last hour", lines, from_s, now_s
             ),
             "now": newest.get(device, {}),
@@ -56,14 +58,16 @@ def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Templ
     }
 
 
-def _curves(
-    attempt: Attempt, home: Path, from_s: float
+def _iterate_curves(
+    attempt: Attempt, home: Path, since_s: float
 ) -> Iterator[tuple[Device, str, list[tuple[float, float]]]]:
-    """Yield each measure of each device of the attempt, with its (seconds, value) since `from_s`."""
+    """Yield (device, measure, its points (seconds, value) since `since_s`) for the attempt's
+    devices.
+    """
     folder = JobFolder(home, attempt.job_id).attempt(attempt.number)
     for part in attempt.placement:
         prefix = PREFIX if len(attempt.placement) == 1 else f"{PREFIX}{part.node}/"
-        rows = [row for row in _samples(folder.system(part.node)) if row["at_s"] >= from_s]
+        rows = [row for row in _iterate_samples(folder.system(part.node)) if row["at_s"] >= since_s]
         for index in part.devices:
             for name in MEASURES:
                 key = f"{prefix}gpu_{index}_{name}"
@@ -76,8 +80,8 @@ def _curves(
                     yield (part.node, index), name, points
 
 
-def _samples(path: Path) -> Iterator[Mapping[str, float]]:
-    lines = log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
+def _iterate_samples(path: Path) -> Iterator[Mapping[str, float]]:
+    lines = read_log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
         row = parse_row(line)  # the first one may be cut off, the last one half written
         if "at_s" in row:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from orchestrator.service.pages.frame import web_address
-from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
-from orchestrator.service.pages.svg import Line, frontier, lines
+from orchestrator.service.pages.frame import safe_web_address
+from orchestrator.service.pages.job import CURVE_TONES, Curves, load_attempt_curves
+from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.comparison import ComparisonView, reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
@@ -27,8 +27,8 @@ MAIN = (
 )
 
 
-def comparisons(jobs: Iterable[Job]) -> Sequence[TemplateData]:
-    """Return a row per comparison among these jobs, newest first."""
+def comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
+    """Return a table row per comparison of strategies among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
         if job.spec.is_compared and job.array is not None:
@@ -55,7 +55,7 @@ def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
         attempts = (
-            last_curves(home, row["job_id"], attempt)
+            load_attempt_curves(home, row["job_id"], attempt)
             for attempt in range(1 + row["restarts"], 0, -1)
         )
         curves = next((curves for curves in attempts if curves.loss), None)
@@ -72,11 +72,11 @@ def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "most_bytes": max(filter(None, peaks), default=1),
         "reasons": reasons(rows),
-        "picture": frontier(picture_from_view(picture), "Memory against step time", "")
+        "picture": draw_frontier(picture_from_view(picture), "Memory against step time", "")
         if picture
         else "",
         "curves": drawn,
         "repeats": max((len(row["seeds"]) for row in rows), default=1),
-        "losses": lines("Losses", named),
-        "mlflow": web_address(comparison["mlflow"]),
+        "losses": draw_curves("Losses", named),
+        "mlflow": safe_web_address(comparison["mlflow"]),
     }

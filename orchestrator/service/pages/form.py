@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
-from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.init.shell_text import first_command
+from orchestrator.service.commands.init.proposal import propose_job_file
+from orchestrator.service.commands.init.shell_text import split_first_command
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
@@ -27,8 +27,8 @@ Form = Mapping[str, str]  # what was typed, by the name of its field
 
 
 @frozen
-class Key:
-    """A key of a job file as a form field."""
+class FormKey:
+    """A key of a job file, as a field of the submit form."""
 
     path: Path
     description: str
@@ -43,79 +43,94 @@ class Key:
     def name(self) -> str:
         return OF_KEY + dotted(self.path)
 
-    def typed(self, value: Any) -> str:
-        """Return the value as a user would type it."""
-        return value if isinstance(value, str) and self._stands(value) else as_yaml_line(value)
+    def format_value(self, value: Any) -> str:
+        """Return the value as a user would type it into the field."""
+        return value if isinstance(value, str) and self._is_unquoted(value) else as_yaml_line(value)
 
-    def read(self, typed: str) -> Any:
-        """Return the value of a typed text. Raises SpecError."""
-        return typed if self._stands(typed) else read_value(typed, dotted(self.path))
+    def parse_value(self, text: str) -> Any:
+        """Return the value of a text typed into the field. Raises SpecError."""
+        return text if self._is_unquoted(text) else read_value(text, dotted(self.path))
 
-    def _stands(self, typed: str) -> bool:
-        return self.is_words and not (self.is_yaml and typed.startswith(BRACKETS))
+    def _is_unquoted(self, text: str) -> bool:
+        return self.is_words and not (self.is_yaml and text.startswith(BRACKETS))
 
 
 @frozen
 class Section:
-    """Keys of one mapping in a job file; `title` is its path, "" for the top level."""
+    """The keys of one mapping in a job file; `title` is its path, "" for the top level."""
 
     title: str
     description: str
-    keys: tuple[Key, ...]
+    keys: tuple[FormKey, ...]
 
 
 @cache
-def sections() -> tuple[Section, ...]:
-    """Return all keys of a job file: the top level, then its sections, each followed by its inner sections."""
+def form_sections() -> tuple[Section, ...]:
+    """Return all keys of a job file by section: the top level, then each mapping, followed by its
+    inner mappings.
+    """
     schema = job_json_schema()
-    return tuple(_sections((), schema, schema["$defs"]))
+    return tuple(_iterate_sections((), schema, schema["$defs"]))
 
 
-def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterator[Section]:
-    required = place.get("required", ())
+def _iterate_sections(
+    path: Path, schema: Schema, definitions: Mapping[str, Schema]
+) -> Iterator[Section]:
+    required = schema.get("required", ())
     keys = []
     inner = []
-    for name, schema_of_key in place["properties"].items():
-        section = _section(schema_of_key, nouns)
+    for name, schema_of_key in schema["properties"].items():
+        section = _mapping_schema(schema_of_key, definitions)
         if section is None:
-            keys.append(_key((*path, name), schema_of_key, nouns, is_required=name in required))
+            keys.append(
+                _make_key((*path, name), schema_of_key, definitions, is_required=name in required)
+            )
         else:
             inner.append(((*path, name), section | {"description": schema_of_key["description"]}))
     if keys:
         yield Section(
-            title=dotted(path), description=place.get("description", ""), keys=tuple(keys)
+            title=dotted(path), description=schema.get("description", ""), keys=tuple(keys)
         )
     for below, section in inner:
-        yield from _sections(below, section, nouns)
+        yield from _iterate_sections(below, section, definitions)
 
 
-def _section(schema: Schema, nouns: Mapping[str, Schema]) -> JsonObject | None:
-    """Return the schema of the mapping that a key holds; None where it may hold more, or a mapping of the same kind."""
-    (kind, *others) = _kinds(schema)
+def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonObject | None:
+    """Return the schema of the mapping that a key holds.
+
+    None where the key may hold other values, or a mapping of the same kind as itself.
+    """
+    (kind, *others) = _value_schemas(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")
-    if others or "properties" not in nouns.get(noun, {}) or f"'{kind['$ref']}'" in str(nouns[noun]):
+    if (
+        others
+        or "properties" not in definitions.get(noun, {})
+        or f"'{kind['$ref']}'" in str(definitions[noun])
+    ):
         return None
-    return dict(nouns[noun])
+    return dict(definitions[noun])
 
 
-def _kinds(schema: Schema) -> list[Schema]:
+def _value_schemas(schema: Schema) -> list[Schema]:
     """Return the schemas of the values that a key may hold, without null."""
     if "anyOf" in schema:
-        return [kind for choice in schema["anyOf"] for kind in _kinds(choice)]
+        return [kind for choice in schema["anyOf"] for kind in _value_schemas(choice)]
     return [] if schema.get("type") == "null" else [schema]
 
 
-def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required: bool) -> Key:
+def _make_key(
+    path: Path, schema: Schema, definitions: Mapping[str, Schema], *, is_required: bool
+) -> FormKey:
     kinds = [
-        nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind
-        for kind in _kinds(schema)
+        definitions[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind
+        for kind in _value_schemas(schema)
     ]
     is_flag = [kind.get("type") for kind in kinds] == ["boolean"]
     has_numbers = any(
         kind.get("type") == "integer" for kind in kinds
     )  # `4` of `gpus` is a number, and `1-4` a text
     default = schema.get("default")
-    return Key(
+    return FormKey(
         path=path,
         description=schema["description"],
         is_required=is_required,
@@ -134,69 +149,75 @@ def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required
     )
 
 
-def propose(command: str, folder: str) -> str:
-    """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs nothing.
+def propose_for_form(command: str, folder: str) -> str:
+    """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs
+    nothing.
 
     Raises SpecError for a command that starts no training.
     """
     if not os.path.isabs(folder) or not os.path.isdir(folder):
         hint = "write an absolute path on the service's machine, or use `orc init` on your own"
         raise SpecError("no such folder", source=SOURCE, path="folder", got=folder, hint=hint)
-    return proposal(first_command(command), FilePath(folder), {})
+    return propose_job_file(split_first_command(command), FilePath(folder), {})
 
 
-def field_values(text: str) -> dict[str, str]:
-    """Return {field name: text} of a job file; {} where the file cannot be read."""
+def field_values(job_text: str) -> dict[str, str]:
+    """Return {form field's name: text} of a job file; {} where the file cannot be read."""
     try:
-        data = read_document(text, SOURCE).data
+        data = read_document(job_text, SOURCE).data
     except SpecError:
         return {}
     shown = {}
-    for key in _keys():
+    for key in _iterate_keys():
         value = _value_at(data, key.path)
         if value is not None:
-            shown[key.name] = " ".join(key.typed(value).split("\n"))  # a field has one line
+            shown[key.name] = " ".join(key.format_value(value).split("\n"))  # a field has one line
     return shown
 
 
 def write_job_file(form: Form) -> str:
-    """Return the job file of a form: its text, with changed fields applied. Raises SpecError.
+    """Return the text of the job file in a submitted form, with changed fields applied. Raises
+    SpecError.
 
     The text is unchanged where no field changed; otherwise it is rewritten, without comments.
     """
     text = form.get("text", "")
     before = field_values(form.get(WRITTEN, ""))
     changed = [
-        key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()
+        key
+        for key in _iterate_keys()
+        if form.get(key.name, "").strip() != before.get(key.name, "").strip()
     ]
     if WRITTEN not in form or not changed:
         return text
     data = read_document(text, SOURCE).data if text.strip() else {}
     for key in changed:
         typed = form.get(key.name, "").strip()
-        data = _with(data, key.path, key.read(typed) if typed else None)
+        data = _set_value(data, key.path, key.parse_value(typed) if typed else None)
     return as_yaml(data)
 
 
-def _keys() -> Iterator[Key]:
-    return (key for section in sections() for key in section.keys)
+def _iterate_keys() -> Iterator[FormKey]:
+    return (key for section in form_sections() for key in section.keys)
 
 
-def _value_at(data: Any, path: Path) -> Any:
-    for name in path:
+def _value_at(data: Any, key_path: Path) -> Any:
+    for name in key_path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
-def _with(data: JsonObject, path: Path, value: Any) -> JsonObject:
-    """Return the mapping with a value at the path; None removes the key, and each mapping that becomes empty."""
-    (name, *rest) = path
+def _set_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
+    """Return the mapping with a value at the path; None removes the key, and each mapping that
+    becomes empty.
+    """
+    (name, *rest) = key_path
     if rest:
         inner = data.get(str(name)) or {}
         if not isinstance(inner, dict):
             what = "there is nothing to set inside a value"
             raise SpecError(what, source=SOURCE, path=str(name), got=str(inner))
-        value = _with(inner, tuple(rest), value) or None
+        value = _set_value(inner, tuple(rest), value) or None
     return {
         key: entry
         for key, entry in {**data, str(name): value}.items()

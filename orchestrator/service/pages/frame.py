@@ -62,8 +62,10 @@ TONES = {  # word of a status or an outcome -> its colour; others have the colou
 }
 
 
-def page(request: Request, template: str, *, status: int = 200, **data: Any) -> Response:
-    """Return a rendered template; for a request by htmx, only its live part."""
+def render_page(request: Request, template: str, *, status: int = 200, **data: Any) -> Response:
+    """Return the rendered template as a response; for a request by htmx, only the template's live
+    part.
+    """
     principal: Principal | None = request.state.principal
     text = _ENVIRONMENT.get_template(f"{template}.html").render(
         path=request.url.path,
@@ -81,11 +83,13 @@ def page(request: Request, template: str, *, status: int = 200, **data: Any) -> 
     return HTMLResponse(text, status, headers={"Cache-Control": "no-store"})
 
 
-def refused(request: Request, status: int, message: str) -> Response:
-    """Return an error page for a refused request; it links to sign-in where that is missing."""
+def render_refusal(request: Request, status: int, message: str) -> Response:
+    """Return an error page for a refused request; where nobody is signed in, it links to
+    sign-in.
+    """
     if status == 401:
-        return _to_sign_in(request)
-    return page(
+        return _redirect_to_sign_in(request)
+    return render_page(
         request,
         "error",
         status=status,
@@ -95,8 +99,10 @@ def refused(request: Request, status: int, message: str) -> Response:
     )
 
 
-def _to_sign_in(request: Request) -> Response:
-    """Leads to the form for a token, and back from there; htmx is told to load it as a page."""
+def _redirect_to_sign_in(request: Request) -> Response:
+    """Return a redirect to the sign-in form, which leads back afterwards; htmx is told to load it
+    as a page.
+    """
     came_from = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     address = f"{SIGN_IN}?next={quote(came_from, safe='')}" if request.method == "GET" else SIGN_IN
     if "hx-request" in request.headers:
@@ -107,8 +113,10 @@ def _to_sign_in(request: Request) -> Response:
 # --------------------------------------------------------------------------------------------------- words and numbers
 
 
-def clock(at_s: float | None) -> Markup:
-    """Return a time (seconds since 1970) in the service's zone, to the minute, with the day if not today."""
+def format_time(at_s: float | None) -> Markup:
+    """Return a time (seconds since 1970) in the service's zone as HTML, to the minute, with the day
+    if it is not today.
+    """
     if at_s is None:
         return Markup("–")
     there = time.localtime(at_s)
@@ -119,30 +127,32 @@ def clock(at_s: float | None) -> Markup:
     )
 
 
-def band(range_s: Range | None) -> str:
+def format_time_range(range_s: Range | None) -> str:
     """Return an 80 % time range as text: `22:10–23:40`; "" for None or a range below a minute."""
     if range_s is None or range_s[1] - range_s[0] < 60:
         return ""
     return "–".join(time.strftime("%H:%M", time.localtime(at_s)) for at_s in range_s)
 
 
-def duration(seconds: float | None) -> str:
-    """Return a duration as text; a dash where unknown."""
+def format_duration(seconds: float | None) -> str:
+    """Return a duration in seconds as text; a dash for None."""
     return "–" if seconds is None else format_seconds(max(0.0, seconds))
 
 
-def size(count: float | None) -> str:
-    """Return bytes as text; a dash where unknown."""
-    return "–" if count is None else format_bytes(count)
+def format_size(size_bytes: float | None) -> str:
+    """Return a number of bytes as text; a dash for None."""
+    return "–" if size_bytes is None else format_bytes(size_bytes)
 
 
-def web_address(address: str | None) -> str | None:
-    """Return the address if it is an http(s) URL, else None, since operators name the tracker and pages link it."""
+def safe_web_address(address: str | None) -> str | None:
+    """Return the address if it is an http(s) URL, else None. Operators name the tracker's address,
+    and pages link to it.
+    """
     return address if (address or "").startswith(("http://", "https://")) else None
 
 
-def commands(text: str) -> Markup:
-    """Return the text as HTML, with parts in backticks as code."""
+def mark_commands(text: str) -> Markup:
+    """Return the text as HTML, with the parts in backticks marked as code."""
     parts = text.split("`")
     marked = (
         Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
@@ -151,12 +161,12 @@ def commands(text: str) -> Markup:
     return Markup("").join(marked) if len(parts) % 2 else escape(text)
 
 
-def tone(word: str) -> str:
+def colour_class(word: str) -> str:
     """Return the CSS class for the colour of a status or an outcome."""
     return TONES.get(word, "bad")
 
 
-def _environment() -> Environment:
+def _make_environment() -> Environment:
     made = Environment(
         loader=PackageLoader("orchestrator.service.pages"),
         autoescape=True,
@@ -165,13 +175,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters: Mapping[str, Any] = {
-        "clock": clock,
-        "band": band,
-        "duration": duration,
-        "size": size,
+        "clock": format_time,
+        "band": format_time_range,
+        "duration": format_duration,
+        "size": format_size,
         "memory": lambda text: format_bytes(parse_bytes(text)),
-        "tone": tone,
-        "commands": commands,
+        "tone": colour_class,
+        "commands": mark_commands,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),
         "words": lambda text: str(text).replace("_", " "),
@@ -181,15 +191,19 @@ def _environment() -> Environment:
     return made
 
 
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = _make_environment()
 
 
-def load_macros(template: str, **names: object) -> Any:
-    """Return the macros of a template as methods that return Markup; `names` are theirs to read."""
-    return _ENVIRONMENT.get_template(f"{template}.html").make_module(names)
+def load_macros(template: str, **template_globals: object) -> Any:
+    """Return an object whose methods are the template's macros and return Markup; the template may
+    read `template_globals`.
+    """
+    return _ENVIRONMENT.get_template(f"{template}.html").make_module(template_globals)
 
 
-def compile_all() -> None:
-    """Compile all templates in advance: the queue page spent 36 of 49 ms of its first request on it (2026-11)."""
+def compile_templates() -> None:
+    """Compile all templates in advance: that took 36 of the 49 ms of the queue page's first request
+    (2026-11).
+    """
     for name in _ENVIRONMENT.list_templates(extensions=["html"]):
         _ENVIRONMENT.get_template(name)

@@ -12,9 +12,9 @@ from stat import S_ISDIR
 
 from markupsafe import Markup
 
-from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.backends.attempts.left_files import read_log_tail
 from orchestrator.scheduling.reports.provenance import describe_provenance
-from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
+from orchestrator.service.pages.svg import Cause, Line, draw_curves, draw_frontier, draw_waterfall
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.records import (
     AttemptView,
@@ -49,8 +49,10 @@ class Curves:
     peak_bytes: Sequence[Metric]  # of each step
 
 
-def attempt_rows(job: JobView) -> Sequence[TemplateData]:
-    """Return the settings in which any two attempts differ, with each attempt's value."""
+def differing_settings_rows(job: JobView) -> Sequence[TemplateData]:
+    """Return a table row for each setting in which any two attempts differ, with each attempt's
+    value.
+    """
     attempts = job["attempts"]
     names = dict.fromkeys(name for attempt in attempts for name in attempt["settings"])
     rows = [
@@ -64,18 +66,18 @@ def attempt_rows(job: JobView) -> Sequence[TemplateData]:
     ]
 
 
-def curves_of(home: Path, job: JobView) -> list[Curves]:
-    """Return the curves of the newest attempts that have any."""
+def load_curves(home: Path, job: JobView) -> list[Curves]:
+    """Return the metric curves of the newest attempts that have any."""
     numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
-    read = [last_curves(home, job["id"], number) for number in numbers]
+    read = [load_attempt_curves(home, job["id"], number) for number in numbers]
     return [curves for curves in read if curves.loss or curves.step_s]
 
 
-def last_curves(home: Path, job_id: str, number: int) -> Curves:
-    """Return the curves of this attempt; empty where it has none."""
-    path = JobFolder(home, job_id).attempt(number).metrics
+def load_attempt_curves(home: Path, job_id: str, attempt_number: int) -> Curves:
+    """Return the metric curves of this attempt; empty where it has none."""
+    path = JobFolder(home, job_id).attempt(attempt_number).metrics
     # the first row may be cut off, the last one half written; a script keeps none
-    rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
+    rows = list(map(parse_row, read_log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [
@@ -84,11 +86,15 @@ def last_curves(home: Path, job_id: str, number: int) -> Curves:
             if math.isfinite(row.get(name, math.inf)) and isinstance(row.get("step"), int)
         ]
 
-    return Curves(number=number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes"))
+    return Curves(
+        number=attempt_number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes")
+    )
 
 
-def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
-    """Return the curves, with the memory in use at the failure appended for attempts that ran out."""
+def add_failure_memory(curves: Sequence[Curves], job: JobView) -> list[Curves]:
+    """Return the curves; for attempts that ran out of memory, the memory in use at the failure is
+    appended.
+    """
     used = {
         attempt["number"]: attempt["peak_bytes"]
         for attempt in job["attempts"]
@@ -110,8 +116,10 @@ def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
     ]
 
 
-def facts_of(job: Job) -> Mapping[str, str]:
-    """Return known facts of a job by name: what it runs, where, and what its figures rest on."""
+def job_facts(job: Job) -> Mapping[str, str]:
+    """Return {name: text} of known facts about a job: what it runs, where, and the source of its
+    figures.
+    """
     spec = job.spec
     provenance = {
         name.replace("_", " ").capitalize(): text
@@ -129,7 +137,7 @@ def facts_of(job: Job) -> Mapping[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
+def list_artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
     """Return (name, bytes) of the output folder's newest entries, at most FILES_MAX; bytes are None for folders."""
     try:
         with os.scandir(JobFolder(home, job_id).output) as entries:
@@ -149,8 +157,8 @@ def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
     ]
 
 
-def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
-    """Return charts of loss, step time and memory by name; `capacity_bytes` is the limit line of memory."""
+def draw_charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
+    """Return {name: chart} of loss, step time and memory. Memory has a line at `capacity_bytes`."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
     named = [
         (f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)
@@ -168,22 +176,24 @@ def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str,
         for metric in ("loss", "step_s")
     )
     return {
-        "loss": lines("Loss", loss),
-        "step_s": lines("Step time", step_s, unit=" s", zero=True, clips_outliers=True),
-        "peak_bytes": lines(
-            "Peak memory of rank 0", memory, unit=f" {unit}", zero=True, limit=limit
+        "loss": draw_curves("Loss", loss),
+        "step_s": draw_curves("Step time", step_s, unit=" s", from_zero=True, clips_outliers=True),
+        "peak_bytes": draw_curves(
+            "Peak memory of rank 0", memory, unit=f" {unit}", from_zero=True, limit_value=limit
         ),
     }
 
 
-def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[TemplateData]:
-    """Return predicted and measured peak of each attempt, against the memory of its kind of device."""
+def memory_rows(job: JobView, capacity_by_device: Mapping[str, int]) -> Sequence[TemplateData]:
+    """Return a table row per attempt: predicted and measured peak, against the memory of its kind
+    of device.
+    """
     progress = job["progress"]
     rows = []
     for attempt in job["attempts"]:
         is_live = attempt is job["attempts"][-1] and attempt["ended_at_s"] is None
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
-        capacity = capacities.get(attempt["device"])
+        capacity = capacity_by_device.get(attempt["device"])
         ran_out = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
         sizes = filter(None, (attempt["predicted_bytes"], peak, capacity))
         rows.append(
@@ -200,16 +210,22 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Templat
     return rows
 
 
-def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
-    """Return a waterfall chart of an attempt's memory; empty where it is unknown."""
+def draw_memory_waterfall(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
+    """Return a waterfall chart of an attempt's memory by cause; empty where it is unknown."""
     estimate = attempt["estimate"]
     if estimate["source"] == Source.ASSUMED:
         return Markup("")
     causes = [Cause(name, count) for name, count in estimate["by_cause"].items() if count]
-    return waterfall(causes, estimate["allocated_bytes"], attempt["peak_bytes"], capacity_bytes)
+    return draw_waterfall(
+        causes, estimate["allocated_bytes"], attempt["peak_bytes"], capacity_bytes
+    )
 
 
-def frontier_of(explanation: ExplanationView) -> Markup:
-    """Return a chart of the job's frontier (plans that no other beats), judged today; empty without one."""
+def draw_job_frontier(explanation: ExplanationView) -> Markup:
+    """Return a chart of the job's frontier (plans that no other beats), as judged today; empty
+    without a frontier.
+    """
     view = explanation["picture"]
-    return Markup("") if view is None or not view["points"] else frontier(picture_from_view(view))
+    return (
+        Markup("") if view is None or not view["points"] else draw_frontier(picture_from_view(view))
+    )

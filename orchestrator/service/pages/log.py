@@ -16,39 +16,41 @@ TEXT_MAX = 200  # characters of a searched text
 Read = Callable[[int], bytes]  # what a log has from an offset on, as far as one response goes
 
 
-def log_bytes(home: Path, job_id: str, number: int, rank: int) -> int:
-    """Return the size of a rank's log; 0 without one."""
+def log_size_bytes(home: Path, job_id: str, attempt_number: int, rank: int) -> int:
+    """Return the size of a rank's log in bytes; 0 where there is none."""
     try:
-        return JobFolder(home, job_id).attempt(number).log(rank).stat().st_size
+        return JobFolder(home, job_id).attempt(attempt_number).log(rank).stat().st_size
     except OSError:
         return 0
 
 
-def window(read: Read, offset: int) -> str:
-    """Return the text of a log from the first line that begins at or after `offset`."""
+def read_window(read_bytes: Read, offset: int) -> str:
+    """Return a part of a log as text, from the first line that begins at or after the byte
+    `offset`.
+    """
     if offset == 0:
-        return read(0)[:WINDOW_BYTES].decode(errors="replace")
-    text = read(offset - 1)[: WINDOW_BYTES + 1].decode(
+        return read_bytes(0)[:WINDOW_BYTES].decode(errors="replace")
+    text = read_bytes(offset - 1)[: WINDOW_BYTES + 1].decode(
         errors="replace"
     )  # whether a line begins there, says this byte
     return text.partition("\n")[2] if "\n" in text else text
 
 
-def matching_lines(read: Read, size: int, text: str) -> Sequence[tuple[int, str]]:
+def find_lines(read_bytes: Read, log_size: int, text: str) -> Sequence[tuple[int, str]]:
     """Return (offset, line) of the last MATCHES_MAX lines that contain the text, ignoring the case of ASCII letters.
 
-    The search reads the last SEARCH_BYTES of a log of `size` bytes.
+    The search reads the last SEARCH_BYTES of a log of `log_size` bytes.
     """
     needle = text.encode().lower()
     matches = deque[tuple[int, str]](maxlen=MATCHES_MAX)
-    offset = max(0, size - SEARCH_BYTES)
+    offset = max(0, log_size - SEARCH_BYTES)
     rest = b""
-    while offset < size and (chunk := read(offset)):
+    while offset < log_size and (chunk := read_bytes(offset)):
         lines = (rest + chunk).split(b"\n")
         start = offset - len(rest)
         offset = offset + len(chunk)
-        rest = lines.pop()[-WINDOW_BYTES:] if offset < size else b""
-        for line in lines if offset < size else [*lines, *[rest]]:
+        rest = lines.pop()[-WINDOW_BYTES:] if offset < log_size else b""
+        for line in lines if offset < log_size else [*lines, *[rest]]:
             if needle in line.lower():
                 matches.append((start, line[:LINE_MAX].decode(errors="replace")))
             start += len(line) + 1

@@ -9,9 +9,9 @@ from markupsafe import Markup
 
 from orchestrator.scheduling.reports.morning import ended_at_s, make_morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.pages.frame import tone
+from orchestrator.service.pages.frame import colour_class
 from orchestrator.service.pages.job import MEMORY
-from orchestrator.service.pages.svg import Bar, gantt
+from orchestrator.service.pages.svg import Bar, draw_gantt
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import attempt_view
@@ -34,7 +34,9 @@ def night_data(
     since_s: float,
     now_s: float,
 ) -> TemplateData:
-    """Return the data of the night page for the last `hours`; its report begins at `since_s`."""
+    """Return the template data of the night page for the last `hours`; its report begins at
+    `since_s`.
+    """
     from_s = now_s - hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     report = make_morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
@@ -48,8 +50,8 @@ def night_data(
         "hours": hours,
         "choices": HOURS,
         "from_s": from_s,
-        "chart": past_chart(state, jobs, from_s, now_s),
-        "coming": _coming(expected, now_s),
+        "chart": draw_past_chart(state, jobs, from_s, now_s),
+        "coming": _draw_forecast_chart(expected, now_s),
         "expected": sorted(
             (row for row in expected.values() if row["start_s"] is not None),
             key=lambda row: row["start_s"] or 0.0,
@@ -58,14 +60,14 @@ def night_data(
             ((job, attempt_view(job.spec, attempt)) for job in jobs for attempt in job.attempts),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
-        "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
+        "rows": [_ending_data(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
         "report": report,
         "summary": report.summary,
         "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
     }
 
 
-def _ending(job: Job) -> TemplateData:
+def _ending_data(job: Job) -> TemplateData:
     last = job.last
     return {
         "job": job,
@@ -82,8 +84,10 @@ def _ending(job: Job) -> TemplateData:
 LEAST_S = 60.0  # that a chart of the past shows
 
 
-def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
-    """Return a chart of past attempts with one lane per device, from the first one on; empty without attempts."""
+def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
+    """Return a chart of past attempts since `from_s`, with a lane per device; empty without
+    attempts.
+    """
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
         device
@@ -100,7 +104,7 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
             lane=lanes[device],
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
-            tone=tone(attempt.outcome),
+            tone=colour_class(attempt.outcome),
             tooltip=_tooltip(attempt, now_s),
             label=job.id,
         )
@@ -115,13 +119,15 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     first_s = min(bar.from_s for bar in bars)
     from_s = max(from_s, min(first_s, now_s - LEAST_S))
     names = [f"{node}[{index}]" for node, index in lanes]
-    return gantt(
-        "What ran on each device", names, bars, from_s, now_s, now_s, _hours(from_s, now_s)
+    return draw_gantt(
+        "What ran on each device", names, bars, from_s, now_s, now_s, _round_times(from_s, now_s)
     )
 
 
-def _coming(expected: Expectations, now_s: float) -> Markup:
-    """Return a chart with a lane for each job expected to run, with the ranges of start and end; empty without any."""
+def _draw_forecast_chart(expected: Expectations, now_s: float) -> Markup:
+    """Return a chart with a lane for each job expected to run, with the ranges of its start and
+    end; empty without any.
+    """
     timed = [
         (start_s, end_s, row)
         for row in expected.values()
@@ -141,7 +147,7 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
                 from_s=max(now_s, start_s),
                 until_s=end_s,
                 tone="busy" if row["status"] == JobStatus.RUNNING else "wait",
-                tooltip=f"{row['id']}: {_at(start_s)} to {_at(end_s)} on {row['devices']} devices",
+                tooltip=f"{row['id']}: {_format_time(start_s)} to {_format_time(end_s)} on {row['devices']} devices",
                 early_s=max(now_s, starts[0]) if starts else None,
                 late_s=ends[1] if ends else None,
             )
@@ -150,19 +156,19 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
         row["id"] if len(row["id"]) <= 18 else f"{row['id'][:8]}…{row['id'][-8:]}"
         for _, _, row in coming
     ]
-    return gantt(
+    return draw_gantt(
         "What is expected to come",
         names,
         bars,
         now_s,
         max(until_s, now_s + 60),
         now_s,
-        _hours(now_s, until_s),
+        _round_times(now_s, until_s),
     )
 
 
-def _hours(from_s: float, until_s: float) -> list[tuple[float, str]]:
-    """Round times, at most nine."""
+def _round_times(from_s: float, until_s: float) -> list[tuple[float, str]]:
+    """Return (time in seconds since 1970, label) of round times in the span, at most nine."""
     steps_s = (
         10,
         30,
@@ -188,7 +194,7 @@ def _hours(from_s: float, until_s: float) -> list[tuple[float, str]]:
     return [(at_s, time.strftime(form, time.localtime(at_s))) for at_s in times]
 
 
-def _at(at_s: float) -> str:
+def _format_time(at_s: float) -> str:
     return time.strftime("%H:%M", time.localtime(at_s))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
-from orchestrator.service.pages.frame import page
+from orchestrator.service.pages.frame import render_page
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
 from orchestrator.service.server.access.sessions import keep
 from orchestrator.specs.access import Role
@@ -32,8 +32,10 @@ REFUSED = "This sign in was refused. The service's log says why."
 log = logging.getLogger(__name__)
 
 
-class SignIn:
-    """The two routes of a sign-in. Pending state is in a signed cookie, so that strangers use no memory."""
+class OidcSignIn:
+    """The two routes of a sign-in at an OpenID provider. Pending state is in a signed cookie, so it
+    uses no memory here.
+    """
 
     def __init__(self, provider: Provider, gate: Gate) -> None:
         self._provider = provider
@@ -42,14 +44,16 @@ class SignIn:
         self._used: OrderedDict[str, float] = OrderedDict()
         self._lock = Lock()
 
-    def begin(self, request: Request, came_from: str) -> Response:
-        """Redirect to the provider's page."""
+    def begin_sign_in(self, request: Request, came_from: str) -> Response:
+        """Return a redirect to the provider's page; the browser later returns to the page
+        `came_from`.
+        """
         if self._gate.is_guessing(request, count=False):
-            return self._refused(request, "too many wrong answers", 429)
+            return self._refuse(request, "too many wrong answers", 429)
         try:
-            begun = self._provider.begin(_back(request))
+            begun = self._provider.begin_sign_in(_callback_url(request))
         except SignInError as error:
-            return self._refused(request, str(error), 502)
+            return self._refuse(request, str(error), 502)
         sign_in = {
             "state": begun.state,
             "nonce": begun.nonce,
@@ -60,7 +64,7 @@ class SignIn:
         text = json.dumps(sign_in).encode()
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
-            _cookie(request),
+            _cookie_name(request),
             self._gate.sessions.sealed(base64.urlsafe_b64encode(text).decode()),
             max_age=int(BEGUN_S),
             path=OIDC,
@@ -70,36 +74,39 @@ class SignIn:
         )
         return answer
 
-    def end(self, request: Request) -> Response:
-        """Handle the provider's callback: once, in the browser that began the sign-in, within BEGUN_S seconds."""
+    def finish_sign_in(self, request: Request) -> Response:
+        """Return the answer to the provider's callback: a redirect with a session, or a refusal.
+
+        It is accepted once, in the browser that began the sign-in, within BEGUN_S seconds.
+        """
         if self._gate.is_guessing(request, count=False):
-            return self._refused(request, "too many wrong answers", 429)
+            return self._refuse(request, "too many wrong answers", 429)
         try:
-            begun = self._begun(request)
+            begun = self._read_pending(request)
             query = request.query_params
             if query.get("iss", self._provider.spec.issuer) != self._provider.spec.issuer:
                 raise SignInError("another issuer answered")
             if "error" in query or not query.get("code"):
                 raise SignInError("the provider sent no code")
-            claims = self._provider.claims(
-                _back(request), query["code"], begun["nonce"], begun["verifier"]
+            claims = self._provider.fetch_claims(
+                _callback_url(request), query["code"], begun["nonce"], begun["verifier"]
             )
             user = self._provider.spec.user(claims)
-            role = self._role(user, claims)
+            role = self._find_role(user, claims)
         except SignInError as error:
             self._gate.is_guessing(request)
-            return self._refused(request, str(error), 403)
+            return self._refuse(request, str(error), 403)
         cookie = self._gate.sessions.opened(user, role, self._provider.spec.session)
         log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
         # leads on
-        answer = page(request, "signed_in", came_from=begun["next"])
-        answer.delete_cookie(_cookie(request), path=OIDC)
+        answer = render_page(request, "signed_in", came_from=begun["next"])
+        answer.delete_cookie(_cookie_name(request), path=OIDC)
         keep(request, answer, cookie)
         return answer
 
-    def _begun(self, request: Request) -> JsonObject:
-        text = self._gate.sessions.unsealed(request.cookies.get(_cookie(request), ""))
+    def _read_pending(self, request: Request) -> JsonObject:
+        text = self._gate.sessions.unsealed(request.cookies.get(_cookie_name(request), ""))
         if text is None:
             raise SignInError("the browser has begun no sign in")
         begun: JsonObject = json.loads(base64.urlsafe_b64decode(text))
@@ -120,10 +127,10 @@ class SignIn:
             self._used[begun["state"]] = now_s + BEGUN_S
         return begun
 
-    def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
+    def _find_role(self, user: str, claims: Mapping[str, Any]) -> Role:
         role_by_claims = self._provider.spec.role(claims)
         role_by_account = next(
-            (account.role for account in self._accounts.users() if account.name == user), None
+            (account.role for account in self._accounts.list_users() if account.name == user), None
         )
         role = role_by_claims or role_by_account
         if role is None:
@@ -132,9 +139,9 @@ class SignIn:
             )
         return role
 
-    def _refused(self, request: Request, why: str, status: int) -> Response:
-        log.warning("sign in refused: %s", why)
-        return page(
+    def _refuse(self, request: Request, reason: str, status: int) -> Response:
+        log.warning("sign in refused: %s", reason)
+        return render_page(
             request,
             "login",
             status=status,
@@ -145,10 +152,12 @@ class SignIn:
         )
 
 
-def _back(request: Request) -> str:
-    """Return the address that the provider leads back to. The gate has checked the Host."""
+def _callback_url(request: Request) -> str:
+    """Return the URL to which the provider leads the browser back. The gate has checked the
+    request's Host.
+    """
     return f"{request.url.scheme}://{request.headers['host']}{OIDC_BACK}"
 
 
-def _cookie(request: Request) -> str:
+def _cookie_name(request: Request) -> str:
     return f"orc-oidc-{request.url.port or 443}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from orchestrator.scheduling.reports.morning import ended_at_s
-from orchestrator.service.pages.night import past_chart
-from orchestrator.service.pages.queue import Rows, Views, fold, is_running
+from orchestrator.service.pages.night import draw_past_chart
+from orchestrator.service.pages.queue import Rows, Views, group_jobs, has_running_job
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import in_order
@@ -24,7 +24,8 @@ BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 def overview_data(
     state: State, archived: Iterable[Job], view: Views, expected: Expectations, now_s: float
 ) -> TemplateData:
-    """Return the page's data. Members of an array, sweep or comparison that failed alike share a row.
+    """Return the template data of the overview page. Members of an array, sweep or comparison that
+    failed alike share a row.
 
     A failure that was retried has no row.
     """
@@ -35,15 +36,16 @@ def overview_data(
         job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S
     ]
     retried = {job.retry_of for job in jobs.values()}
-    groups = fold(
-        sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True), _kind
+    groups = group_jobs(
+        sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True),
+        _failure_kind,
     )
     rows = Rows(state, view, expected, waiting)
-    live_groups = fold(job for job in live if not job.asks)
+    live_groups = group_jobs(job for job in live if not job.asks)
     running_groups = list[list[Job]]()
     waiting_groups = list[list[Job]]()
     for group in live_groups:
-        (running_groups if is_running(group) else waiting_groups).append(group)
+        (running_groups if has_running_job(group) else waiting_groups).append(group)
     strip = [
         job
         for job in jobs.values()
@@ -53,13 +55,13 @@ def overview_data(
         )
     ]
     return {
-        "failures": [_failure(group, view) for group in groups[:FAILURES_MAX]],
+        "failures": [_failure_row(group, view) for group in groups[:FAILURES_MAX]],
         "more_failures": sum(map(len, groups[FAILURES_MAX:])),
         "asking": [view(job) for job in waiting if job.asks][:ROWS_MAX],
-        "strip": past_chart(state, strip, now_s - STRIP_S, now_s),
+        "strip": draw_past_chart(state, strip, now_s - STRIP_S, now_s),
         "strip_hours": STRIP_S / 3600,
-        "running": rows.of(running_groups[:ROWS_MAX]),
-        "waiting": rows.of(waiting_groups[:ROWS_MAX]),
+        "running": rows.make_rows(running_groups[:ROWS_MAX]),
+        "waiting": rows.make_rows(waiting_groups[:ROWS_MAX]),
         "has_more": max(len(running_groups), len(waiting_groups)) > ROWS_MAX,
         "counts": {
             "running": len(live) - len(waiting),
@@ -73,29 +75,29 @@ def overview_data(
     }
 
 
-def _kind(job: Job) -> str:
-    """Return the kind of the failure that ended a job, else its status."""
+def _failure_kind(job: Job) -> str:
+    """Return the kind of the failure that ended a job; without a failure, its status."""
     failure = job.last.failure if job.last and job.status is JobStatus.FAILED else None
     return failure.kind.value if failure else job.status.value
 
 
-def telling_line(excerpt: str) -> str:
+def last_line(excerpt: str) -> str:
     """Return the last non-empty line of a log excerpt, in which Python names the exception."""
     lines = [line.strip() for line in excerpt.splitlines() if line.strip()]
     return lines[-1][:TELLING_MAX] if lines else ""
 
 
-def _failure(group: Sequence[Job], view: Views) -> TemplateData:
+def _failure_row(group: Sequence[Job], view: Views) -> TemplateData:
     job = group[0]
     failure = job.last.failure if job.last else None
     reason = (
         failure.reason if failure and job.status is JobStatus.FAILED else job.reason
     ).partition("\n")[0]
-    line = telling_line(failure.excerpt) if failure else ""
+    line = last_line(failure.excerpt) if failure else ""
     return {
         "job": view(job),
         "more": len(group) - 1,
-        "kind": _kind(job),
+        "kind": _failure_kind(job),
         "reason": reason,
         "line": "" if line in reason else line,
         "ended_at_s": ended_at_s(job),

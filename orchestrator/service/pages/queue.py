@@ -24,7 +24,7 @@ Views = Callable[[Job], JobView]
 
 @frozen
 class Filter:
-    """Criteria of the queue page's filter; "" matches all."""
+    """The criteria of the queue page's filter; "" matches every job."""
 
     status: str = ""
     user: str = ""
@@ -38,7 +38,7 @@ class Filter:
         """Whether the filter matches every job."""
         return self == Filter()
 
-    def admits(self, job: Job, state: State) -> bool:
+    def matches(self, job: Job, state: State) -> bool:
         """Return whether the job matches the criteria."""
         policy = state.policy
         return (
@@ -63,9 +63,11 @@ def queue_data(
     view: Views,
     expected: Expectations,
     criteria: Filter,
-    number: int,
+    page_number: int,
 ) -> TemplateData:
-    """Return the data of page `number`: ROWS live rows, and on the last page the most recently ended jobs."""
+    """Return the template data of the queue's page with this number: ROWS live rows, on the last
+    page also jobs that ended.
+    """
     live = in_order(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
@@ -73,19 +75,19 @@ def queue_data(
         job for job in state.jobs.values() if job.status.ended and job.id not in archived_ids
     ]
     matches = [
-        job for job in (*live, *reversed(just_ended), *archived) if criteria.admits(job, state)
+        job for job in (*live, *reversed(just_ended), *archived) if criteria.matches(job, state)
     ]
-    groups = [[job] for job in matches] if criteria.array else fold(matches)
+    groups = [[job] for job in matches] if criteria.array else group_jobs(matches)
     live_groups = [group for group in groups if not group[0].status.ended]
     pages = max(1, -(-len(live_groups) // ROWS))
-    number = min(max(1, number), pages)
-    shown = live_groups[(number - 1) * ROWS : number * ROWS]
+    page_number = min(max(1, page_number), pages)
+    shown = live_groups[(page_number - 1) * ROWS : page_number * ROWS]
     rows = Rows(state, view, expected, waiting)
     return {
-        "running": rows.of([group for group in shown if is_running(group)]),
-        "waiting": rows.of([group for group in shown if not is_running(group)]),
-        "ended": rows.of([group for group in groups if group[0].status.ended][:ROWS])
-        if number == pages
+        "running": rows.make_rows([group for group in shown if has_running_job(group)]),
+        "waiting": rows.make_rows([group for group in shown if not has_running_job(group)]),
+        "ended": rows.make_rows([group for group in groups if group[0].status.ended][:ROWS])
+        if page_number == pages
         else [],
         "counts": {
             "running": len(live) - len(waiting),
@@ -94,7 +96,7 @@ def queue_data(
             "devices": sum(node.devices for node in state.nodes),
         },
         "matches": sum(not job.status.ended for job in matches),
-        "number": number,
+        "number": page_number,
         "pages": pages,
         "criteria": criteria,
         "statuses": STATUSES,
@@ -105,37 +107,48 @@ def queue_data(
     }
 
 
-def fold(jobs: Iterable[Job], kind: Callable[[Job], object] = lambda _: None) -> list[list[Job]]:
-    """Return the jobs in groups: members of one array with equal `kind` together, in order of first job."""
-    groups = group_values(((job.array, kind(job)) if job.array else job.id, job) for job in jobs)
+def group_jobs(
+    jobs: Iterable[Job], group_key: Callable[[Job], object] = lambda _: None
+) -> list[list[Job]]:
+    """Return the jobs in groups, in the order of their first jobs. Members of one array with equal
+    `group_key` are together.
+    """
+    groups = group_values(
+        ((job.array, group_key(job)) if job.array else job.id, job) for job in jobs
+    )
     return [*groups.values()]
 
 
-def is_running(group: Sequence[Job]) -> bool:
+def has_running_job(group: Sequence[Job]) -> bool:
     """Return whether any job of the group runs."""
     return any(job.status is JobStatus.RUNNING for job in group)
 
 
 class Rows:
-    """Builds table rows of jobs from one state."""
+    """Makes the table rows of jobs from one state."""
 
     def __init__(
-        self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]
+        self, state: State, view: Views, expected: Expectations, waiting_jobs: Sequence[Job]
     ) -> None:
-        """`waiting` are all queued jobs in the order of the queue."""
+        """Prepare the rows; `waiting_jobs` are all queued jobs in the order of the queue."""
         self._state = state
         self._view = view
         self._expected = expected
-        self._positions = {job.id: position for position, job in enumerate(waiting, 1)}
+        self._positions = {job.id: position for position, job in enumerate(waiting_jobs, 1)}
         self._devices: dict[str, dict[str, list[str]]] = {}
         for (node, index), job_id in sorted(job_id_by_held_device(state).items()):
             self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
 
-    def of(self, groups: Iterable[Sequence[Job]]) -> list[TemplateData]:
-        """Return one row per group: its single job, or its array with at most MEMBERS_MAX member rows."""
-        return [self._row(group[0]) if len(group) == 1 else self._array(group) for group in groups]
+    def make_rows(self, groups: Iterable[Sequence[Job]]) -> list[TemplateData]:
+        """Return one row per group of jobs: a single job, or an array with at most MEMBERS_MAX rows
+        of its members.
+        """
+        return [
+            self._job_row(group[0]) if len(group) == 1 else self._array_row(group)
+            for group in groups
+        ]
 
-    def _row(self, job: Job) -> TemplateData:
+    def _job_row(self, job: Job) -> TemplateData:
         state = self._state
         devices = self._devices.get(job.id, {}).items()
         return {
@@ -149,7 +162,7 @@ class Rows:
             "expected": self._expected.get(job.id),
         }
 
-    def _array(self, group: Sequence[Job]) -> TemplateData:
+    def _array_row(self, group: Sequence[Job]) -> TemplateData:
         first = group[0]
         member = first.spec.member
         trial = first.spec.trial
@@ -161,6 +174,6 @@ class Rows:
             "counts": [(status.value, counts[status]) for status in JobStatus if counts[status]],
             "ended": sum(job.status.ended for job in group),
             "jobs": max(len(group), trial.sweep.trials if trial else member.of if member else 0),
-            "members": [self._row(job) for job in group[:MEMBERS_MAX]],
+            "members": [self._job_row(job) for job in group[:MEMBERS_MAX]],
             "more": len(group) - MEMBERS_MAX,
         }

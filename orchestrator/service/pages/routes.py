@@ -18,40 +18,52 @@ from starlette.datastructures import QueryParams
 from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.backends.mlflow.tracker import job_url
+from orchestrator.backends.mlflow.tracker import find_job_url
 from orchestrator.scheduling.base.held_devices import job_id_by_held_device
-from orchestrator.service.commands.live_queue import now_of
+from orchestrator.service.commands.live_queue import advance_to_now
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.commands.what_if import WhatIf, what_if
-from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.commands.what_if import WhatIf, compare_queues
+from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_jobs
-from orchestrator.service.pages.archive import Archive
-from orchestrator.service.pages.cluster import uses
-from orchestrator.service.pages.compare import comparison_data, comparisons
+from orchestrator.service.pages.archive import ArchivedJobs
+from orchestrator.service.pages.cluster import device_uses
+from orchestrator.service.pages.compare import comparison_data, comparison_rows
 from orchestrator.service.pages.form import (
     SOURCE,
     Form,
     field_values,
-    propose,
-    sections,
+    form_sections,
+    propose_for_form,
     write_job_file,
 )
-from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
-from orchestrator.service.pages.job import (
-    artifacts,
-    attempt_rows,
-    bytes_by_cause,
-    charts,
-    curves_of,
-    facts_of,
-    frontier_of,
-    memory_rows,
-    with_fatal_moments,
+from orchestrator.service.pages.frame import (
+    HEADERS,
+    compile_templates,
+    render_page,
+    render_refusal,
+    safe_web_address,
 )
-from orchestrator.service.pages.live import changes
-from orchestrator.service.pages.log import TEXT_MAX, WINDOW_BYTES, log_bytes, matching_lines, window
+from orchestrator.service.pages.job import (
+    add_failure_memory,
+    differing_settings_rows,
+    draw_charts,
+    draw_job_frontier,
+    draw_memory_waterfall,
+    job_facts,
+    list_artifacts,
+    load_curves,
+    memory_rows,
+)
+from orchestrator.service.pages.live import stream_changes
+from orchestrator.service.pages.log import (
+    TEXT_MAX,
+    WINDOW_BYTES,
+    find_lines,
+    log_size_bytes,
+    read_window,
+)
 from orchestrator.service.pages.night import night_data
-from orchestrator.service.pages.oidc import SignIn
+from orchestrator.service.pages.oidc import OidcSignIn
 from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import Filter, queue_data
 from orchestrator.service.server.access.gate import (
@@ -103,7 +115,7 @@ workdir: /path/on/the/service
 
 class _Pages:
     def __init__(self, app: FastAPI, service: Service, gate: Gate) -> None:
-        self.oidc = None if service.provider is None else SignIn(service.provider, gate)
+        self.oidc = None if service.provider is None else OidcSignIn(service.provider, gate)
         self._api = {
             (method, route.path): route.answers
             for route in app.routes
@@ -117,19 +129,19 @@ class _Pages:
         self._forecasts = service.forecasts
         self._reasons = service.reasons
         self._playing = threading.Lock()
-        self._archive = Archive(controller.ended)
+        self._archive = ArchivedJobs(controller.ended)
         self._waits = Waits(controller.wait_for_change)
         self._mlflow = service.trackers.get("mlflow")
-        self._links = Links(partial(job_url, service.home))
+        self._links = Links(partial(find_job_url, service.home))
 
-    def _get(self, path: str, **parameters: Any) -> Any:
-        """Return the answer of the API's GET route."""
+    def _get_from_api(self, path: str, **parameters: Any) -> Any:
+        """Return the answer of the API's GET route at this path."""
         return self._api["GET", path](**parameters)
 
-    def _job(self, job_id: str) -> JobView:
-        return self._view(job_of(self._controller, job_id))
+    def _view_job(self, job_id: str) -> JobView:
+        return self._make_view(job_of(self._controller, job_id))
 
-    def _view(self, job: Job) -> JobView:
+    def _make_view(self, job: Job) -> JobView:
         return view_of(
             self._home,
             self._reasons.explained(job),
@@ -137,7 +149,7 @@ class _Pages:
             self._controller.health.delays(),
         )
 
-    def _page(self, request: Request, template: str, **data: Any) -> Response:
+    def _render(self, request: Request, template: str, **data: Any) -> Response:
         principal: Principal = request.state.principal
 
         def may(method: str, path: str) -> bool:
@@ -149,7 +161,7 @@ class _Pages:
             return may("POST", "/jobs/cancel") and is_own
 
         shared = {"problems": self._controller.health.problems()}
-        return page(
+        return render_page(
             request,
             template,
             version=self._controller.version,
@@ -163,10 +175,10 @@ class _Pages:
 
     def sign_in(self, request: Request) -> Response:
         if request.state.principal is not None:
-            return RedirectResponse(_own_path(request.query_params.get("next", "")), 303)
+            return RedirectResponse(_safe_path(request.query_params.get("next", "")), 303)
         # SameSite=Strict: a link on another site leads here without the session
         is_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
-        came_from = _own_path(request.query_params.get("next", ""))
+        came_from = _safe_path(request.query_params.get("next", ""))
         return self._sign_in_page(request, came_from, is_from_elsewhere=is_from_elsewhere)
 
     def _sign_in_page(
@@ -185,11 +197,11 @@ class _Pages:
             "is_from_elsewhere": is_from_elsewhere,
             "oidc": oidc,
         }
-        return page(request, "login", status=status, **data)
+        return render_page(request, "login", status=status, **data)
 
-    def to_provider(self, request: Request) -> Response:
+    def redirect_to_provider(self, request: Request) -> Response:
         assert self.oidc is not None, "a route that was not added"
-        return self.oidc.begin(request, _own_path(request.query_params.get("next", "")))
+        return self.oidc.begin_sign_in(request, _safe_path(request.query_params.get("next", "")))
 
     def sign_out(self, request: Request) -> Response:
         self._gate.sessions.close(request)
@@ -197,9 +209,9 @@ class _Pages:
         drop(request, answer)
         return answer
 
-    async def signed_in(self, request: Request) -> Response:
-        form = await _form(request)
-        came_from = _own_path(form.get("next", ""))
+    async def sign_in_by_token(self, request: Request) -> Response:
+        form = await _read_form(request)
+        came_from = _safe_path(form.get("next", ""))
         cookie = await run_in_threadpool(self._gate.sessions.cookie, form.get("token", "").strip())
         if cookie is not None:
             answer: Response = RedirectResponse(came_from, 303)
@@ -212,9 +224,11 @@ class _Pages:
         status = 429 if is_guessing else 401
         return self._sign_in_page(request, came_from, message, status)
 
-    def signed_in_by_link(self, request: Request) -> Response:
-        """Sign the browser in by a link of `orc open`; lead to the page that it names."""
-        came_from = _own_path(request.query_params.get("next", ""))
+    def sign_in_by_link(self, request: Request) -> Response:
+        """Sign the browser in by a link of `orc open`, and return a redirect to the page that the
+        link names.
+        """
+        came_from = _safe_path(request.query_params.get("next", ""))
         cookie = None
         if not self._gate.is_guessing(request, count=False):
             cookie = self._gate.links.claim(request.path_params["code"])
@@ -224,14 +238,16 @@ class _Pages:
             return self._sign_in_page(request, came_from, message, 403)
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
         # leads on
-        answer = page(request, "signed_in", came_from=came_from)
+        answer = render_page(request, "signed_in", came_from=came_from)
         keep(request, answer, cookie)
         return answer
 
     async def events(self, request: Request) -> Response:
-        """Return a stream of server-sent events, one per version of the state that the page has not seen."""
+        """Return a stream of server-sent events, one per version of the state that the page has not
+        seen.
+        """
         version_seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
-        stream = changes(
+        stream = stream_changes(
             int(version_seen) if version_seen.isdecimal() else NEVER_SEEN,
             lambda: self._controller.version,
             self._waits,
@@ -246,10 +262,12 @@ class _Pages:
     def overview(self, request: Request) -> Response:
         state = self._controller.state
         expected = self._forecasts.newest()
-        return self._page(
+        return self._render(
             request,
             "overview",
-            **overview_data(state, self._archive.newest(), self._view, expected, time.time()),
+            **overview_data(
+                state, self._archive.list_newest(), self._make_view, expected, time.time()
+            ),
         )
 
     def queue(self, request: Request) -> Response:
@@ -262,71 +280,79 @@ class _Pages:
         )
         data = queue_data(
             self._controller.state,
-            self._archive.newest(),
-            self._view,
+            self._archive.list_newest(),
+            self._make_view,
             self._forecasts.newest(),
             criteria,
-            _number(query, "page", 1),
+            _query_number(query, "page", 1),
         )
-        return self._page(request, "queue", **data)
+        return self._render(request, "queue", **data)
 
     def job(self, request: Request) -> Response:
-        job = self._job(request.path_params["job_id"])
+        job = self._view_job(request.path_params["job_id"])
         last = self._controller.job(job["id"])
-        curves = with_fatal_moments(curves_of(self._home, job), job)
-        return self._page(
+        curves = add_failure_memory(load_curves(self._home, job), job)
+        return self._render(
             request,
             "job",
             tab="overview",
             job=job,
-            rows=attempt_rows(job),
-            charts=charts(
+            rows=differing_settings_rows(job),
+            charts=draw_charts(
                 curves,
-                self._capacities().get(job["attempts"][-1]["device"] if job["attempts"] else ""),
+                self._capacity_by_device().get(
+                    job["attempts"][-1]["device"] if job["attempts"] else ""
+                ),
             ),
             curves=curves,
-            facts=facts_of(last) if last else {},
-            memory=memory_rows(job, self._capacities()),
+            facts=job_facts(last) if last else {},
+            memory=memory_rows(job, self._capacity_by_device()),
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.is_compared else None,
             sweep=last.array if last and last.spec.trial else None,
-            artifacts=artifacts(self._home, job["id"]),
-            mlflow=self._mlflow_page(request, last),
+            artifacts=list_artifacts(self._home, job["id"]),
+            mlflow=self._find_mlflow_page(request, last),
         )
 
-    def _mlflow_page(self, request: Request, job: Job | None) -> str | None:
-        """Return the address of a job's run in MLflow; None while it is looked up, or where there is none."""
+    def _find_mlflow_page(self, request: Request, job: Job | None) -> str | None:
+        """Return the URL of a job's run in MLflow; None where there is no run, or while it is being
+        looked up.
+        """
         if self._mlflow is None or job is None or not job.attempts:
             return None
-        return web_address(
+        return safe_web_address(
             reachable_address(request, self._links.of(self._mlflow, job.key, 1) or "")
         )
 
     def plan(self, request: Request) -> Response:
-        explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
-        capacities = self._capacities()
+        explanation = self._get_from_api(
+            "/jobs/{job_id}/explanation", job_id=request.path_params["job_id"]
+        )
+        capacities = self._capacity_by_device()
         attempts = explanation["job"]["attempts"]
-        number = _number(request.query_params, "attempt", 0)
+        number = _query_number(request.query_params, "attempt", 0)
         number = number if 1 <= number <= len(attempts) else len(attempts)
         chosen = attempts[number - 1] if attempts else None
-        return self._page(
+        return self._render(
             request,
             "plan",
             tab="plan",
             job=explanation["job"],
             explanation=explanation,
-            frontier=frontier_of(explanation),
+            frontier=draw_job_frontier(explanation),
             chosen=chosen,
-            waterfall=bytes_by_cause(chosen, capacities.get(chosen["device"])) if chosen else "",
+            waterfall=draw_memory_waterfall(chosen, capacities.get(chosen["device"]))
+            if chosen
+            else "",
         )
 
     def log(self, request: Request) -> Response:
-        job = self._job(request.path_params["job_id"])
+        job = self._view_job(request.path_params["job_id"])
         query = request.query_params
         attempts = job["attempts"]
-        number = _number(query, "attempt", len(attempts))
-        rank = _number(query, "rank", 0)
+        number = _query_number(query, "attempt", len(attempts))
+        rank = _query_number(query, "rank", 0)
         text = query.get("find", "")[:TEXT_MAX]
         data = {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": [], "refusal": ""}
         if attempts:
@@ -339,87 +365,96 @@ class _Pages:
             }
 
             def read(offset: int) -> bytes:
-                return bytes(self._get(path, **of_log, offset=offset).body)
+                return bytes(self._get_from_api(path, **of_log, offset=offset).body)
 
-            size = log_bytes(self._home, job["id"], number, rank)
-            start = min(size, _number(query, "from", max(0, size - WINDOW_BYTES)))
+            size = log_size_bytes(self._home, job["id"], number, rank)
+            start = min(size, _query_number(query, "from", max(0, size - WINDOW_BYTES)))
             try:
-                data |= {"text": window(read, start), "size": size, "start": start}
+                data |= {"text": read_window(read, start), "size": size, "start": start}
                 data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
-                data |= {"matches": matching_lines(read, size, text) if text else []}
+                data |= {"matches": find_lines(read, size, text) if text else []}
             except Forbidden as error:
                 data |= {"refusal": str(error)}
         is_still = bool(text or "from" in query)
         data |= {"find": text, "is_still": is_still, "window": WINDOW_BYTES}
-        return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)
+        return self._render(request, "log", tab="log", job=job, number=number, rank=rank, **data)
 
     def cluster(self, request: Request) -> Response:
         state = self._controller.state
         now_s = time.time()
-        jobs = {job.id: job for job in (*self._archive.newest(), *state.jobs.values())}.values()
-        data = self._get("/cluster", request=request) | {"uses": uses(jobs, self._home, now_s)}
-        return self._page(request, "cluster", **data, holders=job_id_by_held_device(state))
+        jobs = {
+            job.id: job for job in (*self._archive.list_newest(), *state.jobs.values())
+        }.values()
+        data = self._get_from_api("/cluster", request=request) | {
+            "uses": device_uses(jobs, self._home, now_s)
+        }
+        return self._render(request, "cluster", **data, holders=job_id_by_held_device(state))
 
     def night(self, request: Request) -> Response:
-        looked_back = min(float(_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
+        looked_back = min(float(_query_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
         now_s = time.time()
         data = night_data(
             self._controller.state,
-            self._archive.newest(),
+            self._archive.list_newest(),
             self._forecasts.newest(),
             self._sweeper.reports(),
             looked_back,
             self._controller.since_s(now_s - looked_back * 3600),
             now_s,
         )
-        return self._page(request, "night", **data)
+        return self._render(request, "night", **data)
 
     def comparisons(self, request: Request) -> Response:
-        jobs = (*self._controller.state.jobs.values(), *self._archive.newest())
-        return self._page(request, "comparisons", comparisons=comparisons(jobs))
+        jobs = (*self._controller.state.jobs.values(), *self._archive.list_newest())
+        return self._render(request, "comparisons", comparisons=comparison_rows(jobs))
 
     def comparison(self, request: Request) -> Response:
-        answer = self._get(
+        answer = self._get_from_api(
             "/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request
         )
-        return self._page(request, "comparison", **comparison_data(answer, self._home))
+        return self._render(request, "comparison", **comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
-        reports = map(asdict, self._get("/sweeps")["sweeps"])
-        return self._page(request, "sweeps", sweeps=[*reports])
+        reports = map(asdict, self._get_from_api("/sweeps")["sweeps"])
+        return self._render(request, "sweeps", sweeps=[*reports])
 
     def sweep(self, request: Request) -> Response:
-        report = self._get("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
-        return self._page(request, "sweep", sweep=asdict(report))
+        report = self._get_from_api("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
+        return self._render(request, "sweep", sweep=asdict(report))
 
     def teams(self, request: Request) -> Response:
-        return self._page(request, "teams", **self._get("/teams"))
+        return self._render(request, "teams", **self._get_from_api("/teams"))
 
     def submit(self, request: Request) -> Response:
         return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
 
     def _submit_page(self, request: Request, text: str, fields: Form, **results: Any) -> Response:
         nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
-        return self._page(
-            request, "submit", text=text, fields=fields, sections=sections(), **nothing | results
+        return self._render(
+            request,
+            "submit",
+            text=text,
+            fields=fields,
+            sections=form_sections(),
+            **nothing | results,
         )
 
     async def dry_run(self, request: Request) -> Response:
-        return await run_in_threadpool(self._dry_run, request, await _form(request))
+        return await run_in_threadpool(self._plan_form, request, await _read_form(request))
 
-    def _dry_run(self, request: Request, form: Form) -> Response:
-        """The plans that the jobs of a form would get; nothing is submitted."""
-        cluster = self._get("/cluster", request=request)
+    def _plan_form(self, request: Request, form: Form) -> Response:
+        """Return a page with the plans that the jobs of a form would get; nothing is submitted."""
+        cluster = self._get_from_api("/cluster", request=request)
         try:
             text = (
-                propose(form["command"], form.get("folder", ""))
+                propose_for_form(form["command"], form.get("folder", ""))
                 if "command" in form
                 else write_job_file(form)
             )
         except OrchestratorError as refused:  # what was typed stays in its field
             return self._submit_page(request, form.get("text", EXAMPLE), form, error=str(refused))
         try:
-            specs = _read(text)
+            specs = _parse_jobs(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
             state = self._controller.state
             forecasts = [plan_job(spec, nodes, state.observations) for spec in specs[:1]]
@@ -432,34 +467,36 @@ class _Pages:
         )
 
     def what_if(self, request: Request) -> Response:
-        return self._page(
+        return self._render(
             request, "what_if", form=EMPTY_FORM, error="", result=None, orders=list(Order)
         )
 
-    async def play(self, request: Request) -> Response:
-        form = await _form(request)
-        return await run_in_threadpool(self._play, request, {**EMPTY_FORM, **form})
+    async def simulate_form(self, request: Request) -> Response:
+        form = await _read_form(request)
+        return await run_in_threadpool(self._simulate_form, request, {**EMPTY_FORM, **form})
 
-    def _play(self, request: Request, form: Form) -> Response:
-        """The live queue as it is, and as it is asked for. One at a time: a play takes a core for seconds."""
+    def _simulate_form(self, request: Request, form: Form) -> Response:
+        """Return a page with the live queue simulated as it is, and with the form's changes. Only
+        one runs at a time.
+        """
         error = ""
         result = None
         if not self._playing.acquire(blocking=False):
             error = "Another queue is being played: try again in some seconds."
         else:
             try:
-                result = self._what_if(form)
+                result = self._compare_queues(form)
             except OrchestratorError as refused:
                 error = str(refused)
             finally:
                 self._playing.release()
-        return self._page(
+        return self._render(
             request, "what_if", form=form, error=error, result=result, orders=list(Order)
         )
 
-    def _what_if(self, form: Form) -> WhatIf:
+    def _compare_queues(self, form: Form) -> WhatIf:
         state = self._controller.state
-        present = kept_cluster(self._home).model_copy(update={"policy": state.policy})
+        present = load_cluster(self._home).model_copy(update={"policy": state.policy})
         other = present
         if form["cluster"].strip():
             other = parse_cluster(form["cluster"], "the cluster file")
@@ -469,16 +506,18 @@ class _Pages:
             other = present.model_copy(update={"nodes": (*present.nodes, more)})
         if form["order"] in list(Order):
             other = other.with_order(Order(form["order"]))
-        jobs = _read(form["job"]) if form["job"].strip() else []
-        return what_if(now_of(state), present, other, jobs, self._sweeper.to_come(), self._home)
+        jobs = _parse_jobs(form["job"]) if form["job"].strip() else []
+        return compare_queues(
+            advance_to_now(state), present, other, jobs, self._sweeper.to_come(), self._home
+        )
 
     def audit(self, request: Request) -> Response:
-        number = _number(request.query_params, "before", 0) or None
-        rows = self._get("/audit", limit=AUDIT_ROWS, before=number)["rows"]
-        return self._page(request, "audit", rows=[*map(asdict, rows)], limit=AUDIT_ROWS)
+        number = _query_number(request.query_params, "before", 0) or None
+        rows = self._get_from_api("/audit", limit=AUDIT_ROWS, before=number)["rows"]
+        return self._render(request, "audit", rows=[*map(asdict, rows)], limit=AUDIT_ROWS)
 
-    def _capacities(self) -> dict[str, int]:
-        """Memory of each kind of device."""
+    def _capacity_by_device(self) -> dict[str, int]:
+        """Return {kind of device: its memory in bytes}."""
         state = self._controller.state
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
 
@@ -504,7 +543,7 @@ _HANDLERS: Mapping[Role, Mapping[str, Callable[[_Pages, Request], Any]]] = {
     },
     Role.MEMBER: {
         "GET /what-if": _Pages.what_if,
-        "POST /what-if": _Pages.play,
+        "POST /what-if": _Pages.simulate_form,
         "GET /submit": _Pages.submit,
         "POST /submit": _Pages.dry_run,
     },
@@ -513,43 +552,48 @@ _HANDLERS: Mapping[Role, Mapping[str, Callable[[_Pages, Request], Any]]] = {
 PAGE_ROLES = {(method, PAGES + path): role for (method, path), role in by_route(_HANDLERS).items()}
 
 
-def _add(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add every page to the application, which has the routes of the API already: pages show what these answer."""
+def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
+    """Add every page to the application, which already has the routes of the API from which pages
+    get their data.
+    """
     pages = _Pages(app, service, gate)
-    compile_all()
+    compile_templates()
     routes: dict[tuple[str, str], Callable[..., Any]] = {
         ("GET", "/"): lambda _: RedirectResponse(START),
-        ("GET", f"{STATIC}{{name}}"): _file,
+        ("GET", f"{STATIC}{{name}}"): _static_file,
         ("GET", SIGN_IN): pages.sign_in,
-        ("POST", SIGN_IN): pages.signed_in,
-        ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
+        ("POST", SIGN_IN): pages.sign_in_by_token,
+        ("GET", f"{LINK}{{code}}"): pages.sign_in_by_link,
     }
     for handlers in _HANDLERS.values():
         for name, handler in handlers.items():
             method, path = route_of(name)
             routes[method, PAGES + path] = partial(handler, pages)
     if pages.oidc is not None:
-        routes |= {("GET", OIDC): pages.to_provider, ("GET", OIDC_BACK): pages.oidc.end}
+        routes |= {
+            ("GET", OIDC): pages.redirect_to_provider,
+            ("GET", OIDC_BACK): pages.oidc.finish_sign_in,
+        }
     for (method, path), endpoint in routes.items():
         app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
 
 
-PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add=_add)
+PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=render_refusal, add=_add_pages)
 
 
-def _number(query: QueryParams, name: str, default: int) -> int:
-    """Return a number of the query, at most 18 digits; the default for anything else."""
+def _query_number(query: QueryParams, name: str, default: int) -> int:
+    """Return a number from the query, at most 18 digits; the default for anything else."""
     text = query.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 19 else default
 
 
-async def _form(request: Request) -> dict[str, str]:
+async def _read_form(request: Request) -> dict[str, str]:
     body = (await request.body()).decode(errors="replace")
     return {name: values[0] for name, values in parse_qs(body).items()}
 
 
-def _own_path(path: str) -> str:
-    """The path of a page of this service; the overview for anything else."""
+def _safe_path(path: str) -> str:
+    """Return the path if it is a page of this service, else the overview's path."""
     parts = urlsplit(path)
     is_own = (
         path.startswith((f"{PAGES}/", f"{MLFLOW}/"))
@@ -560,7 +604,7 @@ def _own_path(path: str) -> str:
     return path if is_own and not path.startswith(SIGN_IN) else START
 
 
-def _file(request: Request) -> Response:
+def _static_file(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in FILES:
         return Response(status_code=404)
@@ -570,8 +614,10 @@ def _file(request: Request) -> Response:
     )
 
 
-def _read(text: str) -> list[Any]:
-    """The jobs of a text. Its paths are those of the service's machine, so each must be absolute."""
+def _parse_jobs(text: str) -> list[Any]:
+    """Return the jobs in a text. Paths are on the service's machine, so each must be absolute.
+    Raises SpecError.
+    """
     for spec in parse_jobs(text, SOURCE):
         wrong = next(
             ((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None

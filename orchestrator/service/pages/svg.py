@@ -42,7 +42,7 @@ _SHAPES = load_macros(
 
 
 class Line(NamedTuple):
-    """A curve: its name, its CSS class for the colour, and its points."""
+    """A curve of a chart: its name, the CSS class of its colour, and its points."""
 
     name: str
     tone: str
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """A bar of a waterfall chart."""
+    """One bar of a waterfall chart: a cause of memory and its bytes."""
 
     name: str
     count_bytes: int
@@ -90,41 +90,44 @@ class _Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def lines(
+def draw_curves(
     title: str,
     curves: Sequence[Line],
     *,
     unit: str = "",
-    zero: bool = False,
+    from_zero: bool = False,
     clips_outliers: bool = False,
-    limit: float | None = None,
+    limit_value: float | None = None,
 ) -> Markup:
-    """Return a chart of curves over optimizer steps, with a line at `limit`; empty without points."""
-    curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
+    """Return a chart of curves over optimizer steps, with a line at `limit_value`; empty without
+    points.
+    """
+    curves = [curve._replace(points=_thin_points(curve.points)) for curve in curves if curve.points]
     if not curves:
         return Markup("")
     steps = [step for curve in curves for step, _ in curve.points]
     values = sorted(value for curve in curves for _, value in curve.points)
-    low = 0.0 if zero else values[0]
+    low = 0.0 if from_zero else values[0]
     high = values[-1]
     if clips_outliers:  # one slow step does not flatten all others
         high = min(high, 2.0 * values[int(0.98 * (len(values) - 1))])
-    high = high if limit is None else max(high, limit)
+    high = high if limit_value is None else max(high, limit_value)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
-    up = _Scale(low if zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
-    step_ticks = _ticks(across.low, across.high, is_whole=True)
+    up = _Scale(low if from_zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
+    step_ticks = _choose_ticks(across.low, across.high, is_whole=True)
     paths = [
         " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
         for curve in curves
     ]
-    beside = _ticks(up.low, up.high)
-    drawn = _SHAPES.lines(curves, paths, across, up, step_ticks, beside, unit, limit)
-    return _svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, drawn)
+    beside = _choose_ticks(up.low, up.high)
+    drawn = _SHAPES.lines(curves, paths, across, up, step_ticks, beside, unit, limit_value)
+    return _wrap_svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, drawn)
 
 
-def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
-    """Return a chart of step time against needed bytes, both logarithmic, with the memory limit as a line.
+def draw_frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
+    """Return a chart of step time against needed bytes, both logarithmic, with the memory limit as
+    a line.
 
     `label_prefix` precedes the label of each point.
     """
@@ -139,7 +142,7 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     counts = ", ".join(
         f"{count} {mark}" for mark, count in Counter(point.mark for point in points).items()
     )
-    return _svg(
+    return _wrap_svg(
         title or f"Plans on {picture.device}",
         f"{counts}; {limit}. The table below has each plan.",
         WIDTH,
@@ -148,7 +151,7 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     )
 
 
-def waterfall(
+def draw_waterfall(
     causes: Sequence[Cause],
     predicted_bytes: int,
     measured_bytes: int | None,
@@ -167,10 +170,10 @@ def waterfall(
     most = max([end for _, _, end, _ in rows] + ([capacity_bytes] if capacity_bytes else []))
     across = _Scale(0, most * 1.14, CAUSE_WIDTH, WIDTH - RIGHT)
     drawn = _SHAPES.waterfall(rows, across, height - BOTTOM + 4, capacity_bytes)
-    return _svg("Bytes by cause", _SHAPES.sizes(rows), WIDTH, height, drawn)
+    return _wrap_svg("Bytes by cause", _SHAPES.sizes(rows), WIDTH, height, drawn)
 
 
-def gantt(
+def draw_gantt(
     title: str,
     lanes: Sequence[str],
     bars: Sequence[Bar],
@@ -179,14 +182,16 @@ def gantt(
     now_s: float,
     ticks: Sequence[tuple[float, str]],
 ) -> Markup:
-    """Return a chart of time spans in lanes, with a line for the present."""
+    """Return a chart of time spans, one lane each, with a line for the present. `ticks` are (time,
+    label).
+    """
     height = TOP + len(lanes) * (LANE + GAP) + BOTTOM
     width = 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
-    spans = Markup("").join(_bar(bar, across, from_s, until_s) for bar in bars)
+    spans = Markup("").join(_draw_bar(bar, across, from_s, until_s) for bar in bars)
     now_x = across.at(now_s) if from_s <= now_s <= until_s else None
     drawn = _SHAPES.gantt(lanes, spans, ticks, now_x, across, height - BOTTOM)
-    return _svg(
+    return _wrap_svg(
         title,
         f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.",
         width,
@@ -195,10 +200,12 @@ def gantt(
     )
 
 
-def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
-    """Return a span. It is an f-string: `Markup.format` took half of the overview's time (720 spans, 2026-11)."""
+def _draw_bar(bar: Bar, scale: _Scale, from_s: float, until_s: float) -> Markup:
+    """Return one time span of the chart. It is an f-string: `Markup.format` took half of the
+    overview's time (720 spans, 2026-11).
+    """
     y = TOP + bar.lane * (LANE + GAP)
-    start, end = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
+    start, end = (scale.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
     width = max(2.0, round(end - start, 1))
     shape = (
         f'<rect class="span {bar.tone}" x="{start}" y="{y}" width="{width}" height="{LANE}" rx="2">'
@@ -208,7 +215,7 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
         shape += f'<text class="inside" x="{start + 5}" y="{y + 13}">{escape(bar.label)}</text>'
     if bar.early_s is not None and bar.late_s is not None:
         early, late = (
-            across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
+            scale.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
         )
         top = y + LANE / 2 - 4
         middle = y + LANE / 2
@@ -216,19 +223,23 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
     return Markup(shape)
 
 
-def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
-    """Return a small chart of percentages over time, without axes; the newest values are in its text."""
+def draw_sparkline(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
+    """Return a small chart of percentages over time, without axes; its text contains the newest
+    values.
+    """
     across = _Scale(from_s, until_s, 0, 100)
     up = _Scale(0, 100, 24, 0)
     paths = [
-        " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points))
+        " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thin_points(curve.points))
         for curve in curves
     ]
     return Markup(_SHAPES.spark(title, curves, paths))
 
 
-def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:
-    """Return about TICKS round values in a span, all of them integers where `is_whole`."""
+def _choose_ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:
+    """Return (value, label) of about TICKS round values in a span; only integers with
+    `is_whole`.
+    """
     raw = max((high - low) / TICKS, 1.0 if is_whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(
@@ -242,8 +253,10 @@ def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[flo
     ]
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return at most DOTS_MAX points: means of equal runs, and the last point as it is."""
+def _thin_points(points: Sequence[Point]) -> Sequence[Point]:
+    """Return at most DOTS_MAX points: means of runs of equal length, and the last point
+    unchanged.
+    """
     run = -(-len(points) // DOTS_MAX)
     if run <= 1:
         return points
@@ -254,7 +267,7 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     return [*means[:-1], points[-1]]
 
 
-def _svg(title: str, description: str, width: int, height: int, drawn: Markup) -> Markup:
+def _wrap_svg(title: str, description: str, width: int, height: int, drawn: Markup) -> Markup:
     name = re.sub(
         r"[^a-z0-9]+", "-", title.lower()
     )  # the same on every request, and one on its page

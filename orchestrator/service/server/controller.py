@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from datetime import datetime
 
-from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
+from orchestrator.backends.ports import Backend, Decided, EventLog, format_decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
@@ -98,21 +98,21 @@ class Controller:
         SpecError for a job on which no decision can be made (`FirstDecisions`); it is asked outside of all locks.
         """
         self._check_first = check_first
-        snapshot, tail = journal.load()
+        snapshot, tail = journal.load_state_and_events()
         deciding = scheduler(snapshot or State())
         self._read_only: str | None = None  # why nothing is decided
         try:
             _decide_again(deciding, tail)
         except ServiceError as error:
-            if (unreadable := journal.unreadable()) is None:
+            if (unreadable := journal.describe_unreadable_rows()) is None:
                 raise
             self._read_only = _READ_ONLY.format(unreadable=unreadable, error=error)
             tail = ()
-            deciding = scheduler(snapshot or State(jobs=journal.live()))
+            deciding = scheduler(snapshot or State(jobs=journal.load_live_jobs()))
         self.health = Health()
         self.health.watch(lambda: self._storage_problem, is_fatal=True)
         self.health.watch(lambda: self._read_only, is_fatal=True)
-        self.health.watch(journal.unreadable)
+        self.health.watch(journal.describe_unreadable_rows)
         self.health.watch(self.standstill, is_fatal=True)
         self.health.watch(lambda: unreadable_problem(self._state))
         # kind, log line and monotonic start of a decision
@@ -189,15 +189,15 @@ class Controller:
 
     def unreadable(self) -> str | None:
         """Return a sentence on which rows of the journal cannot be read; None where all can."""
-        return self._journal.unreadable()
+        return self._journal.describe_unreadable_rows()
 
     def job(self, job_id: str) -> Job | None:
         """Return the job's current or final record; None for an unknown id."""
-        return self._state.jobs.get(job_id) or self._journal.job(job_id)
+        return self._state.jobs.get(job_id) or self._journal.find_ended_job(job_id)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """Return at most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
-        return self._journal.ended(limit, before)
+        return self._journal.list_ended_jobs(limit, before)
 
     def since_s(self, asked_s: float) -> float:
         """Return the start of a report: `asked_s`, but not before the journal's first event."""
@@ -208,7 +208,7 @@ class Controller:
     def figures(self) -> Figures:
         """Return the data of `/metrics`, all of one time. Raises ServiceError if the journal cannot be read."""
         with self._changed:
-            totals = self._journal.totals()
+            totals = self._journal.count_rows()
             ends_s = self._scheduler.expected_ends_s()
             at_s = self._clock()
             tally = deepcopy(self._tally)
@@ -418,7 +418,7 @@ class Controller:
     def _as_kept(self, event: Event) -> Event | None:
         """Return an event of the world as the journal will have it; None where it cannot be kept and ends nothing."""
         try:
-            return self._journal.as_kept(event)
+            return self._journal.round_trip_event(event)
         except Exception as error:  # the edge of an event: others are heard
             log.error("%s is left out: %s", log_line(event), error)
             if not isinstance(event, Finished):
@@ -501,7 +501,7 @@ class Controller:
         if not self._unsaved_events:
             return
         try:
-            self._journal.snapshot(self._state)
+            self._journal.store_snapshot(self._state)
         except StorageError as error:
             self._note_storage(str(error))
         except UncertainError as error:
@@ -583,9 +583,11 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
     """Decide recorded events anew. Raises ServiceError where a decision is another one than was recorded."""
     for event, recorded_text in tail:
         actions = scheduler.step(event)
-        if recorded_text not in (None, decisions(actions)):
+        if recorded_text not in (None, format_decisions(actions)):
             raise ServiceError(
-                _DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions))
+                _DIVERGED.format(
+                    event=log_line(event), then=recorded_text, now=format_decisions(actions)
+                )
             )
 
 

@@ -37,8 +37,8 @@ from fastapi import FastAPI
 from orchestrator.backends.attempts.identity import open_home
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.targets import Target, targets_of
-from orchestrator.backends.oidc import provider_of
+from orchestrator.backends.notify.targets import Target, make_targets
+from orchestrator.backends.oidc import make_provider
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -48,15 +48,15 @@ from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
-from orchestrator.service.client.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.client.lifecycle import find_journal_url, prepare_home, write_service_file
 from orchestrator.service.intake.cluster_file import (
-    joined_nodes,
-    kept_cluster,
+    add_joined_nodes,
+    load_cluster,
     load_cluster_file,
-    nodes_here,
-    with_joined,
+    load_joined_nodes,
+    select_local_nodes,
 )
-from orchestrator.service.intake.detection import node_name
+from orchestrator.service.intake.detection import local_node_name
 from orchestrator.service.intake.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.connections import (
     BoundedConnection,
@@ -148,13 +148,13 @@ def serve(
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
-    prepare(home)
+    prepare_home(home)
     endpoint = endpoint or load_endpoint(home)
     is_serving = threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(
-            measure_cluster, kept_cluster(home)
+            measure_cluster, load_cluster(home)
         )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
@@ -164,21 +164,21 @@ def serve(
             return
         stack.enter_context(closing(journal))
         declared = load_cluster_file(home)
-        cluster = with_joined(declared, joined_nodes(home))
+        cluster = add_joined_nodes(declared, load_joined_nodes(home))
         accounts = Accounts(journal.database.transaction, time.time)
         refuse_user = _separate_users(home, declared, endpoint, accounts)
-        earlier_ray = embedded_ray.find(home)
+        earlier_ray = embedded_ray.find_local_address(home)
 
         def must_end() -> bool:
             return down.is_set() or (earlier_ray is None and not is_serving.is_set())
 
         rates = background.submit(measure_cluster, cluster)
-        targets = targets_of(
+        targets = make_targets(
             cluster.notify, cluster.name, os.environ
         )  # before anything inherits their secrets
-        provider = provider_of(cluster.oidc, os.environ)
-        journal.outbox.register(cluster.trackers)
-        journal.notices.register(targets)
+        provider = make_provider(cluster.oidc, os.environ)
+        journal.outbox.register_receivers(cluster.trackers)
+        journal.notices.register_receivers(targets)
         lookups = Lookups(
             state=lambda: controller.state,
             job=lambda job_id: controller.job(job_id),
@@ -223,7 +223,7 @@ def serve(
             cluster=cluster.name,
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
-            hosts=endpoint.names() if endpoint else LOOPBACK,
+            hosts=endpoint.allowed_host_names() if endpoint else LOOPBACK,
             members=_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
@@ -352,7 +352,7 @@ def _separate_users(
             "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
         )
 
-    for user in accounts.users():
+    for user in accounts.list_users():
         if user.role.may(Role.MEMBER):
             refuse(user.name)
     if declared.oidc is not None:
@@ -369,7 +369,7 @@ def _named_ray(home: Path) -> str:
 def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
     """Return the journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
     try:
-        return Journal(journal_url(home), stop=stop if standby else None)
+        return Journal(find_journal_url(home), stop=stop if standby else None)
     except ServiceError:
         if stop.is_set():
             return None
@@ -378,7 +378,7 @@ def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journa
 
 def _own_ray(home: Path, declared: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
     """Return the service's own Ray on this machine; nothing of it is started yet."""
-    here = nodes_here(declared, joined_nodes(home), node_name())
+    here = select_local_nodes(declared, load_joined_nodes(home), local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
@@ -445,7 +445,7 @@ def _notify(
         if newest != version:
             version = newest
             for relay in relays:
-                relay.notify()
+                relay.wake()
 
 
 def _served_to_others(

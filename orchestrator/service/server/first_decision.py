@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from typing import IO
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.backends.journal.history import Codec
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
@@ -116,7 +116,7 @@ class FirstDecisions:
         try:
             self._child = subprocess.Popen(
                 command,
-                env=inherited(os.environ),
+                env=select_inherited(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -99,7 +99,7 @@ def _with_request(record: logging.LogRecord) -> bool:
 def _note_thread(ended: threading.ExceptHookArgs) -> None:
     """Log an exception that ended a thread, and name the thread to people."""
     if ended.exc_value is not None and not issubclass(ended.exc_type, SystemExit):
-        FAULTS.note(ended.thread.name if ended.thread else "unknown", ended.exc_value)
+        FAULTS.record_fault(ended.thread.name if ended.thread else "unknown", ended.exc_value)
     _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 

@@ -9,7 +9,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from orchestrator.service.intake.cluster_file import joined_nodes, store_joined, with_joined
+from orchestrator.service.intake.cluster_file import (
+    add_joined_nodes,
+    load_joined_nodes,
+    store_joined_nodes,
+)
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.frozen import frozen
@@ -111,7 +115,7 @@ class Members:
         """Add a machine, or add it again. Raises ServiceError where its name is another's, or its devices changed."""
         self.ray_address()
         with self._lock:
-            joined = {member.name: member for member in joined_nodes(self._home)}
+            joined = {member.name: member for member in load_joined_nodes(self._home)}
             live = self._addresses()
             if live.get(node.name, address) != address:
                 raise ServiceError(
@@ -130,7 +134,7 @@ class Members:
     def remove(self, name: str) -> None:
         """Remove a machine. Raises UnknownError for one that has not joined, ServiceError where its Ray still runs."""
         with self._lock:
-            joined = {member.name: member for member in joined_nodes(self._home)}
+            joined = {member.name: member for member in load_joined_nodes(self._home)}
             if name not in joined:
                 names = ", ".join(sorted(joined)[:NAMED_MAX]) or "none"
                 raise UnknownError(f"no machine {name!r} has joined; those that have: {names}")
@@ -155,8 +159,8 @@ class Members:
 
     def _store(self, joined: Mapping[str, NodeSpec]) -> None:
         nodes = tuple(joined.values())
-        store_joined(self._home, nodes)
-        self._tell(with_joined(self._cluster, nodes))
+        store_joined_nodes(self._home, nodes)
+        self._tell(add_joined_nodes(self._cluster, nodes))
 
 
 def _home_mark(home: Path) -> str:

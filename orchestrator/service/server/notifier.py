@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.backends.journal.outbox import Notices
-from orchestrator.backends.notify.notice import Notice, job_notice, notice
+from orchestrator.backends.notify.notice import Notice, job_notice, make_notice
 from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
@@ -48,9 +48,9 @@ class Notifier:
         self._controller = controller
         self._clock = clock
         self._sweeps = sweeps
-        if spec.report_at is not None and not notices.knows_kind(NoticeKind.REPORT):
+        if spec.report_at is not None and not notices.was_kind_sent(NoticeKind.REPORT):
             due_s = self._due_s(clock())
-            notices.remember(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
+            notices.mark_sent(make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
         """Check every LOOK_S seconds until `stop` is set; ends with the journal."""
@@ -59,7 +59,7 @@ class Notifier:
     def look(self) -> None:
         """Send notices of jobs expected to be late, of a due report, of unreadable rows and devices, each once."""
         now_s = self._clock()
-        self._notices.tell(
+        self._notices.append_notices(
             [
                 *self._late(now_s),
                 *self._report(now_s),
@@ -83,7 +83,7 @@ class Notifier:
                 )
                 raise SpecError("no such target", source="TARGET", got=name, hint=hint)
         now_s = self._clock()
-        trial = notice(
+        trial = make_notice(
             "test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {}
         )
         problems: dict[str, str | None] = dict.fromkeys(names or self.targets)
@@ -98,7 +98,7 @@ class Notifier:
         state = self._controller.state
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
-        sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
+        sent_ids = self._notices.find_sent([*ids.values()]) if ids else set()
         reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
         return [
             _late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()
@@ -108,7 +108,9 @@ class Notifier:
         if self._spec.report_at is None:
             return []
         due_s = self._due_s(now_s)
-        if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
+        if self._notices.find_sent(
+            [make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]
+        ):
             return []
         report = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {
@@ -117,14 +119,14 @@ class Notifier:
             "until_s": repr(report.until_s),
         }
         heading = f"Report, {title(report)}"
-        return [notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(report), data)]
+        return [make_notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(report), data)]
 
     def _unreadable(self, now_s: float) -> list[Notice]:
         problem = self._controller.unreadable()
         if problem is None:
             return []
         return [
-            notice(
+            make_notice(
                 NoticeKind.UNREADABLE,
                 problem,
                 now_s,
@@ -146,7 +148,7 @@ class Notifier:
                 data = {"node": name, "reason": places}
                 key = f"{name}/{since_s!r}"
                 title = f"{name} has devices that cannot be read"
-                notices.append(notice(NoticeKind.DRIVER, key, now_s, title, text, data))
+                notices.append(make_notice(NoticeKind.DRIVER, key, now_s, title, text, data))
         return notices
 
     def _due_s(self, now_s: float) -> float:

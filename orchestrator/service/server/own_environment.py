@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 
 # descriptor of the whole environment, for the process that is executed again
 HANDED = "ORC_ENVIRONMENT"
@@ -26,7 +26,7 @@ def hide_environment() -> None:
         with os.fdopen(os.dup(descriptor), "w") as file:
             json.dump(dict(os.environ), file)
         command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(command[0], command, {**inherited(os.environ), HANDED: str(descriptor)})
+        os.execve(command[0], command, {**select_inherited(os.environ), HANDED: str(descriptor)})
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     with os.fdopen(int(descriptor_text), "r") as file:
         file.seek(0)

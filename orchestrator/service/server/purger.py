@@ -19,8 +19,8 @@ from orchestrator.backends.attempts.ended_files import (
     Part,
     Removal,
     empty_trash,
-    parts_of,
-    remove,
+    list_removable_parts,
+    move_to_trash,
     size_bytes,
 )
 from orchestrator.backends.journal.accounts import Accounts
@@ -144,7 +144,7 @@ class Purger:
     def _plan(self, pause: Callable[[], object]) -> Purge:
         self._check()
         # before the live jobs: what has ended by then has ended for good
-        ends = self._journal.ends()
+        ends = self._journal.ends_by_job()
         needed = self._needed(ends.keys())
         purge = Purge()
         spare = list[Part]()
@@ -166,7 +166,7 @@ class Purger:
             if path.is_symlink() or jobs.is_symlink():
                 purge.stay("its folder is behind a link", total_bytes)
             elif path.name in ends and path.name not in needed:
-                spare += parts_of(self._home, path.name, *ends[path.name], tick)
+                spare += list_removable_parts(self._home, path.name, *ends[path.name], tick)
             elif path.name in self._controller.state.jobs:
                 purge.stay("its job has not ended", total_bytes)
             else:
@@ -240,7 +240,7 @@ class Purger:
                 at_s=self._controller.now_s(), why=why, by=by.name, size_bytes=part.size_bytes
             )
             try:
-                remove(self._home, part, removal)
+                move_to_trash(self._home, part, removal)
             except OSError as error:
                 purge.failed[f"{part.job}/{part.path}"] = error.strerror or str(error)
                 continue
@@ -248,7 +248,7 @@ class Purger:
             action = f"purge {part.job}/{part.path}: {part.size_bytes} bytes, {why}"
             log.info("user=%s action=%s", by.name, action)
             try:
-                self._accounts.record(by, request_id, action, 200)
+                self._accounts.add_audit_row(by, request_id, action, 200)
             except ServiceError as error:  # as on a full disk, which this is to mend
                 log.error("a removal has no row in the audit log: %s", error)
             pause()
@@ -256,13 +256,13 @@ class Purger:
     def _needed(self, ended: Set[str]) -> dict[str, str]:
         """Return why files of ended jobs are needed, by the ids of these jobs."""
         needed = _needed_by_jobs(self._controller.state.jobs.values(), ended)
-        for sweep_id in self._journal.sweeps.open():
-            trials = [trial.job for trial in self._journal.sweeps.trials(sweep_id)]
+        for sweep_id in self._journal.sweeps.list_open_sweeps():
+            trials = [trial.job for trial in self._journal.sweeps.list_trials(sweep_id)]
             first = self._controller.job(trials[0]) if trials else None
             named = {*trials} | (_possible_ids(first.spec) if first is not None else set())
             needed |= dict.fromkeys(named & ended, f"{sweep_id} has not ended")
         for name in self._trackers:
-            pending = self._journal.outbox.pending(name, RECORDS_MAX)
+            pending = self._journal.outbox.list_pending(name, RECORDS_MAX)
             waiting = (
                 ended
                 if len(pending) == RECORDS_MAX

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from orchestrator.scheduling.reports.waiting import WaitExplainer
-from orchestrator.service.intake.intake import local_zone
+from orchestrator.service.intake.intake import local_time_zone
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -16,7 +16,7 @@ class Reasons:
     """Explanations of why jobs wait. Thread-safe."""
 
     def __init__(self, state: Callable[[], State]) -> None:
-        self._state, self._lock, self._zone = state, threading.Lock(), local_zone()
+        self._state, self._lock, self._zone = state, threading.Lock(), local_time_zone()
         self._of: State | None = None
         self._waits = WaitExplainer(State(), self._zone)
         self._reasons: dict[str, str] = {}  # by job, of that state

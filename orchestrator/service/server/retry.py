@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.git import read_code_source
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job.spec import JobSpec
@@ -89,7 +89,7 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
     spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, source)
     is_here = spec.workdir is not None and Path(spec.workdir).is_dir()
     return (
-        spec.model_copy(update={"source": code_source(Path(spec.workdir or "."))})
+        spec.model_copy(update={"source": read_code_source(Path(spec.workdir or "."))})
         if is_here
         else spec
     )

@@ -129,7 +129,7 @@ def new_jobs(
     A request that is refused gets its SpecError, and the others go on.
     """
     keys = [request.key.name for request in requests if request.key is not None]
-    submissions = dict(journal.submitted(keys)) if keys else {}
+    submissions = dict(journal.find_submissions(keys)) if keys else {}
     events = list[Submitted]()
     for request in requests:
         try:
@@ -141,7 +141,7 @@ def new_jobs(
                 _check_not_retried(request.retry_of, state, events)
             jobs = jobs_of(request, state, state.submitted + len(events), at_s, find_job)
             for event in jobs:
-                if journal.as_kept(event) != event:
+                if journal.round_trip_event(event) != event:
                     hint = "report this: it is a fault of the service"
                     raise SpecError(
                         "the journal would not give back the same job",

@@ -50,10 +50,10 @@ def login(
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import (
         Login,
-        keep,
+        fetch_pinned_certificate,
         logins_file,
         normalise_url,
-        pinned_certificate,
+        store_login,
     )
 
     url = normalise_url(url)
@@ -61,20 +61,20 @@ def login(
         raise SpecError("say one of them", source="--fingerprint", allowed="--fingerprint or --ca")
     certificate = _read(authority) if authority else None
     if fingerprint is not None:
-        certificate = pinned_certificate(url, fingerprint)
+        certificate = fetch_pinned_certificate(url, fingerprint)
     new_login = Login(url=url, token=_token(), certificate=certificate)
     with closing(Client(new_login)) as client:
         who = client.whoami()
-    keep(new_login)
+    store_login(new_login)
     text = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
     tell({"server": url, **who, "kept_in": str(logins_file())}, as_json, text)
 
 
 def logout(url: Url, as_json: AsJson = False) -> None:
     """Forget the login for a service."""
-    from orchestrator.service.client.logins import forget
+    from orchestrator.service.client.logins import delete_login
 
-    forgotten = forget(url)
+    forgotten = delete_login(url)
     tell(
         {"forgotten": forgotten},
         as_json,
@@ -96,7 +96,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Show who changed what: every request that changes something, with its answer."""
-    rows = client_of(home).audit(limit)
+    rows = client_of(home).list_audit_rows(limit)
     tell(
         {"rows": rows},
         as_json,

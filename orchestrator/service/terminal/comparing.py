@@ -184,16 +184,16 @@ def _submit(
     as_json: bool,
 ) -> list[str]:
     """Return the ids of the jobs of a new comparison."""
-    from orchestrator.service.client.sending import read_jobs_for
-    from orchestrator.service.commands.compare import choose_strategies, comparison_jobs
-    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.client.sending import read_and_upload_jobs
+    from orchestrator.service.commands.compare import choose_strategies, make_comparison_jobs
+    from orchestrator.service.commands.hardware import select_hardware
     from orchestrator.service.intake.intake import read_options
 
     service = service_of(home)
     overrides = read_options(settings, pins)
-    (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
-    choices = choose_strategies(spec, choice, *hardware_of(service, None), micro)
-    specs = comparison_jobs(spec, choices, steps, repeats, learning_rates)
+    (spec,) = read_and_upload_jobs(service, [file], overrides, home, only_one=True)
+    choices = choose_strategies(spec, choice, *select_hardware(service, None), micro)
+    specs = make_comparison_jobs(spec, choices, steps, repeats, learning_rates)
     ids = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
@@ -212,7 +212,7 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
     console = console_on(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
     for number, job_id in enumerate(ids, 1):
-        job, version = client.job(job_id)
+        job, version = client.fetch_job(job_id)
         quarter = 0
         while job["status"] not in ENDS:
             if time.monotonic() > until_s:
@@ -223,7 +223,7 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
                 quarter = 4 * progress["step"] // steps
                 line = f"{number}/{len(ids)} step {progress['step']} of {steps}"
                 console.print(line, highlight=False, markup=False, style="dim")
-            job, version = client.job(job_id, version)
+            job, version = client.fetch_job(job_id, version)
         last = job["attempts"][-1] if job["attempts"] else None
         line = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
         console.print(f"{number}/{len(ids)} {line}", highlight=False, markup=False)
@@ -236,7 +236,7 @@ def _with_link(client: Client, job_id: str) -> ComparisonView:
     view = client.comparison(job_id)
     has_runs = (
         any(row["step_s"] is not None for row in view["rows"])
-        and "mlflow" in client.cluster()["trackers"]
+        and "mlflow" in client.fetch_cluster()["trackers"]
     )
     while view["complete"] and has_runs and view["mlflow"] is None and time.monotonic() < until_s:
         time.sleep(LINK_POLL_S)
@@ -248,7 +248,7 @@ def draw_picture(view: ComparisonView, file: Path) -> None:
     """Write the picture of a comparison to a file, or say why it has none."""
     import matplotlib
 
-    from orchestrator.backends.mlflow.frontier_png import figure
+    from orchestrator.backends.mlflow.frontier_png import draw_figure
     from orchestrator.service.views.records import picture_from_view
 
     if view["picture"] is None:
@@ -258,6 +258,6 @@ def draw_picture(view: ComparisonView, file: Path) -> None:
         with matplotlib.rc_context(
             {"pdf.fonttype": 42}
         ):  # TrueType: many publishers refuse matplotlib's Type 3
-            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(
-                file
-            )
+            draw_figure(
+                f"Strategies of {view['name']}", picture_from_view(view["picture"]), ""
+            ).savefig(file)

@@ -15,13 +15,15 @@ ENDED_OFFERED = 50
 def job_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Return the ids of live and recently ended jobs with this prefix; [] where the service does not answer."""
     from orchestrator.service.client.client import Client
-    from orchestrator.service.client.logins import login_of
+    from orchestrator.service.client.logins import find_login
     from orchestrator.specs.run import DEFAULT_HOME
 
     url = context.find_root().params.get("server") or os.environ.get("ORC_SERVER")
     home = Path(context.params.get("home") or os.environ.get("ORC_HOME") or DEFAULT_HOME)
     try:
-        client = Client(login_of(url) if url else home.expanduser())
-        return [job["id"] for job in client.jobs(ENDED_OFFERED) if job["id"].startswith(incomplete)]
+        client = Client(find_login(url) if url else home.expanduser())
+        return [
+            job["id"] for job in client.list_jobs(ENDED_OFFERED) if job["id"].startswith(incomplete)
+        ]
     except OrchestratorError:
         return []

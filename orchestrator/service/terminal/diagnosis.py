@@ -45,7 +45,7 @@ def diagnose(
     """Say why a training ended that ran elsewhere: its first cause, and what to do. Needs no service."""
     from orchestrator.service.commands import diagnose as work
 
-    diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
+    diagnosis = work.diagnose_training([Path(log) for log in logs], exit_codes or (), oom_kills)
     tell(asdict(diagnosis), as_json, _table(diagnosis))
 
 

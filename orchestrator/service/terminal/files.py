@@ -35,10 +35,10 @@ def init(
     ] = False,
 ) -> None:
     """Print a job file for a training command, proposed from its files and options."""
-    from orchestrator.service.commands.init.proposal import proposal
+    from orchestrator.service.commands.init.proposal import propose_job_file
 
     with show_spinner("reading the command's files"):
-        job_file = proposal(command, Path.cwd(), os.environ, run_help)
+        job_file = propose_job_file(command, Path.cwd(), os.environ, run_help)
     sys.stdout.write(job_file)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.lifecycle import start
+from orchestrator.service.client.lifecycle import start_service
 from orchestrator.service.client.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
@@ -31,9 +31,9 @@ PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
     """Submit the job and print its events; return the exit code. Starts a home's service if needed."""
     if isinstance(service, Path):
-        start(service, None, None)
+        start_service(service, None, None)
     client = Client(service)
-    for job in client.jobs(ended=0):
+    for job in client.list_jobs(ended_max=0):
         if job["name"] == spec.name:
             notice = (
                 f"{job['id']} is {job['status']} and has this name: what follows is one more job"
@@ -90,12 +90,12 @@ def log_lines(
 
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
-    job, _ = client.job(job_id)
+    job, _ = client.fetch_job(job_id)
     current = max(1, len(job["attempts"])) if number is None else number
     offset = 0
     decoder = _decoder()
     while True:
-        job, version = client.job(
+        job, version = client.fetch_job(
             job_id
         )  # read before its log, so that the log of an ended attempt is complete
         count = len(job["attempts"])
@@ -115,7 +115,7 @@ def log_lines(
         elif not to_the_end or ended or (number is not None and over):
             return
         elif current > count or over:
-            client.job(job_id, version)  # which waits for the next attempt
+            client.fetch_job(job_id, version)  # which waits for the next attempt
 
 
 def _pieces(
@@ -123,7 +123,7 @@ def _pieces(
 ) -> Iterator[bytes]:
     if to_the_end:
         yield from client.follow_log(job_id, number, rank, offset)
-    elif text := client.log(job_id, number, rank, offset)[0]:
+    elif text := client.read_log(job_id, number, rank, offset)[0]:
         yield text
 
 
@@ -135,7 +135,7 @@ def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
     """Yield the job now, then at every change and every few seconds, until its end."""
     version: int | None = None
     while True:
-        job, version = client.job(job_id, version)
+        job, version = client.fetch_job(job_id, version)
         yield job
         if job["status"] in ENDS:
             return

@@ -12,7 +12,7 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     from orchestrator.service.terminal.expected import expected_table
 
     with show_spinner("playing the queue"):
-        expected = client_of(home).forecast()
+        expected = client_of(home).fetch_forecast()
     tell(
         {"jobs": expected},
         as_json,

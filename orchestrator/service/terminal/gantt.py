@@ -18,7 +18,7 @@ from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
 
 if TYPE_CHECKING:
-    from orchestrator.backends.simulated.process import Process
+    from orchestrator.backends.simulated.process import SimulatedProcess
 
 
 def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
@@ -49,7 +49,7 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     return add_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
 
 
-def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, float]]:
+def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[SimulatedProcess, float]]:
     return (
         (process, process.ended_at_s)
         for outcome in outcomes

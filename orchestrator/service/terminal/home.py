@@ -65,10 +65,10 @@ def up(
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
     from orchestrator.backends.text_templates import load_text_template
-    from orchestrator.service.client.client import service_file
+    from orchestrator.service.client.client import read_service_file
     from orchestrator.service.client.endpoint import load_endpoint, make_endpoint, parse_listen
     from orchestrator.service.client.join_token import make_join_token
-    from orchestrator.service.client.lifecycle import become, start
+    from orchestrator.service.client.lifecycle import exec_service, start_service
     from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
@@ -87,15 +87,15 @@ def up(
         else None
     )
     if foreground:
-        become(home, cluster, ray, endpoint)
+        exec_service(home, cluster, ray, endpoint)
     with show_spinner("starting the service"):
-        notes = start(home, cluster, ray, endpoint)
+        notes = start_service(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {
             "started": notes is not None,
             "notes": notes or (),
-            **service_file(home),
-            **client.cluster(),
+            **read_service_file(home),
+            **client.fetch_cluster(),
         }
     if (served := load_endpoint(home)) is not None:
         answer["listen"] = {
@@ -118,10 +118,10 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Stop the service, its Ray and its MLflow."""
-    from orchestrator.service.client.lifecycle import stop
+    from orchestrator.service.client.lifecycle import stop_service
 
     with show_spinner("stopping the service"):
-        stop(home.expanduser(), force)
+        stop_service(home.expanduser(), force)
     tell(
         {"stopped": True},
         as_json,
@@ -148,15 +148,15 @@ def doctor(
     from dataclasses import asdict
 
     if repair_rows or remove:
-        from orchestrator.service.commands.repair import repair, rows_table
+        from orchestrator.service.commands.repair import repair_journal, rows_table
 
-        rows = repair(home.expanduser(), remove or [])
+        rows = repair_journal(home.expanduser(), remove or [])
         tell({"rows": rows}, as_json, rows_table(rows))
         raise typer.Exit(bool(rows))
-    from orchestrator.service.commands.doctor import BAD, findings, findings_table
+    from orchestrator.service.commands.doctor import BAD, findings_table, run_checks
 
     with show_spinner("checking this machine"):
-        checks = findings(home.expanduser())
+        checks = run_checks(home.expanduser())
     tell({"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks))
     raise typer.Exit(any(finding.verdict == BAD for finding in checks))
 
@@ -167,9 +167,9 @@ def backup(
     as_json: AsJson = False,
 ) -> None:
     """Back up queue, history, accounts and cluster file, also while jobs run. Checkpoints are not in it."""
-    from orchestrator.service.commands.backup import back_up
+    from orchestrator.service.commands.backup import write_backup
 
-    manifest = back_up(home.expanduser(), file)
+    manifest = write_backup(home.expanduser(), file)
     tell(
         {"file": str(file), **manifest},
         as_json,
@@ -185,7 +185,7 @@ def restore(
     """Restore a backup into an empty home. Attempts that ran then count as lost, and their jobs restart."""
     from dataclasses import asdict
 
-    from orchestrator.service.commands.backup import restore as restore_archive
+    from orchestrator.service.commands.backup import restore_backup as restore_archive
 
     restored = restore_archive(file, home.expanduser())
     going = len(restored.lost) - len(restored.anew)

@@ -40,12 +40,12 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
-    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.intake.intake import read_options
     from orchestrator.service.terminal.tables import promise_words
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_jobs_for(service_of(home), files, read_options(settings, pins), home)
+    specs = read_and_upload_jobs(service_of(home), files, read_options(settings, pins), home)
     client = client_of(home)
     batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     ids = batch["ids"]
@@ -68,11 +68,11 @@ def submit(
 
 
 def _read_job(file: Path, settings: Settings, home: Path) -> JobSpec:
-    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.intake.intake import read_overrides
 
     overrides = read_overrides(settings)
-    (spec,) = read_jobs_for(service_of(home), [file], overrides, home, only_one=True)
+    (spec,) = read_and_upload_jobs(service_of(home), [file], overrides, home, only_one=True)
     return spec
 
 
@@ -126,9 +126,9 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
     from orchestrator.specs.job.sweep import SWEEP
 
     if Path(job_id).is_dir():
-        from orchestrator.service.commands.launch.shown import show_folder
+        from orchestrator.service.commands.launch.shown import view_folder
 
-        launched = show_folder(Path(job_id))
+        launched = view_folder(Path(job_id))
         tell(dict(launched), as_json, job_panel(launched, console_on(sys.stdout).width))
         return
     client = client_of(home)
@@ -136,7 +136,7 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
         sweep = client.sweep(job_id)
         tell(asdict(sweep), as_json, sweep_panel(sweep))
         return
-    job, _ = client.job(job_id)
+    job, _ = client.fetch_job(job_id)
     tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))
 
 

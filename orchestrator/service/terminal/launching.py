@@ -39,6 +39,6 @@ def launch(
     """Run one training to its end, here and now; after a failure go on from its checkpoint with the next plan."""
     options = Namespace(**locals())
     # the launcher's modules, which no other command needs
-    from orchestrator.backends.local.watch import run_line
+    from orchestrator.backends.local.watch import run_with_options
 
-    raise typer.Exit(run_line(options))
+    raise typer.Exit(run_with_options(options))

@@ -24,20 +24,20 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     Present problems of the service, such as devices that the driver cannot read, stand above it as comments.
     """
     from orchestrator.service.client.lifecycle import find_cluster
-    from orchestrator.service.intake.cluster_file import cluster_text
+    from orchestrator.service.intake.cluster_file import format_cluster
 
     cluster, notes = find_cluster(home.expanduser())
     notes = (*notes, *_list_problems(home))
     if as_json:
         tell({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
-        sys.stdout.write(cluster_text(cluster, notes))
+        sys.stdout.write(format_cluster(cluster, notes))
 
 
 def _list_problems(home: Path) -> tuple[str, ...]:
     """Return the present problems of the home's service; () where none answers."""
     try:
-        return tuple(client_of(home).cluster()["problems"])
+        return tuple(client_of(home).fetch_cluster()["problems"])
     except ServiceError:
         return ()
 
@@ -60,10 +60,10 @@ def join(
     as_json: AsJson = False,
 ) -> None:
     """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
-    from orchestrator.service.commands.join import join as join_service
-    from orchestrator.service.intake.detection import node_name
+    from orchestrator.service.commands.join import join_service as join_service
+    from orchestrator.service.intake.detection import local_node_name
 
-    answer = join_service(home.expanduser(), service, name or node_name(), token_file)
+    answer = join_service(home.expanduser(), service, name or local_node_name(), token_file)
     text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
     notes = "".join(f"{note}\n" for note in answer["notes"])
     tell(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
@@ -86,14 +86,14 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
-    from orchestrator.service.commands.join import leave as leave_service
-    from orchestrator.service.intake.detection import node_name
+    from orchestrator.service.commands.join import leave_service as leave_service
+    from orchestrator.service.intake.detection import local_node_name
 
     try:
         timeout_s = parse_seconds(timeout)
     except ValueError as error:
         raise SpecError(str(error), source="--timeout", got=timeout) from None
-    name = node or node_name()
+    name = node or local_node_name()
     was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
     tell(
         {"node": name, "left": was_in},
@@ -139,10 +139,10 @@ def drain(
 
     client = client_of(home)
     if node is not None:
-        client.drain(node, undo=undo)
+        client.drain_node(node, undo=undo)
     elif undo:
         raise SpecError("say which node shall take again what comes", path="NODE")
-    live = client.cluster()
+    live = client.fetch_cluster()
     answer = {name: live[name] for name in ("nodes", "drained")}
     tell(answer, as_json, nodes_table(live["nodes"], live["drained"]))
 

@@ -81,9 +81,9 @@ def service_of(home: Path) -> Path | Login:
     url = SERVER.get()
     if url is None:
         return home.expanduser()
-    from orchestrator.service.client.logins import login_of
+    from orchestrator.service.client.logins import find_login
 
-    return login_of(url)
+    return find_login(url)
 
 
 def client_of(home: Path) -> Client:

@@ -68,17 +68,27 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
-    from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import export_job, job_file_of, plan_job, trace_scope
+    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.plan import (
+        export_job,
+        plan_job,
+        trace_scope,
+        way_out_job_file,
+    )
     from orchestrator.service.intake.intake import read_job, read_options
     from orchestrator.service.terminal.plan_tables import plan_panel
 
     overrides = read_options(settings, pins)
-    nodes, observations = hardware_of(service_of(home), cluster, cards)
+    nodes, observations = select_hardware(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
-            file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+            file,
+            overrides,
+            home,
+            to_run=False,
+            allow_other_machine=SERVER.get() is not None,
+            trace_scope=plans,
         )
     if export is not None:
         script = export_job(spec, nodes, observations, export)
@@ -92,7 +102,7 @@ def plan(
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
-        print(job_file_of(answer, way_out), end="")
+        print(way_out_job_file(answer, way_out), end="")
         return
     tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
@@ -107,17 +117,22 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
-    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.commands.hardware import select_hardware
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.plan_tables import candidate_panel
 
     overrides = read_overrides(settings)
-    nodes, observations = hardware_of(service_of(home), cluster, cards)
-    plans = partial(trace_scope, nodes, settings=overrides)
+    nodes, observations = select_hardware(service_of(home), cluster, cards)
+    plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
-            file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+            file,
+            (),
+            home,
+            to_run=False,
+            allow_other_machine=SERVER.get() is not None,
+            trace_scope=plans,
         )
     answer = estimate_plan(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
@@ -150,7 +165,7 @@ def fit(
 
     source = Path(job) if name is None else job
     with show_spinner("planning on each card"):
-        spec, rows = fit_job(source, overrides, home, elsewhere=SERVER.get() is not None)
+        spec, rows = fit_job(source, overrides, home, allow_other_machine=SERVER.get() is not None)
     tell(
         {"job": spec.name, "rows": rows},
         as_json,
@@ -175,7 +190,7 @@ def calibrate(
 
     client = client_of(home)
     outcomes = read_outcomes(tracking_uri)
-    new = client.observe(outcomes)
+    new = client.send_observations(outcomes)
     tell(
         {"found": len(outcomes), "new": new},
         as_json,

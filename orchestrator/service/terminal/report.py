@@ -56,7 +56,7 @@ def report(
 
     since_s = parse_since(since, time.time())
     if folder is None:
-        answer = client_of(home).report(since_s)
+        answer = client_of(home).fetch_morning_report(since_s)
     else:
         from orchestrator.service.commands.launch.shown import report_folder
 

@@ -57,10 +57,10 @@ def simulate(
     A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
     `--queue now` plays the live queue on, as `orc forecast` does.
     """
-    from orchestrator.service.commands.job_list import read_list
+    from orchestrator.service.commands.job_list import read_job_list
     from orchestrator.service.commands.simulate import shift_maintenance
-    from orchestrator.service.commands.simulate import simulate as play
-    from orchestrator.service.intake.cluster_file import kept_cluster
+    from orchestrator.service.commands.simulate import simulate_trace as play
+    from orchestrator.service.intake.cluster_file import load_cluster
     from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
@@ -74,12 +74,12 @@ def simulate(
         raise SpecError(
             "a play of the live queue shares no card", path="--share", allowed="a list of jobs"
         )
-    hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
+    hardware = load_cluster(home) if queue and cluster is None else read_cluster(cluster)
     with show_spinner("simulating"):
         if trace is None:
             run = _play_live(hardware, home, is_live=cluster is None)
         else:
-            played = read_list(trace, home)
+            played = read_job_list(trace, home)
             dated = shift_maintenance(hardware, played.begins_s)
             run = play(played, dated, share)
     _print_run(run, hardware, as_json=as_json)
@@ -114,15 +114,17 @@ def _report_of(run: Simulated) -> dict[str, object]:
 
 def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
     """Return a play of the live queue."""
-    from orchestrator.service.client.lifecycle import journal_url
-    from orchestrator.service.commands.live_queue import now_of, play_queue
+    from orchestrator.service.client.lifecycle import find_journal_url
+    from orchestrator.service.commands.live_queue import advance_to_now, simulate_queue
     from orchestrator.service.commands.replay import read_queue
 
-    state, to_come = read_queue(journal_url(home), home)
+    state, to_come = read_queue(find_journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
-    run = play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
+    run = simulate_queue(
+        advance_to_now(state), cluster, is_live=is_live, coming_trials=to_come, home=home
+    )
     _print_endless(run, held_ids)
     return run
 
@@ -150,12 +152,14 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
-    from orchestrator.service.client.lifecycle import journal_url
-    from orchestrator.service.commands.replay import read_events
-    from orchestrator.service.commands.replay import replay as decide_again
+    from orchestrator.service.client.lifecycle import find_journal_url
+    from orchestrator.service.commands.replay import iterate_events
+    from orchestrator.service.commands.replay import replay_history as decide_again
     from orchestrator.service.terminal.simulation_tables import replay_table
 
     with show_spinner("deciding again"):
-        decisions = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
+        decisions = list(
+            decide_again(iterate_events(journal or find_journal_url(home.expanduser())))
+        )
     tell({"decisions": decisions}, as_json, replay_table(decisions))
     raise typer.Exit(not all(decision["same"] for decision in decisions))

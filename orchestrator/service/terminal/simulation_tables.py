@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.service.commands.replay import Decision
+from orchestrator.service.commands.replay import ReplayedDecision
 from orchestrator.service.commands.simulate import Simulated, quantile
 from orchestrator.service.terminal.plain_tables import plain_table
 
@@ -32,7 +32,7 @@ def simulated_table(run: Simulated) -> Table:
     return table
 
 
-def replay_table(decisions: Sequence[Decision]) -> RenderableType:
+def replay_table(decisions: Sequence[ReplayedDecision]) -> RenderableType:
     """Return past decisions with their reasons; both decisions if this version decides otherwise."""
     table = plain_table()
     for column in ("AT", "AFTER", "DECIDED", "WHY"):

@@ -52,7 +52,7 @@ def queue(
 
     _check_status(status, STATUSES)
     client = client_of(home)
-    everything = client.jobs(ended)
+    everything = client.list_jobs(ended)
     jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
     shown = {job["id"] for job in jobs}
     sweeps = [
@@ -118,7 +118,7 @@ def cancel(
         )
     _check_status(status, LIVE)
     if not ids:
-        live = [job for job in select(client.jobs(0), user, status) if job["status"] in LIVE]
+        live = [job for job in select(client.list_jobs(0), user, status) if job["status"] in LIVE]
         ids = [job["id"] for job in live]
         running = sum(job["status"] == "running" for job in live)
         if ids and not is_sure:
@@ -178,7 +178,7 @@ DONE = {"hold": "held", "release": "released", "suspend": "suspended", "resume":
 
 
 def _change(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
-    changed = client_of(home).change(verb, ids)
+    changed = client_of(home).change_jobs(verb, ids)
     same = [job_id for job_id in dict.fromkeys(ids) if job_id not in changed]
     lines = [f"{', '.join(changed)}: {DONE[verb]}."] if changed else []
     lines += [f"{', '.join(same)}: unchanged."] if same else []
@@ -197,9 +197,11 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Change the priority, deadline or time limit of a job that has not ended."""
-    from orchestrator.service.intake.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
-    is_changed = client_of(home).update(job_id, with_zone(read_overrides(settings, "orc update")))
+    is_changed = client_of(home).update_job(
+        job_id, add_time_zones(read_overrides(settings, "orc update"))
+    )
     tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
 
 
@@ -220,10 +222,10 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
-    from orchestrator.service.intake.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
-    overrides = with_zone(read_overrides(settings))
-    answer = client_of(home).retry(
+    overrides = add_time_zones(read_overrides(settings))
+    answer = client_of(home).retry_job(
         job_id,
         overrides,
         allow=allow,

@@ -42,13 +42,15 @@ def watch(
     client = client_of(home)
     console = console_on(sys.stdout)
     if not sys.stdout.isatty():
-        console.print(_screen(client.cluster(), client.jobs(ENDED_SHOWN), None), highlight=False)
+        console.print(
+            _screen(client.fetch_cluster(), client.list_jobs(ENDED_SHOWN), None), highlight=False
+        )
         return
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                cluster = client.cluster()
-                jobs = client.jobs(ENDED_SHOWN)
+                cluster = client.fetch_cluster()
+                jobs = client.list_jobs(ENDED_SHOWN)
                 rows = console.height - LINES_AROUND - min(len(cluster["nodes"]), NODES_SHOWN)
                 live.update(_screen(cluster, jobs, max(1, rows)), refresh=True)
                 time.sleep(every_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.ended_files import describe_removals
 from orchestrator.service.transfer.archive import Limits, Listing, list_files
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
@@ -35,7 +35,7 @@ def list_output(home: Path, job: Job) -> Listing:
             folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, uploaded_paths)
         )
     except OSError as error:
-        removed = removal_words(home, job.id, "workdir" if in_workdir else "output")
+        removed = describe_removals(home, job.id, "workdir" if in_workdir else "output")
         raise ServiceError(
             f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}"
         ) from None

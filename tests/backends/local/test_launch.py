@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.launch.core import answer_to, settle
+from orchestrator.service.commands.init.proposal import propose_job_file
+from orchestrator.service.commands.launch.core import answer_question, judge_last_attempt
 from orchestrator.service.commands.launch.records import Records
-from orchestrator.service.commands.launch.shown import explain_folder, report_folder, show_folder
-from orchestrator.service.demo.run import write_files
+from orchestrator.service.commands.launch.shown import explain_folder, report_folder, view_folder
+from orchestrator.service.demo.run import write_demo_files
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
@@ -67,7 +67,7 @@ def test_what_is_planned_first_is_the_argv_as_typed(
     (folder / "train.py").write_text(SCRIPT)
     request = {"devices": "virtual-1GiB", "dry_run": False, "once": False, "resume": False}
     for command in (["python", "train.py", *argv], ["env", "A=1", "torchrun", "train.py", *argv]):
-        answer = answer_to({"request": {**request, "command": command}, "cwd": str(folder)})
+        answer = answer_question({"request": {**request, "command": command}, "cwd": str(folder)})
         assert [argv for _, argv, _ in answer["ranks"]] == [tuple(command)]
 
 
@@ -278,16 +278,16 @@ def test_a_line_decides_as_the_service_and_its_records_can_be_read_back(
     with (home / "records.jsonl").open("a") as file:
         file.write('{"event": {"type": "fin')  # cut off
     records = Records(home)
-    settle(records)
-    spec = parse_job(proposal(command, line.folder, {}), "proposal", [("probe", "never")])
+    judge_last_attempt(records)
+    spec = parse_job(propose_job_file(command, line.folder, {}), "proposal", [("probe", "never")])
     job = Drive(tmp_path / "home", cluster("1GiB", devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)
-    assert show_folder(line.folder)["status"] == JobStatus.SUCCEEDED
+    assert view_folder(line.folder)["status"] == JobStatus.SUCCEEDED
     assert explain_folder(line.folder / "out")["job"]["id"] == records.job.id
     assert report_folder(line.folder, 0.0, time.time()).recovered
     with pytest.raises(SpecError, match="no line ran here"):
-        show_folder(line.folder / "..")
+        view_folder(line.folder / "..")
 
 
 @pytest.mark.long
@@ -306,13 +306,13 @@ def test_a_line_decides_as_the_service_and_its_records_can_be_read_back(
 def test_a_line_of_a_trainer_decides_as_the_service(
     line: Line, tmp_path: Path, command: list[str], memory: str
 ) -> None:
-    write_files(tmp_path)
+    write_demo_files(tmp_path)
     command = [*command, "--steps", "2", "--output", "out"]
     assert line.run("--devices", f"virtual-{memory}", *command) == 0, line.text
     (home,) = (line.folder / ".orc-launch").iterdir()
     records = Records(home)
-    settle(records)
-    spec = parse_job(proposal(command, tmp_path, {}), "proposal", [("probe", "never")])
+    judge_last_attempt(records)
+    spec = parse_job(propose_job_file(command, tmp_path, {}), "proposal", [("probe", "never")])
     job = Drive(tmp_path / "home", cluster(memory, devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.service.intake.detection import detect_machine, host_bytes
+from orchestrator.service.intake.detection import detect_machine, read_host_bytes
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -110,7 +110,7 @@ def hardware() -> Hardware:
     """Return the hardware here, detected once: each detection starts and stops NVML, and threads would disturb it."""
     kind = detect_machine("here").node.device
     return Hardware(
-        device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes()
+        device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=read_host_bytes()
     )
 
 

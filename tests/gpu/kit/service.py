@@ -160,7 +160,7 @@ def record_ours(size: Size) -> None:
     with service() as home, Client(home) as client:
         with recording("orc cluster show") as line:
             line["output"] = orc("cluster", "show")
-            line["nodes"] = Connection(home).cluster()["nodes"]
+            line["nodes"] = Connection(home).fetch_cluster()["nodes"]
         with recording("job that fits") as line:
             line |= report_of(client.submit(job_of(size, home.parent)))
         with recording("job whose profile lies") as line:
@@ -182,7 +182,7 @@ def record_ours(size: Size) -> None:
 
 def records(home: Path) -> list[dict[str, Any]]:
     """Name and state of each run, once all have ended or RECORDS_S are over; all of it goes to a file."""
-    uri = f"{Connection(home).cluster()['trackers']['mlflow']}/api/2.0/mlflow"
+    uri = f"{Connection(home).fetch_cluster()['trackers']['mlflow']}/api/2.0/mlflow"
     signed = {
         "Authorization": f"Bearer {(home / 'token').read_text()}",
         "Content-Type": "application/json",

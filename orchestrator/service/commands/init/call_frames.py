@@ -25,7 +25,9 @@ Order = tuple[tuple[int, int], ...]  # (line, column) of each call on the way, t
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node stands in the code."""
+    """Where a syntax node is in the code: its function or module, its class, and whether it is in a
+    loop or under a condition.
+    """
 
     scope: Scope
     owner: str = ""  # class of which the scope is a method
@@ -35,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A way to reach a scope: the calls that lead there, with their arguments."""
+    """A way to reach a function or module: the calls that lead there, with their arguments."""
 
     scope: Scope
     order: Order = ()
@@ -50,10 +52,10 @@ Value = tuple[ast.expr, Frame, bool]  # with whether every run gives it
 
 
 class CallReader:
-    """All calls and assignments of some modules, the script first."""
+    """The calls and assignments of some modules, the script first."""
 
     def __init__(self, trees: Sequence[ast.Module]) -> None:
-        """Read the trees. Only what the first one calls is certain to run."""
+        """Read the syntax trees. Only what the first tree's module calls is certain to run."""
         self.calls: list[tuple[ast.Call, Place]] = []
         self.values: dict[
             int, dict[str, list[tuple[ast.expr, bool]]]
@@ -66,9 +68,9 @@ class CallReader:
         self._frames: dict[int, tuple[Frame, ...]] = {}
         self._script = trees[0]
         for tree in trees:
-            self._visit(tree, Place(tree))
+            self._visit_node(tree, Place(tree))
         for call, place in self.calls:
-            for function in self.functions_of(call, place):
+            for function in self.find_functions(call, place):
                 self._sites.setdefault(id(function), []).append((call, place, True))
             references = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
             for name in references:  # typer.run(main)
@@ -76,7 +78,7 @@ class CallReader:
                     if not owner.owner:
                         self._sites.setdefault(id(function), []).append((call, place, False))
 
-    def _visit(self, node: ast.AST, place: Place) -> None:
+    def _visit_node(self, node: ast.AST, place: Place) -> None:
         inner = dict.fromkeys(ast.iter_child_nodes(node), place)
         uncertain = replace(place, is_certain=False)
         match node:
@@ -107,20 +109,24 @@ class CallReader:
             case ast.ImportFrom(module=module, names=names):
                 prefix = f"{module}." if module else ""
                 self.imports |= {alias.asname or alias.name: prefix + alias.name for alias in names}
-        for name, value in _assignments(node):
+        for name, value in _iterate_assignments(node):
             self.values.setdefault(id(place.scope), {}).setdefault(name, []).append(
                 (value, place.is_certain)
             )
         for child, where in inner.items():
-            self._visit(child, where)
+            self._visit_node(child, where)
 
-    def dotted(self, node: ast.expr) -> str:
-        """Return the full name of what is called: `os.replace` for `replace` of `from os import replace`."""
+    def dotted_name(self, node: ast.expr) -> str:
+        """Return the full name of a called expression: `os.replace` for `replace` after `from os
+        import replace`.
+        """
         first, dot, rest = ast.unparse(node).partition(".")
         return f"{self.imports.get(first, first)}{dot}{rest}"
 
-    def functions_of(self, call: ast.Call, place: Place) -> list[Function]:
-        """Return the functions of the code that a call may mean; a class means its constructor."""
+    def find_functions(self, call: ast.Call, place: Place) -> list[Function]:
+        """Return the functions of the code that a call may run; a call of a class runs its
+        constructor.
+        """
         name = ""
         owner = ""
         if isinstance(call.func, ast.Name):
@@ -132,7 +138,7 @@ class CallReader:
             owner = (
                 place.owner
                 if receiver in ("self", "cls", "super()")
-                else self._class_of(call.func.value, place)
+                else self._find_class(call.func.value, place)
             )
             name = call.func.attr if owner or receiver in self.imports else ""
         candidates = self._functions.get(name, [])
@@ -140,8 +146,10 @@ class CallReader:
         inherited = [function for function, where in candidates if where.owner] if owner else []
         return methods or inherited
 
-    def _class_of(self, receiver: ast.expr, place: Place) -> str:
-        """Return the class of `Trainer(args)`, or of a name that has that value; empty for another value."""
+    def _find_class(self, receiver: ast.expr, place: Place) -> str:
+        """Return the class name of an object: of the expression `Trainer(args)`, or of a name with
+        such a value; else "".
+        """
         values = [receiver]
         for scope in (place.scope, self._script):
             values += [
@@ -156,8 +164,10 @@ class CallReader:
         calls = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
         return next((name for name in calls if name in owners), "")
 
-    def frames_of(self, scope: Scope, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
-        """Return the ways to reach a scope. A function that nothing calls has one, which is not certain."""
+    def list_frames(self, scope: Scope, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
+        """Return the ways to reach a function or module. A function that nothing calls has one way,
+        which is not certain.
+        """
         if isinstance(scope, ast.Module):
             return (Frame(scope, is_certain=scope is self._script),)
         if id(scope) in self._frames:
@@ -166,29 +176,34 @@ class CallReader:
         self._frames[id(scope)] = ()  # a function that calls itself adds no way
         frames = list[Frame]()
         for call, place, has_arguments in sites:
-            is_only = len(self.functions_of(call, place)) == 1 or not has_arguments
-            for caller in self.frames_of(place.scope, depth - 1):
+            is_only = len(self.find_functions(call, place)) == 1 or not has_arguments
+            for caller in self.list_frames(place.scope, depth - 1):
                 frames.append(
                     Frame(
                         scope,
                         (*caller.order, (call.lineno, call.col_offset)),
                         caller.in_loop or place.in_loop,
                         caller.is_certain and place.is_certain and is_only,
-                        self.bind(scope, call if has_arguments else None, caller),
+                        self.bind_arguments(scope, call if has_arguments else None, caller),
                         caller,
                     )
                 )
         unknown = Frame(
-            scope, ((scope.lineno, 0),), is_certain=False, arguments=self.bind(scope, None, None)
+            scope,
+            ((scope.lineno, 0),),
+            is_certain=False,
+            arguments=self.bind_arguments(scope, None, None),
         )
         self._frames[id(scope)] = tuple(frames[:FRAMES_MAX]) or (unknown,)
         return self._frames[id(scope)]
 
-    def bind(
+    def bind_arguments(
         self, function: Function, call: ast.Call | None, caller: Frame | None
     ) -> dict[str, Argument]:
-        """Return each parameter with what a call gives it, or with its default."""
-        pairs = list(parameters_of(function.args))
+        """Return {parameter: its argument in this call, or its default}. Each value comes with the
+        caller's frame, or None.
+        """
+        pairs = list(iterate_parameters(function.args))
         bound: dict[str, Argument] = {
             argument.arg: (default, None) for argument, default in pairs if default is not None
         }
@@ -204,13 +219,15 @@ class CallReader:
             keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg
         }
 
-    def value_of(self, name: ast.expr, frame: Frame) -> Value | None:
-        """Return what a name or an attribute stands for, in which frame, and whether every run gives it that value.
+    def find_value(self, name: ast.expr, frame: Frame) -> Value | None:
+        """Return (expression, frame in which it is read, whether every run gives it) for a name or
+        an attribute.
 
-        In its own scope the assignment before it counts. None where the code does not say it.
+        In the name's own function, the last assignment before it counts. None where the code does
+        not say the value.
         """
         text = ast.unparse(name)
-        for scope, way in self._scopes(frame):
+        for scope, way in self._enclosing_scopes(frame):
             values = self.values.get(id(scope), {}).get(text, [])
             if scope is frame.scope:
                 values = [pair for pair in values if pair[0].lineno < name.lineno]
@@ -219,11 +236,13 @@ class CallReader:
                 return value, way, is_certain or len(values) == 1
             if text in way.arguments:
                 value, caller = way.arguments[text]
-                return value, caller or Frame(self._module_of(scope)), True
-        return self._attribute(text) if isinstance(name, ast.Attribute) else None
+                return value, caller or Frame(self._find_module(scope)), True
+        return self._find_attribute_value(text) if isinstance(name, ast.Attribute) else None
 
-    def _scopes(self, frame: Frame) -> Iterator[tuple[Scope, Frame]]:
-        """Yield the scope of a frame and those around it, each with its own frame."""
+    def _enclosing_scopes(self, frame: Frame) -> Iterator[tuple[Scope, Frame]]:
+        """Yield (function or module, its frame) for the frame's own scope and those around it, from
+        inside out.
+        """
         scope = frame.scope
         callers = list[Frame]()
         yield scope, frame
@@ -234,41 +253,49 @@ class CallReader:
             scope = self._enclosing[id(scope)]
             yield scope, next((caller for caller in callers if caller.scope is scope), Frame(scope))
 
-    def _attribute(self, text: str) -> Value | None:
-        """Return the value of an attribute such as `self.folder`, if the code sets it once."""
+    def _find_attribute_value(self, attribute: str) -> Value | None:
+        """Return the value of an attribute such as `self.folder`, as `find_value` does, if the code
+        sets it exactly once.
+        """
         places = list[tuple[ast.expr, Function]]()
         for functions in self._functions.values():
             for function, _ in functions:
-                values = self.values.get(id(function), {}).get(text, [])
+                values = self.values.get(id(function), {}).get(attribute, [])
                 places += [(value, function) for value, _ in values]
         if len(places) != 1:
             return None
         value, function = places[0]
-        return value, next(iter(self.frames_of(function)), Frame(function)), True
+        return value, next(iter(self.list_frames(function)), Frame(function)), True
 
-    def _module_of(self, scope: Scope) -> Scope:
+    def _find_module(self, scope: Scope) -> Scope:
         while id(scope) in self._enclosing:
             scope = self._enclosing[id(scope)]
         return scope
 
 
-def parameters_of(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
-    """Yield each parameter with its default; None where it has none."""
+def iterate_parameters(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """Yield (parameter, its default) of a function; None where the parameter has no default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     blank: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     yield from zip(positional, [*blank, *arguments.defaults], strict=True)
     yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
 
 
-def _holds_in_every_run(test: ast.expr) -> bool:
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+def _holds_in_every_run(condition: ast.expr) -> bool:
+    parts = (
+        condition.values
+        if isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And)
+        else [condition]
+    )
     return all(OF_EVERY_RUN.search(ast.unparse(part)) for part in parts)
 
 
-def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that a node sets, with its value; several names of one call have that call.
+def _iterate_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, value) of each name that a node sets. Several names that are set from one call
+    all get that call.
 
-    A name of a loop has no value of its own: `*` of what the loop runs over.
+    A loop's variable has no value of its own: it gets `*` and the expression over which the loop
+    runs.
     """
     match node:
         case ast.Assign(targets=targets, value=value):

@@ -7,9 +7,14 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from orchestrator.service.commands.init.call_frames import parameters_of
-from orchestrator.service.commands.init.meanings import EVALUATION, Setting, meaning_of, word_of
-from orchestrator.service.commands.init.named_files import number_of
+from orchestrator.service.commands.init.call_frames import iterate_parameters
+from orchestrator.service.commands.init.meanings import (
+    EVALUATION,
+    Setting,
+    find_meaning,
+    snake_case_word,
+)
+from orchestrator.service.commands.init.named_files import evaluate_number
 
 Divisor = Literal[
     "global", "node", "tokens", "step"
@@ -27,22 +32,28 @@ ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv", "os.envir
 CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
 
 
-def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
-    """Yield constants named like a batch size or accumulation, and environment variables that set one."""
-    evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
+def iterate_code_settings(tree: ast.Module, file_name: str) -> Iterator[Setting]:
+    """Yield settings in a script's code: constants named like a batch size or accumulation, and
+    variables that set one.
+
+    The variables are environment variables that the code reads.
+    """
+    evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation_nodes(statement)}
     for node in ast.walk(tree):
-        for name, value, line, rank in _bindings(node) if id(node) not in evaluates else ():
-            yield from _setting(name, value, f"{file}:{line}", rank)
+        for name, value, line, rank in _iterate_bindings(node) if id(node) not in evaluates else ():
+            yield from _make_setting(name, value, f"{file_name}:{line}", rank)
 
 
-def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
-    """Yield (name, value, line, rank) of assignments, keywords, keys of dicts, and defaults of parameters."""
+def _iterate_bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
+    """Yield (name, value, line, precedence rank) of assignments, keyword arguments, dict keys, and
+    parameters' defaults.
+    """
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
-                yield _name(target), value, node.lineno, CODE_RANK
+                yield _target_name(target), value, node.lineno, CODE_RANK
         case ast.AnnAssign(target=target, value=value):
-            yield _name(target), value, node.lineno, CODE_RANK
+            yield _target_name(target), value, node.lineno, CODE_RANK
         case ast.keyword(arg=str(name), value=value):
             yield name, value, value.lineno, CODE_RANK
         case ast.Dict(keys=keys, values=values):
@@ -50,13 +61,15 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value, value, value.lineno, CODE_RANK
         case ast.FunctionDef(args=args):
-            for argument, default in parameters_of(args):
+            for argument, default in iterate_parameters(args):
                 if default is not None:
                     yield argument.arg, default, default.lineno, DEFAULT_RANK
 
 
-def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
-    """Yield (name, what it counts) of each value that the code divides by the number of ranks or its micro-batch."""
+def iterate_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
+    """Yield (name, what it counts) for each setting that the code divides by its number of ranks or
+    by its micro-batch.
+    """
     for node in ast.walk(tree):
         match node:
             case (
@@ -66,12 +79,14 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
                 pass
             case _:
                 continue
-        word = word_of(_name(left))
+        word = snake_case_word(_target_name(left))
         by = ast.unparse(right)
-        meaning = meaning_of(word) if word else None
+        meaning = find_meaning(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue
-        divisors = {(meaning_of(name) or ("",))[0] for name in map(_name, ast.walk(right)) if name}
+        divisors = {
+            (find_meaning(name) or ("",))[0] for name in map(_target_name, ast.walk(right)) if name
+        }
         if LENGTHS.search(by):
             yield word, "tokens"
         elif PER_NODE.search(by):
@@ -82,28 +97,30 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
             yield word, "step"
 
 
-def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterator[Setting]:
-    variable = _variable(value)
-    meaning = (meaning_of(name) if name else None) or (
-        meaning_of(variable[0]) if variable is not None else None
+def _make_setting(name: str, value: ast.expr | None, location: str, rank: int) -> Iterator[Setting]:
+    variable = _find_variable(value)
+    meaning = (find_meaning(name) if name else None) or (
+        find_meaning(variable[0]) if variable is not None else None
     )
     if meaning is None or meaning[0] not in READ:
         return
     if variable is not None:
-        yield Setting(meaning[0], variable[0], "env", variable[1], where, 2, meaning[1])
+        yield Setting(meaning[0], variable[0], "env", variable[1], location, 2, meaning[1])
         return
-    number = number_of(value)
+    number = evaluate_number(value)
     if type(number) is int and number > 0:
-        yield Setting(meaning[0], name, "constant", str(number), where, rank, meaning[1])
+        yield Setting(meaning[0], name, "constant", str(number), location, rank, meaning[1])
 
 
-def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
-    """Return (name, default) of the variable in `int(os.environ.get("BATCH", 128))`; None without one."""
+def _find_variable(node: ast.AST | None) -> tuple[str, str | None] | None:
+    """Return (name, default) of the environment variable in `int(os.environ.get("BATCH", 128))`;
+    None without a variable.
+    """
     for part in ast.walk(node) if node is not None else ():
         match part:
             case ast.Call(func=func, args=[ast.Constant(value=str(name)), *rest]):
                 if ast.unparse(func) in ENVIRONMENT:
-                    default = number_of(rest[0]) if rest else None
+                    default = evaluate_number(rest[0]) if rest else None
                     return name, None if default is None else str(default)
             case ast.Subscript(value=value, slice=ast.Constant(value=str(name))):
                 if ast.unparse(value) in ENVIRONMENT[-2:]:
@@ -111,15 +128,18 @@ def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
     return None
 
 
-def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
+def _evaluation_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a value that is assigned to a name of evaluation: `test_loader =
+    DataLoader(test)`.
+    """
     if isinstance(node, ast.Assign) and any(
-        EVALUATION & set(word_of(_name(target)).split("_")) for target in node.targets
+        EVALUATION & set(snake_case_word(_target_name(target)).split("_"))
+        for target in node.targets
     ):
         yield from ast.walk(node.value)
 
 
-def _name(node: ast.AST) -> str:
+def _target_name(node: ast.AST) -> str:
     match node:
         case ast.Subscript(slice=ast.Constant(value=value)):
             return str(value)
@@ -127,7 +147,9 @@ def _name(node: ast.AST) -> str:
 
 
 def last_name(node: ast.AST) -> str:
-    """Return the last part of a name in code: `run` of `typer.run`; "" for what is no name."""
+    """Return the last part of a dotted name in code: `run` of `typer.run`; "" for a node that is no
+    name.
+    """
     match node:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name

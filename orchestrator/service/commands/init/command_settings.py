@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.service.commands.init.meanings import Count, Setting, Way, meaning_of, word_of
+from orchestrator.service.commands.init.meanings import (
+    Count,
+    Setting,
+    Way,
+    find_meaning,
+    snake_case_word,
+)
 from orchestrator.service.commands.init.named_files import (
     REWRITABLE,
     SUFFIXES,
-    read_hydra,
-    read_settings,
+    read_hydra_settings,
+    read_settings_file,
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
@@ -41,7 +47,7 @@ TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one 
 
 @frozen
 class NamedFile:
-    """A settings file that a command names."""
+    """A settings file whose path is in the command."""
 
     word: str  # as typed
     flag: str | None  # whose value it is; None: positional, or of a launcher
@@ -50,38 +56,49 @@ class NamedFile:
 
     @property
     def can_be_copied(self) -> bool:
-        """Whether an attempt can use a rewritten copy of the file."""
+        """Whether each attempt can use a copy of the file with other values."""
         path = Path(self.word)
         return self.word.endswith(REWRITABLE) and not path.is_absolute() and ".." not in path.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings found, in the order of precedence, and the files that contain some."""
+    """All settings of a command, in the order of precedence, and the files that contain some of
+    them.
+    """
 
     argv: Argv  # the program's arguments, in the parser's spelling
     places: tuple[Setting, ...]
     files: tuple[NamedFile, ...]
     notes: Notes
 
-    def of(self, meaning: str, *counts: Count) -> list[Setting]:
-        """Return the settings of a quantity, as `learning_rate`; with `counts`, only batch sizes counted that way."""
+    def find_all(self, quantity: str, *counts: Count) -> list[Setting]:
+        """Return the settings of a quantity, such as `learning_rate`.
+
+        With `counts`, only batch sizes that count samples in one of these ways (`rank`, `global`)
+        are returned.
+        """
         return [
             place
             for place in self.places
-            if place.meaning == meaning and (not counts or place.counts in counts)
+            if place.meaning == quantity and (not counts or place.counts in counts)
         ]
 
-    def first(self, meaning: str, *counts: Count) -> Setting | None:
-        """Return the setting that takes effect; None without one, or where equal precedence disagrees."""
-        return winner(self.of(meaning, *counts))
+    def find_effective(self, quantity: str, *counts: Count) -> Setting | None:
+        """Return the setting of a quantity that takes effect. `counts` selects as in `find_all`.
+
+        None without a setting, or where settings of equal precedence disagree.
+        """
+        return select_effective(self.find_all(quantity, *counts))
 
 
-def winner(places: Sequence[Setting]) -> Setting | None:
-    """Return the setting with the lowest rank that has a value; None if several of that rank disagree."""
-    places_with_value = [place for place in places if place.value is not None]
+def select_effective(settings: Sequence[Setting]) -> Setting | None:
+    """Return the setting with a value that takes precedence; None where several of the same
+    precedence disagree.
+    """
+    places_with_value = [place for place in settings if place.value is not None]
     if not places_with_value:
-        return places[0] if places else None
+        return settings[0] if settings else None
     rank = min(place.rank for place in places_with_value)
     best = [place for place in places_with_value if place.rank == rank]
     if rank == TYPED:
@@ -90,64 +107,71 @@ def winner(places: Sequence[Setting]) -> Setting | None:
     return training[0] if len({place.value for place in training}) == 1 else None
 
 
-def preset_of(typed: TypedCommand, framework: Framework | None) -> JsonObject:
-    """Return the framework's knobs in the form that this command accepts.
+def load_preset_knobs(typed: TypedCommand, framework: Framework | None) -> JsonObject:
+    """Return the framework's preset knobs (settings that plans may change) in the form that this
+    command accepts.
 
-    LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
-    argument: HfArgumentParser takes no flag beside it.
+    LLaMA-Factory's are flags if the command names no file. Those of transformers and TRL are keys
+    if a file is the first argument: HfArgumentParser accepts no flag beside it.
     """
     preset = knobs_of(framework) if framework is not None else {}
     has_file = any(word.endswith(REWRITABLE) for word in typed.command[typed.arguments :][:1])
     if framework == "llamafactory" and not has_file:
-        return {name: _other_way(knob, "key", "flag") for name, knob in preset.items()}
+        return {name: _convert_knob(knob, "key", "flag") for name, knob in preset.items()}
     if framework in ("hf", "trl") and has_file:
-        return {name: _other_way(knob, "flag", "key") for name, knob in preset.items()}
+        return {name: _convert_knob(knob, "flag", "key") for name, knob in preset.items()}
     return preset
 
 
-def _other_way(knob: JsonObject, way: str, new: str) -> JsonObject:
-    if way not in knob:
+def _convert_knob(knob: JsonObject, old_way: str, new_way: str) -> JsonObject:
+    if old_way not in knob:
         return dict(knob)
-    also = {"also": [_other_way(part, way, new) for part in knob["also"]]} if "also" in knob else {}
-    name = knob[way].lstrip("-")
+    also = (
+        {"also": [_convert_knob(part, old_way, new_way) for part in knob["also"]]}
+        if "also" in knob
+        else {}
+    )
+    name = knob[old_way].lstrip("-")
     return {
-        new: f"--{name}" if new == "flag" else name,
-        **{key: knob[key] for key in knob if key != way},
+        new_way: f"--{name}" if new_way == "flag" else name,
+        **{key: knob[key] for key in knob if key != old_way},
         **also,
     }
 
 
 def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
-    """Return the settings of a command, of the files that it names, and of its parser, framework and code."""
-    preset = preset_of(typed, framework)
+    """Return the settings of a command, of the files that it names, and of its parser, its
+    framework and its code.
+    """
+    preset = load_preset_knobs(typed, framework)
     argv = tuple(
         _parser_spelling(word, script, preset) for word in typed.command[typed.arguments :]
     )
     launcher = [
         replace(place, way="constant", where="the launcher's options")
-        for place in _argv_settings(typed.launcher_words, {}, script, {})
+        for place in _iterate_argument_settings(typed.launcher_words, {}, script, {})
         if place.meaning in ("gradient_accumulation_steps", "deepspeed_config", "precision")
     ]
     files = [
-        *_named_files(argv, typed.folder),
-        *_named_files(typed.launcher_words, typed.folder, is_launchers=True),
+        *_iterate_named_files(argv, typed.folder),
+        *_iterate_named_files(typed.launcher_words, typed.folder, is_launchers=True),
     ]
     nested = [
         str(value) for file in files if file.is_launchers for value in (file.content or {}).values()
     ]
-    files += _named_files(
+    files += _iterate_named_files(
         nested, typed.folder, is_launchers=True
     )  # accelerate's deepspeed_config_file
     named = {file.word for file in files}
     for name in dict.fromkeys(script.own_files):
-        content = read_settings(typed.folder / name) if name not in named else None
+        content = read_settings_file(typed.folder / name) if name not in named else None
         if content is not None:
             files.append(NamedFile(word=name, flag=None, content=content))
     notes = [
         f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
         for file in files
         if file.content is None
-        and (file.flag is None or meaning_of(file.flag) or "config" in file.flag)
+        and (file.flag is None or find_meaning(file.flag) or "config" in file.flag)
     ]
     variables = {place.name: place for place in script.places if place.way == "env"}
     from_env = [
@@ -156,34 +180,40 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         if name in variables
     ]
     places = [
-        *_argv_settings(argv, script.flags_by_name, script, preset),
+        *_iterate_argument_settings(argv, script.flags_by_name, script, preset),
         *from_env,
         *launcher,
-        *(place for file in files for place in _file_settings(file, script, framework, preset)),
-        *_hydra_settings(argv, script),
-        *_parser_settings(script, preset),
-        *_framework_settings(typed, script, framework, preset, files),
+        *(
+            place
+            for file in files
+            for place in _iterate_file_settings(file, script, framework, preset)
+        ),
+        *_iterate_hydra_settings(argv, script),
+        *_iterate_parser_settings(script, preset),
+        *_iterate_framework_settings(typed, script, framework, preset, files),
         *script.places,
     ]
     tokens = {word for word, divisor in script.divided.items() if divisor == "tokens"}
     for place in places:
         is_batch = place.meaning == "micro_batch_size" and place.counts != "global"
         if place.counts == "tokens" or (is_batch and (place.number or 0) > SAMPLES_MAX):
-            tokens.add(word_of(place.name))
-        if word_of(place.name) in tokens and place.rank <= OF_PARSER:
+            tokens.add(snake_case_word(place.name))
+        if snake_case_word(place.name) in tokens and place.rank <= OF_PARSER:
             notes.append(f"CHECK: {place.place} {IN_TOKENS}: it stays as it is")
-    places = [place for place in places if word_of(place.name) not in tokens]
-    return Settings(argv, tuple(_with_counts(places)), tuple(files), tuple(notes))
+    places = [place for place in places if snake_case_word(place.name) not in tokens]
+    return Settings(argv, tuple(_correct_counts(places)), tuple(files), tuple(notes))
 
 
-def _with_counts(places: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield the settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
+def _correct_counts(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """Yield the settings. If one batch size is per rank, a plain one beside it counts the samples
+    of a whole step.
+    """
     has_micro = any(
         place.meaning == "micro_batch_size" and place.counts == "rank"
-        for place in places
+        for place in settings
         if place.rank < 3
     )
-    for place in places:
+    for place in settings:
         is_plain = place.meaning == "micro_batch_size" and place.counts == "plain"
         yield (
             replace(place, counts="global")
@@ -193,7 +223,7 @@ def _with_counts(places: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
-    """Return a flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
+    """Return a flag as its parser spells it: --batch-size for -b, --output_dir for --output-dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
@@ -210,10 +240,12 @@ def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
     return f"{by_alias.get(name) or alike.get(name.replace('-', '_'), name)}{equals}{value}"
 
 
-def pairs_of(
+def iterate_pairs(
     argv: Sequence[str], flags: Mapping[str, Flag]
 ) -> Iterator[tuple[str, str | None, bool, int]]:
-    """Yield (name, value, whether joined by =, number of arguments) of each flag and each argument key=value."""
+    """Yield (name, value, whether joined by =, number of words) of each flag, and of each argument
+    key=value.
+    """
     index = 0
     while index < len(argv):
         word = argv[index]
@@ -236,12 +268,12 @@ def pairs_of(
             yield name, None, False, 1
 
 
-def _argv_settings(
+def _iterate_argument_settings(
     argv: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Knobs
 ) -> Iterator[Setting]:
     names = {knob.get("flag") for knob in preset.values() if isinstance(knob, Mapping)}
-    for name, value, joined, _ in pairs_of(argv, flags):
-        meaning = _meaning(name, preset)
+    for name, value, joined, _ in iterate_pairs(argv, flags):
+        meaning = _find_meaning(name, preset)
         if meaning is None:
             continue
         is_flag = name.startswith("-")
@@ -254,8 +286,10 @@ def _argv_settings(
         yield Setting(meaning[0], name, way, "true" if value is None else value, counts=counts)  # type: ignore[arg-type]
 
 
-def _meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
-    """Return the meaning of a name, with or without dashes, in the framework, else by the name itself."""
+def _find_meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
+    """Return (quantity, what a batch size counts) for a name in the framework's preset, else by the
+    name alone; None if unknown.
+    """
     for setting, knob in preset.items():
         ways = (
             [knob.get(way) for way in ("flag", "override", "key")]
@@ -266,16 +300,18 @@ def _meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
             if setting == "global_batch_size":
                 return "micro_batch_size", "global"
             return setting, "rank" if setting == "micro_batch_size" else "plain"
-    return meaning_of(name)
+    return find_meaning(name)
 
 
-def _named_files(
+def _iterate_named_files(
     argv: Sequence[str], folder: Path, is_launchers: bool = False
 ) -> Iterator[NamedFile]:
-    """Yield the files of settings that the arguments name, each once."""
+    """Yield each settings file that the arguments name. With `is_launchers`, the arguments are a
+    launcher's.
+    """
     values = {
         value: name
-        for name, value, joined, _ in pairs_of(argv, {})
+        for name, value, joined, _ in iterate_pairs(argv, {})
         if value and name.startswith("-")
     }
     visited = set[str]()
@@ -286,7 +322,7 @@ def _named_files(
         flag = values.get(word)
         if "=" in word or (word.endswith(".py") and flag is not None and "config" not in flag):
             continue
-        content = read_settings(folder / word)
+        content = read_settings_file(folder / word)
         if content is not None or not (folder / word).is_file():
             yield NamedFile(
                 word=word,
@@ -296,7 +332,7 @@ def _named_files(
             )
 
 
-def _file_settings(
+def _iterate_file_settings(
     file: NamedFile, script: Script, framework: Framework | None, preset: Knobs
 ) -> Iterator[Setting]:
     content = file.content or {}
@@ -304,7 +340,7 @@ def _file_settings(
         key.startswith(("zero_optimization", "train_micro_batch_size_per_gpu")) for key in content
     )
     for key, value in content.items():
-        meaning = _meaning(key, preset)
+        meaning = _find_meaning(key, preset)
         if (
             meaning is None
             or value is None
@@ -335,26 +371,26 @@ def _file_settings(
         yield place
 
 
-def _hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Setting]:
+def _iterate_hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Setting]:
     if script.hydra is None:
         return
     folder, name = script.hydra
     pairs = {
-        key.lstrip("+~"): value for key, value, _, _ in pairs_of(argv, {}) if value is not None
+        key.lstrip("+~"): value for key, value, _, _ in iterate_pairs(argv, {}) if value is not None
     }
     name = pairs.get("--config-name") or pairs.get("-cn") or name
-    for key, value in read_hydra(
+    for key, value in read_hydra_settings(
         folder, name, {key: str(value) for key, value in pairs.items()}
     ).items():
-        meaning = meaning_of(key)
+        meaning = find_meaning(key)
         if meaning is not None and value is not None and "${" not in str(value):
             where = f"{folder.name}/{name.removesuffix('.yaml')}.yaml"
             yield Setting(meaning[0], key, "override", str(value), where, IN_FILE, meaning[1])
 
 
-def _parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
+def _iterate_parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
     for flag in script.flags:
-        meaning = _meaning(flag.name, preset)
+        meaning = _find_meaning(flag.name, preset)
         if meaning is None or flag.kind == "positional":
             continue
         value = None if flag.default is None else str(flag.default)
@@ -364,7 +400,7 @@ def _parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
         yield Setting(meaning[0], flag.name, way, value, "its parser", OF_PARSER, counts)
 
 
-def _framework_settings(
+def _iterate_framework_settings(
     typed: TypedCommand,
     script: Script,
     framework: Framework | None,
@@ -383,7 +419,7 @@ def _framework_settings(
         ):
             continue
         default = (
-            _litgpt_default(typed)
+            _find_litgpt_batch(typed)
             if framework == "litgpt" and name == "global_batch_size"
             else None
         )
@@ -406,8 +442,10 @@ def _framework_settings(
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
 
 
-def _litgpt_default(typed: TypedCommand) -> str | None:
-    """The global batch of litgpt's own defaults: `train: TrainArgs = TrainArgs(global_batch_size=16)` of setup()."""
+def _find_litgpt_batch(typed: TypedCommand) -> str | None:
+    """Return the global batch size in the defaults of the litgpt command's setup(); None where it
+    is not found.
+    """
     sub = typed.command[1]
     name = LITGPT_FILES.get(sub, f"finetune/{sub.removeprefix('finetune_')}.py")
     root = Path(typed.command[0]).parent.parent

@@ -16,16 +16,16 @@ from orchestrator.service.commands.init.command_settings import (
     TYPED,
     Knobs,
     Settings,
-    pairs_of,
-    preset_of,
+    iterate_pairs,
+    load_preset_knobs,
 )
 from orchestrator.service.commands.init.meanings import (
     FOLDERS_OF_ANYTHING,
     IN_ALL,
     PRECISIONS,
     Setting,
-    precision_of,
-    word_of,
+    find_precision,
+    snake_case_word,
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
@@ -76,7 +76,9 @@ MENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples per optimizer step, with its factors as knobs."""
+    """The samples per optimizer step, and the knobs (settings that plans may change) that split
+    them.
+    """
 
     knobs: Knobs
     controlled: tuple[Setting, ...]  # whose arguments leave the command
@@ -88,7 +90,7 @@ class Batch:
 
 @frozen
 class DeepSpeedFile:
-    """A DeepSpeed file of the command."""
+    """A DeepSpeed configuration file of the command, with its ZeRO stage."""
 
     config: Mapping[str, str]  # as the job file names it
     stage: int
@@ -97,7 +99,9 @@ class DeepSpeedFile:
 
 @frozen
 class BareCommand:
-    """A command stripped of the settings that plans control, with these settings as knobs."""
+    """A command without the settings that plans control; these settings are knobs, with the typed
+    values as defaults.
+    """
 
     command: Argv
     names: frozenset[str]  # of its flags as typed
@@ -118,14 +122,16 @@ class BareCommand:
 def choose_knobs(
     typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings
 ) -> BareCommand:
-    """Return the command without the settings that plans control, and the knobs for these."""
-    preset = preset_of(typed, framework)
-    ranks, ranks_place = _ranks(typed, settings, script, framework)
+    """Return the command without the settings that plans control, and the knobs through which plans
+    set them.
+    """
+    preset = load_preset_knobs(typed, framework)
+    ranks, ranks_place = _find_ranks(typed, settings, script, framework)
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
     by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
-    are_ranks = by_launcher or settings.of("nodes") or script.calls & set(SEVERAL_RANKS)
+    are_ranks = by_launcher or settings.find_all("nodes") or script.calls & set(SEVERAL_RANKS)
     if not are_ranks:
-        batch = _as_unclear(batch, ranks or 1)
+        batch = _drop_unclear_samples(batch, ranks or 1)
     if any("total" in note and IN_TOKENS in note for note in settings.notes):
         batch = replace(batch, samples=None)  # how often it accumulates follows from that total
     differing = {
@@ -140,12 +146,12 @@ def choose_knobs(
     notes = [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
         controlled.append(ranks_place)
-    knobs |= _path_knobs(settings, preset, script)
-    output = _path_place(settings, "output_dir", script)
+    knobs |= _make_path_knobs(settings, preset, script)
+    output = _find_path_setting(settings, "output_dir", script)
     if output is not None and output.rank == TYPED:
         controlled.append(output)
         notes.append(f"Taken out of the command, since the job sets it: {output.place}")
-        if word_of(output.name) in FOLDERS_OF_ANYTHING:
+        if snake_case_word(output.name) in FOLDERS_OF_ANYTHING:
             notes.append(
                 f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir"
             )
@@ -153,16 +159,16 @@ def choose_knobs(
         knobs["resume_from"] = None
     if "zero_stage" in preset and _types_sharding(settings, framework):
         knobs["zero_stage"] = None
-    knobs |= _checkpointing(settings, script, framework)
+    knobs |= _make_recomputation_knob(settings, script, framework)
     if framework == "torchtune":  # each of its files says both
         knobs |= {"activation_checkpointing": None, "optimizer_in_backward": None}
-    deepspeed = _deepspeed_file(settings)
+    deepspeed = _find_deepspeed_file(settings)
     if deepspeed is not None:
         knobs["zero_stage"] = {"key": f"{ZERO}.stage"}
-    precision, knob, place = _precision(typed, settings, script, framework, preset)
+    precision, knob, place = _find_precision(typed, settings, script, framework, preset)
     knobs |= knob
     controlled += [] if place is None else [place]
-    config = _config(knobs, batch, settings, framework, script)
+    config = _find_copied_config(knobs, batch, settings, framework, script)
     if config is None and deepspeed is not None and framework != "deepspeed":
         config = deepspeed.config
     if config is not None and config.get("flag"):
@@ -183,7 +189,7 @@ def choose_knobs(
         for name, value in typed.env.items()
         if name not in {place.name for place in controlled}
     }
-    steps, differing_steps = _steps(settings)
+    steps, differing_steps = _find_steps(settings)
     if differing_steps:
         notes.append(
             f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in differing_steps)}"
@@ -193,7 +199,7 @@ def choose_knobs(
             *typed.command[: typed.arguments],
             *_drop_controlled(settings.argv, controlled, script),
         ),
-        names=frozenset(name for name, *_ in pairs_of(settings.argv, {})),
+        names=frozenset(name for name, *_ in iterate_pairs(settings.argv, {})),
         knobs=knobs,
         notes=tuple(notes),
         env=env,
@@ -206,20 +212,24 @@ def choose_knobs(
         config=config,
         deepspeed=deepspeed,
         steps=steps,
-        model=next((place for place in settings.of("model") if place.rank <= IN_FILE), None),
-        length=next((place for place in settings.of("sequence_length") if place.number), None),
+        model=next((place for place in settings.find_all("model") if place.rank <= IN_FILE), None),
+        length=next(
+            (place for place in settings.find_all("sequence_length") if place.number), None
+        ),
     )
 
 
-def _steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
-    """Return the number of optimizer steps, and the places that disagree on it, where none is taken.
+def _find_steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
+    """Return (setting of the number of optimizer steps or None, settings that disagree on it).
 
-    Beside typed epochs a default does not count.
+    If the command has epochs, a default number of steps does not count.
     """
-    has_epochs = any("epoch" in word_of(name) for name, *_ in pairs_of(settings.argv, {}))
+    has_epochs = any(
+        "epoch" in snake_case_word(name) for name, *_ in iterate_pairs(settings.argv, {})
+    )
     places = [
         place
-        for place in settings.of("steps")
+        for place in settings.find_all("steps")
         if place.number and not (has_epochs and place.rank > TYPED)
     ]
     rank = min((place.rank for place in places), default=TYPED)
@@ -231,30 +241,36 @@ def _steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
     return next(iter(best.values()), None), []
 
 
-def _path_knobs(settings: Settings, preset: Knobs, script: Script) -> JsonObject:
-    """Return the knobs of the output folder and the checkpoint, where the framework's preset is not the same."""
+def _make_path_knobs(settings: Settings, preset: Knobs, script: Script) -> JsonObject:
+    """Return the knobs for the output folder and the checkpoint, where they differ from the
+    framework's preset.
+    """
     knobs = JsonObject()
     for setting in ("output_dir", "resume_from"):
-        place = _path_place(settings, setting, script)
+        place = _find_path_setting(settings, setting, script)
         if place is not None and (
             setting not in preset
-            or (place.rank == TYPED and not _is_presets(place, preset[setting]))
+            or (place.rank == TYPED and not _equals_preset(place, preset[setting]))
         ):
             knobs[setting] = {place.way: place.name}
     return knobs
 
 
 def _types_sharding(settings: Settings, framework: Framework | None) -> bool:
-    """Return whether the command itself chooses sharding, by a DeepSpeed file or FSDP's flags."""
+    """Return whether the command itself chooses sharding, by a DeepSpeed file or by FSDP's
+    flags.
+    """
     has_files = framework is not None and bool(settings.files)
-    if has_files and any(place.rank == TYPED for place in settings.of("deepspeed_config")):
+    if has_files and any(place.rank == TYPED for place in settings.find_all("deepspeed_config")):
         return True
-    return any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(settings.argv, {}))
+    return any(name in ("--fsdp", "--fsdp_config") for name, *_ in iterate_pairs(settings.argv, {}))
 
 
-def _deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
-    """Return the typed DeepSpeed file whose stage can be a knob; None where it offloads, or says no stage."""
-    flags = {place.name for place in settings.of("deepspeed_config") if place.rank == TYPED}
+def _find_deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
+    """Return the typed DeepSpeed file whose ZeRO stage plans may change; None where it offloads, or
+    has no stage.
+    """
+    flags = {place.name for place in settings.find_all("deepspeed_config") if place.rank == TYPED}
     for file in settings.files:
         content = file.content or {}
         stage = content.get(f"{ZERO}.stage")
@@ -272,16 +288,17 @@ def _deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
     return None
 
 
-def _ranks(
+def _find_ranks(
     typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None
 ) -> tuple[int | None, Setting | None]:
-    """Return the ranks in all that were typed, and the place beside a launcher that says so.
+    """Return (number of ranks that the command asks for or None, the setting that says so if no
+    launcher does).
 
-    Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something starts a rank on each. Without a
-    launcher a script is one process, whatever it was given.
+    Devices from Slurm or CUDA_VISIBLE_DEVICES count only where something starts a rank on each of
+    them. Without a launcher a script is one process, whatever devices it has.
     """
-    place = settings.first("ranks")
-    nodes = settings.first("nodes")
+    place = settings.find_effective("ranks")
+    nodes = settings.find_effective("nodes")
     if (
         typed.ranks is None
         and place is not None
@@ -290,12 +307,14 @@ def _ranks(
     ):
         count = place.number
         # of all nodes together, as accelerate's
-        is_total = word_of(place.name) == "num_processes"
+        is_total = snake_case_word(place.name) == "num_processes"
         if nodes and nodes.number is not None and nodes.rank <= IN_FILE and not is_total:
             count *= nodes.number
         return count, place
     for place in (
-        (*settings.of("ranks"), *settings.of("device_numbers")) if typed.ranks is None else ()
+        (*settings.find_all("ranks"), *settings.find_all("device_numbers"))
+        if typed.ranks is None
+        else ()
     ):
         if place.rank == TYPED and re.fullmatch(r"\[?\d+(,\d+)+\]?", str(place.value)):
             return str(place.value).count(",") + 1, place
@@ -309,24 +328,26 @@ def _ranks(
 
 
 def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) -> Batch:
-    """Return the global batch on which all settings agree, and the knobs that split it into micro-batches."""
-    total = settings.first("micro_batch_size", "global")
+    """Return the global batch size on which all settings agree, and the knobs that split it into
+    micro-batches.
+    """
+    total = settings.find_effective("micro_batch_size", "global")
     choices = [
-        settings.first("micro_batch_size", "rank"),
-        settings.first("micro_batch_size", "plain"),
+        settings.find_effective("micro_batch_size", "rank"),
+        settings.find_effective("micro_batch_size", "plain"),
     ]
     micro = next(
         (place for place in choices if place is not None and place.value is not None), None
     )
     micro = micro or next((place for place in choices if place is not None), None)
-    steps = settings.first("gradient_accumulation_steps")
-    per_step = total is not None and micro is None and _counts_a_step(total)
+    steps = settings.find_effective("gradient_accumulation_steps")
+    per_step = total is not None and micro is None and _is_micro_step_total(total)
     if per_step:
         micro = total
         total = None
-    disagree = settings.of("micro_batch_size", "rank", "plain") if micro is None else []
-    disagree += settings.of("gradient_accumulation_steps") if steps is None else []
-    divisor = script.divided.get(word_of(micro.name)) if micro is not None else None
+    disagree = settings.find_all("micro_batch_size", "rank", "plain") if micro is None else []
+    disagree += settings.find_all("gradient_accumulation_steps") if steps is None else []
+    divisor = script.divided.get(snake_case_word(micro.name)) if micro is not None else None
     alone = "DataParallel" in script.calls and not script.calls & set(
         SEVERAL_RANKS
     )  # one process on all devices
@@ -338,7 +359,7 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
         else "rank"
     )
     accumulates = divisor != "step"  # else it is that of a whole step, which the code divides
-    steps_in_all = steps is not None and script.divided.get(word_of(steps.name)) == "global"
+    steps_in_all = steps is not None and script.divided.get(snake_case_word(steps.name)) == "global"
     derives = preset.get("gradient_accumulation_steps") == "derived"
     derives = derives or (
         total is not None and total.rank < 3 and micro is not None and steps is None
@@ -377,19 +398,21 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
         micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings)
     )
     if can_cut and micro is not None:
-        knobs["micro_batch_size"] = _knob(micro, settings, preset.get("micro_batch_size"), per)
+        knobs["micro_batch_size"] = _make_knob(micro, settings, preset.get("micro_batch_size"), per)
         controlled.append(micro)
         if derives and total is not None:
             knobs["gradient_accumulation_steps"] = "derived"
-            knobs["global_batch_size"] = _knob(total, settings, preset.get("global_batch_size"))
+            knobs["global_batch_size"] = _make_knob(
+                total, settings, preset.get("global_batch_size")
+            )
             controlled.append(total)
         elif steps is not None and _can_vary(steps, settings):
-            knobs["gradient_accumulation_steps"] = _knob(
+            knobs["gradient_accumulation_steps"] = _make_knob(
                 steps, settings, preset.get("gradient_accumulation_steps")
             )
             controlled.append(steps)
             if total is not None and _can_vary(total, settings) and total.rank < 3:
-                knobs["global_batch_size"] = _knob(total, settings, None)
+                knobs["global_batch_size"] = _make_knob(total, settings, None)
                 controlled.append(total)
     else:
         knobs |= {
@@ -413,10 +436,12 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
 
 
-def _as_unclear(batch: Batch, ranks: int) -> Batch:
-    """Return the batch without a number where it was taken for that of each of a script's own devices.
+def _drop_unclear_samples(batch: Batch, ranks: int) -> Batch:
+    """Return the batch without a number where that assumes a batch for each of a script's own
+    devices; else unchanged.
 
-    Nothing tells whether these are ranks, or one process that cuts its batch (`nn.DataParallel`): both are named.
+    Nothing tells whether these devices are ranks, or one process that splits its batch
+    (`nn.DataParallel`). A note names both.
     """
     if ranks == 1 or batch.samples is None or f"on {ranks} devices" not in batch.origin:
         return batch
@@ -425,54 +450,59 @@ def _as_unclear(batch: Batch, ranks: int) -> Batch:
     return replace(batch, knobs={}, controlled=(), samples=None, notes=(*batch.notes, note))
 
 
-def _counts_a_step(total: Setting) -> bool:
-    """Return whether a batch size of all ranks is that of one micro-step, which accumulation multiplies."""
-    return total.rank != IN_FILE and not IN_ALL & set(word_of(total.name).split("_"))
+def _is_micro_step_total(setting: Setting) -> bool:
+    """Return whether a batch size of all ranks is that of one micro-step, which gradient
+    accumulation multiplies.
+    """
+    return setting.rank != IN_FILE and not IN_ALL & set(snake_case_word(setting.name).split("_"))
 
 
-def _repair_note(place: Setting) -> str:
-    """Return the change to a file or script that lets plans control its setting, as a sentence."""
-    if place.where.partition(":")[0].endswith(".py") and ":" in place.where:
-        variable = MENDS[place.meaning]
-        knob = f"{place.meaning}: {{env: {variable}, default: {place.value}}}"
-        value = f'int(os.environ.get("{variable}", {place.value}))'
-        return f"{place.name} = {place.value} in {place.where}: make it {value}, and add to knobs: {knob}"
-    return (
-        f"{place.place}: no attempt gets a copy of this file, so that it is the same in every plan"
-    )
+def _repair_note(setting: Setting) -> str:
+    """Return a sentence that says which change to the file or script would let plans control this
+    setting.
+    """
+    if setting.where.partition(":")[0].endswith(".py") and ":" in setting.where:
+        variable = MENDS[setting.meaning]
+        knob = f"{setting.meaning}: {{env: {variable}, default: {setting.value}}}"
+        value = f'int(os.environ.get("{variable}", {setting.value}))'
+        return f"{setting.name} = {setting.value} in {setting.where}: make it {value}, and add to knobs: {knob}"
+    return f"{setting.place}: no attempt gets a copy of this file, so that it is the same in every plan"
 
 
-def _can_vary(place: Setting, settings: Settings) -> bool:
-    """Return whether a plan can set another value at this place."""
-    if place.way == "key":
-        return place.file is None or any(
-            file.word == place.file and file.can_be_copied for file in settings.files
+def _can_vary(setting: Setting, settings: Settings) -> bool:
+    """Return whether a plan can set another value for this setting."""
+    if setting.way == "key":
+        return setting.file is None or any(
+            file.word == setting.file and file.can_be_copied for file in settings.files
         )
-    return place.way in ("flag", "override", "env") and (
-        place.value is None or place.number is not None
+    return setting.way in ("flag", "override", "env") and (
+        setting.value is None or setting.number is not None
     )
 
 
-def _is_presets(place: Setting, knob: Any) -> bool:
-    return isinstance(knob, Mapping) and knob.get(place.way) == place.name
+def _equals_preset(setting: Setting, knob: Any) -> bool:
+    return isinstance(knob, Mapping) and knob.get(setting.way) == setting.name
 
 
-def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") -> JsonObject:
-    """Return the knob of a place: only its default, where a framework's preset says the rest."""
-    is_presets = _is_presets(place, preset)
-    knob: JsonObject = {} if is_presets else {place.way: place.name}
+def _make_knob(setting: Setting, settings: Settings, preset: Any, per: str = "rank") -> JsonObject:
+    """Return the knob for a setting; only its default if the framework's preset has the rest.
+
+    `per` is what a batch size counts: samples per rank, or of all ranks.
+    """
+    is_presets = _equals_preset(setting, preset)
+    knob: JsonObject = {} if is_presets else {setting.way: setting.name}
     if per != "rank":
         knob["per"] = per
-    if place.number is not None:
-        knob["default"] = place.number
+    if setting.number is not None:
+        knob["default"] = setting.number
     same_keys = [
         key_place
-        for key_place in settings.of(place.meaning)
+        for key_place in settings.find_all(setting.meaning)
         if key_place.way == "key"
-        and key_place.number == place.number
+        and key_place.number == setting.number
         and key_place.number
-        and place.way != "key"
-        if (key_place.counts == "global") == (place.counts == "global")
+        and setting.way != "key"
+        if (key_place.counts == "global") == (setting.counts == "global")
         and key_place.rank == IN_FILE
     ]
     if same_keys:
@@ -480,26 +510,28 @@ def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") ->
             *(preset.get("also", ()) if is_presets else ()),
             *({"key": key_place.name} for key_place in same_keys),
         ]
-    return knob or {place.way: place.name}
+    return knob or {setting.way: setting.name}
 
 
-def _path_place(settings: Settings, setting: str, script: Script) -> Setting | None:
-    """Return the place that takes a path: what was typed, or a flag of the parser.
+def _find_path_setting(settings: Settings, quantity: str, script: Script) -> Setting | None:
+    """Return the setting that takes the path of the output folder or checkpoint: as typed, or a
+    flag; None without one.
 
-    A flag that is true or false takes none. A name of folders of any kind counts only where the script saves into it.
+    A flag that takes true or false is left out. A name that fits folders of any kind counts only if
+    the script saves into it.
     """
     saves = " ".join(file.varying for file in script.saves)
-    places = settings.of(setting)
+    places = settings.find_all(quantity)
     truths = {flag.name for flag in script.flags if isinstance(flag.default, bool)}
     truths |= {flag.name for flag in script.flags if flag.kind == "boolean"}
     truths |= {place.name for place in places if str(place.value).lower() in ("true", "false")}
     for place in places:
         if place.name in truths:
             continue
-        word = word_of(place.name)
+        word = snake_case_word(place.name)
         if word in FOLDERS_OF_ANYTHING and not re.search(rf"\b{re.escape(word)}\b", saves):
             continue
-        is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
+        is_file = str(place.value).endswith(WEIGHTS) and quantity == "output_dir"
         is_choice = str(place.value).lower() == "auto"
         if (
             place.way in ("flag", "override", "key")
@@ -508,21 +540,25 @@ def _path_place(settings: Settings, setting: str, script: Script) -> Setting | N
         ):
             if place.way == "override" and place.rank != TYPED:
                 continue
-            if place.way != "key" or setting == "output_dir":
+            if place.way != "key" or quantity == "output_dir":
                 return place
     return None
 
 
-def _checkpointing(settings: Settings, script: Script, framework: Framework | None) -> JsonObject:
-    """Return the knob of recomputation; what was typed stays, and is then no knob."""
-    if any(place.rank <= IN_FILE for place in settings.of("activation_checkpointing")):
+def _make_recomputation_knob(
+    settings: Settings, script: Script, framework: Framework | None
+) -> JsonObject:
+    """Return the knob for activation recomputation as {name: knob}; {} where the command itself
+    sets it.
+    """
+    if any(place.rank <= IN_FILE for place in settings.find_all("activation_checkpointing")):
         return {"activation_checkpointing": None}
     if framework is not None and "activation_checkpointing" in knobs_of(framework):
         return {}
     flags = script.flags_by_name
-    for place in settings.of("activation_checkpointing"):
+    for place in settings.find_all("activation_checkpointing"):
         flag = flags.get(place.name)
-        if flag is None or flag.default or word_of(place.name).startswith("disable"):
+        if flag is None or flag.default or snake_case_word(place.name).startswith("disable"):
             continue
         if flag.kind == "switch":
             return {"activation_checkpointing": {"switch": flag.name}}
@@ -536,25 +572,30 @@ def _checkpointing(settings: Settings, script: Script, framework: Framework | No
     return {}
 
 
-def _precision(
+def _find_precision(
     typed: TypedCommand,
     settings: Settings,
     script: Script,
     framework: Framework | None,
     preset: Knobs,
 ) -> tuple[str | None, JsonObject, Setting | None]:
-    """Return the job's precision, its knob, and the place whose words leave the command.
+    """Return (the job's precision or None, its knob, the setting whose words are removed from the
+    command or None).
 
-    A framework's flags are read where the job is (specs/job/frameworks.py).
+    A framework's flags are read where the job is parsed (specs/job/frameworks.py).
     """
     places = [
         place
-        for place in settings.of("precision")
+        for place in settings.find_all("precision")
         if place.rank <= IN_FILE and place.value != "false"
     ]
     precision = (
         next(
-            (candidate for place in places if (candidate := precision_of(place.name, place.value))),
+            (
+                candidate
+                for place in places
+                if (candidate := find_precision(place.name, place.value))
+            ),
             None,
         )
         or typed.precision
@@ -576,16 +617,16 @@ def _precision(
         in_words = values & {"true", precision, *by_label} and as_preset and knob.get("flag")
         if (
             precision is None
-            and any(place.rank == IN_FILE for place in settings.of("precision"))
+            and any(place.rank == IN_FILE for place in settings.find_all("precision"))
             and knob.get("key")
         ):
             precision = "fp32"
         return (None if in_words else precision), {}, None
     flags = script.flags_by_name
-    for place in places[:1] or settings.of("precision"):
+    for place in places[:1] or settings.find_all("precision"):
         flag = flags.get(place.name)
-        candidate = precision_of(place.name, place.value)
-        knob = _word_knob(flag)
+        candidate = find_precision(place.name, place.value)
+        knob = _make_precision_knob(flag)
         if (
             knob is not None
             and candidate is not None
@@ -605,7 +646,7 @@ def _precision(
     return precision, {}, None
 
 
-def _word_knob(flag: Flag | None) -> JsonObject | None:
+def _make_precision_knob(flag: Flag | None) -> JsonObject | None:
     if flag is None or not flag.choices:
         return None
     labels = {
@@ -618,14 +659,18 @@ def _word_knob(flag: Flag | None) -> JsonObject | None:
     }
 
 
-def _config(
+def _find_copied_config(
     knobs: Knobs,
     batch: Batch,
     settings: Settings,
     framework: Framework | None,
     script: Script,
 ) -> Mapping[str, str] | None:
-    """Return the file of which each attempt gets a copy, if knobs are its keys; with the flag that names it, if any."""
+    """Return {"file": ..., "flag": ...} of the settings file that each attempt copies, if knobs are
+    keys of it; else None.
+
+    "flag" is absent where no flag names the file.
+    """
     files = [file for file in settings.files if file.can_be_copied]
     keys = any(
         isinstance(part, Mapping) and "key" in part
@@ -655,13 +700,15 @@ def _config(
 
 
 def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> Argv:
-    """Return the arguments without those that a job sets."""
+    """Return the arguments without these settings, which the job sets."""
     names = {place.name for place in controlled if place.way in ("flag", "override")}
     flags = script.flags_by_name
     rest = list[str]()
     index = 0
     while index < len(argv):
-        pair = next(iter(pairs_of(argv[index:], flags)), None) if _is_pair(argv[index]) else None
+        pair = (
+            next(iter(iterate_pairs(argv[index:], flags)), None) if _is_pair(argv[index]) else None
+        )
         length = pair[3] if pair is not None else 1
         if pair is None or pair[0] not in names:
             rest += argv[index : index + length]

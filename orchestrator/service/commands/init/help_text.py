@@ -29,22 +29,24 @@ LINE = re.compile(
 DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
-def with_help(script: Script, typed: TypedCommand) -> Script:
-    """Return the script with additional flags from its --help. Raises SpecError where that fails.
+def add_help_flags(script: Script, typed: TypedCommand) -> Script:
+    """Return the script with the flags added that its --help prints. Raises SpecError where that
+    fails.
 
-    It runs for 20 s at most, with an empty HOME and no CUDA device, and without a network where `unshare` allows it.
+    The command runs for 20 s at most, with an empty HOME and no CUDA device, and without a network
+    where `unshare` allows it.
     """
     names = script.flags_by_name
     return replace(
         script,
         flags=(
             *script.flags,
-            *(flag for flag in flags_of(_help_of(typed)) if flag.name not in names),
+            *(flag for flag in parse_help_flags(_run_help(typed)) if flag.name not in names),
         ),
     )
 
 
-def _help_of(typed: TypedCommand) -> str:
+def _run_help(typed: TypedCommand) -> str:
     python = sys.executable if typed.command[0] in ("python", "python3") else typed.command[0]
     before, name = (
         typed.command[typed.arguments - 2 : typed.arguments] if typed.arguments > 1 else ("", "")
@@ -103,9 +105,9 @@ def _help_of(typed: TypedCommand) -> str:
     return text
 
 
-def flags_of(text: str) -> Iterator[Flag]:
-    """Yield the flags in a help text. A flag without a value placeholder is a switch."""
-    lines = text[:TEXT_MAX].splitlines()
+def parse_help_flags(help_text: str) -> Iterator[Flag]:
+    """Yield the flags in a help text. A flag without a placeholder for a value is a switch."""
+    lines = help_text[:TEXT_MAX].splitlines()
     for index, line in enumerate(lines):
         match = LINE.match(line)
         if match is None:

@@ -50,7 +50,9 @@ _MEANINGS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A place where a setting has, or could have, a value."""
+    """A place in a command, file or script where a quantity (such as the batch size) has a value,
+    or could have one.
+    """
 
     meaning: str  # name of a knob, or steps, model
     name: str  # as written: --batch-size, train.batch_size, BATCH
@@ -64,7 +66,7 @@ class Setting:
 
     @property
     def number(self) -> int | None:
-        """The value as a positive number; None where it is none."""
+        """The value as a positive integer; None where it is no such number."""
         text = (self.value or "").strip("'\"")
         return int(text) if text.isascii() and text.isdecimal() and int(text) > 0 else None
 
@@ -81,16 +83,20 @@ class Setting:
         return f"{self.name}{value}" + (f" in {self.where}" if self.where else "")
 
 
-def word_of(name: str) -> str:
-    """Return a name's last part in snake case: `batch_size` for --data.batch-size, batchSize and DATA.BATCH_SIZE."""
+def snake_case_word(name: str) -> str:
+    """Return the last part of a setting's name in snake case: `batch_size` for --data.batch-size,
+    batchSize and DATA.BATCH_SIZE.
+    """
     last = re.split(r"[./]", name.lstrip("-+~"))[-1]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
 
 
-def meaning_of(name: str) -> tuple[str, Count] | None:
-    """Return (setting, what a batch size counts) for a name; None for an unknown name."""
+def find_meaning(name: str) -> tuple[str, Count] | None:
+    """Return (quantity, what a batch size counts) for a setting's name; None for an unknown
+    name.
+    """
     *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
-    word = word_of(name)
+    word = snake_case_word(name)
     parts = set(word.split("_"))
     if parts & EVALUATION or EVALUATION & {
         part for section in sections for part in section.split("_")
@@ -122,8 +128,8 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
     return None if meaning is None else (meaning, "plain")
 
 
-def precision_of(name: str, value: str | None) -> str | None:
-    """Return the precision that a setting requests; None where it is unclear, such as --amp."""
+def find_precision(name: str, value: str | None) -> str | None:
+    """Return the precision that a setting asks for; None where that is unclear, as for --amp."""
     text = (value or "").lower()
     named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):

@@ -18,8 +18,10 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 REWRITABLE = (".yaml", ".yml", ".json")  # of which an attempt gets a copy: specs/job/trainer.py
 
 
-def read_settings(path: Path) -> JsonObject | None:
-    """Return {dotted key: scalar} of a file; None where it cannot be read, or holds no mapping."""
+def read_settings_file(path: Path) -> JsonObject | None:
+    """Return {dotted key: scalar} of a settings file; None where it cannot be read, or holds no
+    mapping.
+    """
     try:
         with path.open("rb") as stream:
             raw = stream.read(FILE_BYTES_MAX)
@@ -30,17 +32,22 @@ def read_settings(path: Path) -> JsonObject | None:
             case ".toml":
                 content = tomllib.loads(text)
             case ".py":
-                content = dict(_constants(ast.parse(text)))
+                content = dict(_iterate_constants(ast.parse(text)))
             case _:
                 content = yaml.safe_load(text)
     except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError):
         return None
-    return dict(_flat(content, "")) if isinstance(content, Mapping) else None
+    return dict(_flatten(content, "")) if isinstance(content, Mapping) else None
 
 
-def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> JsonObject:
-    """Return {dotted key: scalar} of Hydra's primary file and its groups; `choices` maps groups to files."""
-    primary = folder / f"{name.removesuffix('.yaml')}.yaml"
+def read_hydra_settings(
+    folder: Path, primary_name: str, file_by_group: Mapping[str, str]
+) -> JsonObject:
+    """Return {dotted key: scalar} of Hydra's primary file and of its groups' files.
+
+    `file_by_group` is {group: file} of groups that the command selects.
+    """
+    primary = folder / f"{primary_name.removesuffix('.yaml')}.yaml"
     try:
         content = yaml.safe_load(primary.read_bytes()[:FILE_BYTES_MAX])
     except (OSError, ValueError, yaml.YAMLError):
@@ -54,7 +61,7 @@ def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> JsonObjec
             groups |= {
                 str(group).split()[-1].partition("@")[0]: str(file) for group, file in entry.items()
             }
-    groups |= {group: file for group, file in choices.items() if (folder / group).is_dir()}
+    groups |= {group: file for group, file in file_by_group.items() if (folder / group).is_dir()}
     settings = JsonObject()
     for group, file in groups.items():
         path = folder / group / f"{file.removesuffix('.yaml')}.yaml"
@@ -63,31 +70,35 @@ def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> JsonObjec
             and "@package _global_" in path.read_text(errors="replace")[:FILE_BYTES_MAX]
         )
         prefix = "" if is_global else group.replace("/", ".") + "."
-        settings |= {f"{prefix}{key}": value for key, value in (read_settings(path) or {}).items()}
+        settings |= {
+            f"{prefix}{key}": value for key, value in (read_settings_file(path) or {}).items()
+        }
     return settings | dict(
-        _flat({key: value for key, value in content.items() if key != "defaults"}, "")
+        _flatten({key: value for key, value in content.items() if key != "defaults"}, "")
     )
 
 
-def _flat(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         elif value is None or isinstance(value, bool | int | float | str):
             yield f"{prefix}{key}", value
 
 
-def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, number_of(node.value)
+            yield node.targets[0].id, evaluate_number(node.value)
 
 
-def number_of(node: ast.expr | None) -> Any:
-    """Return the value of a literal or of a product of numbers such as `5 * 8`; None for anything else."""
+def evaluate_number(node: ast.expr | None) -> Any:
+    """Return the value of a literal, or of a product of numbers such as `5 * 8`, in code; None for
+    anything else.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left = number_of(node.left)
-        right = number_of(node.right)
+        left = evaluate_number(node.left)
+        right = evaluate_number(node.right)
         return (
             left * right
             if isinstance(left, int | float) and isinstance(right, int | float)

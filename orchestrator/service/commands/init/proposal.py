@@ -15,9 +15,9 @@ from jinja2 import Template
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.init.command_settings import collect_settings
 from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
-from orchestrator.service.commands.init.help_text import with_help
-from orchestrator.service.commands.init.meanings import meaning_of
-from orchestrator.service.commands.init.recovery import CHECK, results, verdict
+from orchestrator.service.commands.init.help_text import add_help_flags
+from orchestrator.service.commands.init.meanings import find_meaning
+from orchestrator.service.commands.init.recovery import CHECK, describe_recovery, result_lines
 from orchestrator.service.commands.init.script_flags import (
     NO_SCRIPT,
     TRL,
@@ -25,10 +25,10 @@ from orchestrator.service.commands.init.script_flags import (
     Script,
     read_script,
 )
-from orchestrator.service.commands.init.slurm import TASK, slurm_lines, task_variable
+from orchestrator.service.commands.init.slurm import TASK, array_index_variable, iterate_job_lines
 from orchestrator.service.commands.init.typed_command import (
     TypedCommand,
-    package_roots,
+    list_package_roots,
     read_command,
 )
 from orchestrator.specs.command_line import Env
@@ -56,7 +56,7 @@ OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 @frozen
 class Proposal:
-    """A command as it was read: its parts, what controls it, and the text of a job file."""
+    """A job file proposed for a command: the command's parts, its knobs, and the file's text."""
 
     typed: TypedCommand
     script: Script
@@ -64,11 +64,14 @@ class Proposal:
     text: str  # without `global_batch_size` where nothing says it
 
 
-def proposal(argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False) -> str:
+def propose_job_file(
+    argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False
+) -> str:
     """Return the text of a job file for a command typed in `folder`, for the user to check.
 
-    It is a valid job file but for `global_batch_size`, which is absent where unknown. Of the shell's `environment` it
-    names what a job does not inherit: the hub's token. `run_help` also runs the command's own --help.
+    It is a valid job file, except that `global_batch_size` is absent where it is unknown. Of the
+    shell's `environment` it names only the hub's token, which a job does not inherit. `run_help`
+    also runs the command's own --help.
 
     Raises SpecError if the command starts no training.
     """
@@ -78,32 +81,34 @@ def proposal(argv: Sequence[str], folder: Path, environment: Env, run_help: bool
 def read_proposal(
     argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False
 ) -> Proposal:
-    """Return the command's parts beside the text of `proposal`. Raises SpecError if it starts no training."""
+    """Return the command's parts, and the text of a job file as `propose_job_file` does. Raises
+    SpecError if it starts no training.
+    """
     typed = read_command(argv, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
     script = (
-        read_script(typed.script, package_roots(typed))
+        read_script(typed.script, list_package_roots(typed))
         if readable and typed.script is not None
         else NO_SCRIPT
     )
     if run_help:
-        script = with_help(script, typed)
-    framework = _framework(typed, script)
+        script = add_help_flags(script, typed)
+    framework = _find_framework(typed, script)
     source = f"the proposal for {shlex.join(argv)}"
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     is_whole = bare.batch.samples is not None
-    head, body = _job_file(typed, script, bare, run_help, environment).split("\n", 1)
+    head, body = _render_job_file(typed, script, bare, run_help, environment).split("\n", 1)
     body = f"{body.rstrip()}\n"
     batch = "" if is_whole else UNKNOWN_BATCH
     spec = parse_jobs(body + batch, source)[0]
     has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
-    body += results(spec, script, framework, has_success=has_success)
+    body += result_lines(spec, script, framework, has_success=has_success)
     spec = parse_jobs(body + batch, source)[0]
-    text = f"{head}\n{verdict(spec, script, framework, is_whole=is_whole)}{body}"
+    text = f"{head}\n{describe_recovery(spec, script, framework, is_whole=is_whole)}{body}"
     return Proposal(typed=typed, script=script, bare=bare, text=text)
 
 
-def _framework(typed: TypedCommand, script: Script) -> Framework | None:
+def _find_framework(typed: TypedCommand, script: Script) -> Framework | None:
     if typed.framework is not None:
         return typed.framework
     flags = script.flags_by_name.keys()
@@ -121,21 +126,25 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
     return "deepspeed" if load_preset("deepspeed")["config_flag"] in flags else None
 
 
-def _job_file(
+def _render_job_file(
     typed: TypedCommand,
     script: Script,
     bare: BareCommand,
     has_run: bool,
     environment: Env,
 ) -> str:
-    """Return the text of a job file, without what follows from reading it."""
-    framework = _framework(typed, script)
+    """Return the text of a job file, without the comments that follow from parsing it again."""
+    framework = _find_framework(typed, script)
     folder = typed.folder
-    differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
+    differing = (
+        _disable_missing_knobs(framework, script) if framework and framework not in INHERITS else {}
+    )
     knobs = {**differing, **bare.knobs}
-    every = {**_preset(framework), **knobs}
+    every = {**_load_knobs(framework), **knobs}
     names = {
-        name for knob in (*knobs.values(), *_preset(framework).values()) for name in _names(knob)
+        name
+        for knob in (*knobs.values(), *_load_knobs(framework).values())
+        for name in _iterate_flag_names(knob)
     }
     arguments = typed.command[typed.arguments :]
     needed = [flag for flag in script.flags if flag.required and flag.name not in names]
@@ -143,20 +152,20 @@ def _job_file(
     if arguments:  # a parser of its package may be another program's: what was typed is whole
         missing = [flag.name for flag in needed if flag.kind != "positional"]
         needed = []
-    command = [*bare.command, *_command(framework, folder, needed, bare=not arguments)]
+    command = [*bare.command, *_iterate_arguments(framework, folder, needed, bare=not arguments)]
     env = {name: str(value) for name, value in bare.env.items()}
-    env |= task_variable(typed.slurm, (*command, *env.values()))
+    env |= array_index_variable(typed.slurm, (*command, *env.values()))
     secrets = list(typed.secrets)
     if HUB_TOKEN in environment and HUB_TOKEN not in secrets:
         secrets.append(HUB_TOKEN)
     packages = {name.partition(".")[0] for name in script.imports}
     is_launched = framework is not None and launch_of(framework) == typed.launch
-    return _template().render(
-        read=_source(typed),
+    return _load_template().render(
+        read=_describe_source(typed),
         run="whose --help was run" if has_run else "which was read, not run",
         notes=(*typed.notes, *bare.notes),
         unread=script.unread,
-        name=_name(folder, typed),
+        name=_job_name(folder, typed),
         missing=[name for name in missing if name not in bare.names],
         needed=[flag.name for flag in needed],
         framework=framework,
@@ -164,7 +173,7 @@ def _job_file(
         command=shlex.join(command),
         workdir=str(folder),
         env=env,
-        slurm=slurm_lines(typed.slurm, as_texts=f"{{{TASK}}}" in env.values()),
+        slurm=iterate_job_lines(typed.slurm, quote_values=f"{{{TASK}}}" in env.values()),
         parses=script.training_arguments,
         bare=bare,
         may_use_several=_may_use_several(typed, script, framework),
@@ -172,7 +181,7 @@ def _job_file(
         launch=None if is_launched else typed.launch,
         starts_itself=framework is None and _starts_ranks(script, bare),
         knobs=knobs,
-        comment=lambda name, knob: _comment(name, knob, framework),
+        comment=lambda name, knob: _knob_comment(name, knob, framework),
         every=every,
         secrets=secrets,
         hub_token=HUB_TOKEN,
@@ -181,29 +190,29 @@ def _job_file(
 
 
 @cache
-def _template() -> Template:
+def _load_template() -> Template:
     return load_text_template(
         "orchestrator.service.commands.init",
         "job.yaml",
-        one_line=_one_line,
-        scalar=_quote,
-        flow=_flow,
+        one_line=_join_lines,
+        scalar=_quote_yaml,
+        flow=_flow_yaml,
     )
 
 
-def _one_line(text: object) -> str:
-    """Return the text on one line: a typed word may hold a line break."""
+def _join_lines(text: object) -> str:
+    """Return the text on one line, since a typed word may contain a line break."""
     return " ".join(str(text).split())
 
 
-def _source(typed: TypedCommand) -> str:
+def _describe_source(typed: TypedCommand) -> str:
     if typed.script is not None:
         return typed.script.name
     return typed.framework or shlex.join(typed.command[:3])
 
 
 def _may_use_several(typed: TypedCommand, script: Script, framework: Framework | None) -> bool:
-    """Return whether anything speaks for several devices."""
+    """Return whether anything indicates that the command uses several devices."""
     is_started = framework is not None or typed.launch is not None
     imports = "torch.distributed" in script.imports
     return is_started or imports or bool(script.calls & set(SEVERAL_RANKS))
@@ -219,26 +228,28 @@ def _starts_ranks(script: Script, bare: BareCommand) -> bool:
     return "DataParallel" in script.calls and bare.ranks is not None
 
 
-def _comment(name: str, knob: JsonObject | None, framework: Framework | None) -> str:
+def _knob_comment(knob_name: str, knob: JsonObject | None, framework: Framework | None) -> str:
     if knob is None:
         return " # as its command and files say, in every plan"
     if framework is not None:
         return ""
-    if name == "micro_batch_size" and "per" not in knob and _is_plain(knob):
+    if knob_name == "micro_batch_size" and "per" not in knob and _has_unclear_count(knob):
         return f" # {CHECK}per rank; if it counts all ranks, add per: global"
-    if name == "precision" and "values" in knob and None in knob["values"].values():
+    if knob_name == "precision" and "values" in knob and None in knob["values"].values():
         return f" # {CHECK}its behaviour without the flag"
     return ""
 
 
-def _is_plain(knob: JsonObject) -> bool:
-    """Return whether the name of a batch size does not say what it counts."""
+def _has_unclear_count(knob: JsonObject) -> bool:
+    """Return whether the knob's name leaves open what its batch size counts."""
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
-    return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
+    return (find_meaning(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _missing_knobs(framework: Framework, script: Script) -> JsonObject:
-    """Return None for each knob of the framework whose flag the script lacks."""
+def _disable_missing_knobs(framework: Framework, script: Script) -> JsonObject:
+    """Return {knob name: None} for each knob of the framework whose flag the script does not
+    have.
+    """
     names = script.flags_by_name
     flags = {
         name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()
@@ -246,34 +257,34 @@ def _missing_knobs(framework: Framework, script: Script) -> JsonObject:
     return {name: None for name, flag in flags.items() if flag and flag not in names}
 
 
-def _preset(framework: Framework | None) -> JsonObject:
+def _load_knobs(framework: Framework | None) -> JsonObject:
     return knobs_of(framework) if framework is not None else {}
 
 
-def _names(knob: Any) -> Iterator[str]:
+def _iterate_flag_names(knob: Any) -> Iterator[str]:
     if not isinstance(knob, Mapping):
         return
     yield from (knob[way] for way in ("flag", "switch") if knob.get(way))
     for part in knob.get("also", ()):
-        yield from _names(part)
+        yield from _iterate_flag_names(part)
 
 
-def _command(
-    framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool
+def _iterate_arguments(
+    framework: Framework | None, folder: Path, required_flags: list[Flag], *, bare: bool
 ) -> Iterator[str]:
-    """Yield the script's arguments: a value for everything required."""
+    """Yield the script's arguments for the job file: a value for each required flag."""
     if framework == "lightning" and bare:
         yield "fit"
     if framework == "deepspeed" and bare:
-        yield from (load_preset("deepspeed")["config_flag"], _deepspeed_file(folder))
-    for flag in needed:
+        yield from (load_preset("deepspeed")["config_flag"], _find_deepspeed_file(folder))
+    for flag in required_flags:
         if flag.kind != "positional":
             yield flag.name
         if flag.kind in ("value", "positional"):
             yield flag.choices[0] if flag.choices else flag.word.upper()
 
 
-def _deepspeed_file(folder: Path) -> str:
+def _find_deepspeed_file(folder: Path) -> str:
     for file in sorted(folder.glob("*.json"))[:FILES_MAX]:
         try:
             content = json.loads(file.read_text())
@@ -287,7 +298,7 @@ def _deepspeed_file(folder: Path) -> str:
     return "ds_config.json"
 
 
-def _name(folder: Path, typed: TypedCommand) -> str:
+def _job_name(folder: Path, typed: TypedCommand) -> str:
     path = typed.script or Path(typed.command[typed.arguments - 1].rpartition(".")[2])
     if typed.framework is not None:
         path = Path(
@@ -301,20 +312,24 @@ def _name(folder: Path, typed: TypedCommand) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", (typed.name or stem).lower()).strip("-._")[:63] or "job"
 
 
-def _quote(text: str) -> str:
-    """Return the text as a YAML scalar."""
+def _quote_yaml(text: str) -> str:
+    """Return the text as a quoted YAML scalar."""
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 
 
-def _flow(value: object, texts: bool = False) -> str:
-    """Return the value as one line of YAML; `texts` quotes every value, as for variables."""
+def _flow_yaml(value: object, quote_all: bool = False) -> str:
+    """Return the value as one line of YAML; `quote_all` quotes every value, as environment variables
+    need.
+    """
     if isinstance(value, Mapping):
         return (
-            "{" + ", ".join(f"{key}: {_flow(inner, texts)}" for key, inner in value.items()) + "}"
+            "{"
+            + ", ".join(f"{key}: {_flow_yaml(inner, quote_all)}" for key, inner in value.items())
+            + "}"
         )
     if isinstance(value, list):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    if isinstance(value, str) and not texts:
+        return "[" + ", ".join(_flow_yaml(inner) for inner in value) + "]"
+    if isinstance(value, str) and not quote_all:
         is_plain = (
             re.fullmatch(r"-{0,2}[A-Za-z+][\w./+-]*", value) and value.lower() not in YAML_WORDS
         )

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.scheduling.options.probe import why_not_probed
-from orchestrator.service.commands.init.meanings import meaning_of
+from orchestrator.service.commands.init.meanings import find_meaning
 from orchestrator.service.commands.init.saved_files import SavedFile
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
 from orchestrator.specs.job.frameworks import Framework, load_preset
@@ -28,37 +28,45 @@ RESUMES = {
 
 
 def used_names(script: Script) -> set[str]:
-    """Return the last part of each name that the code imports, calls or reads."""
+    """Return the last part of each name that the script's code imports, calls or reads as an
+    attribute.
+    """
     return {
         name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)
     }
 
 
-def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool) -> str:
-    """Return comments on out-of-memory failures, on restarts, and on unmeasured memory, as lines.
+def describe_recovery(
+    spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool
+) -> str:
+    """Return comment lines for a job file: on out-of-memory failures, on restarts, and on
+    unmeasured memory.
 
-    `is_whole` is whether the job states its global batch. Without it, only missing knobs are a reason.
+    `is_whole` is whether the job states its global batch. Without it, only missing knobs are a
+    reason.
     """
     missing = [
-        f"{PROBED_BY[name]} ({_absence(name, script)})"
+        f"{PROBED_BY[name]} ({_why_no_knob(name, script)})"
         for name in ("micro_batch_size", "gradient_accumulation_steps")
         if getattr(spec.knobs, name) is None
     ]
     is_judged = is_whole or missing or spec.knobs.output_dir is None
-    return _write(
+    return _fill_template(
         "verdict",
         spec,
         framework,
         missing,
-        list(_other_ways(spec)),
-        lambda name: _absence(name, script),
+        list(_other_adjustments(spec)),
+        lambda name: _why_no_knob(name, script),
         _why_no_restart(spec, script, framework),
         why_not_probed(spec) if is_judged else None,
     )
 
 
 def _why_no_restart(spec: JobSpec, script: Script, framework: Framework | None) -> str:
-    """Return why a restart may begin anew, as a word of the template; "" where it goes on."""
+    """Return why a restart may begin anew, as a keyword of the template; "" where it continues from
+    a checkpoint.
+    """
     if spec.knobs.resume_from is None:
         return "no knob"
     if framework in ("hf", "trl") and script.flags and not RESUMES & used_names(script):
@@ -66,18 +74,20 @@ def _why_no_restart(spec: JobSpec, script: Script, framework: Framework | None) 
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
         return "no file"
     has_folder_knob = spec.knobs.output_dir is not None
-    is_read = _files(script, has_folder_knob, is_checkpoint=True, is_guess=False)
+    is_read = _files_by_pattern(script, has_folder_knob, is_checkpoint=True, is_guess=False)
     return "not read" if framework in SCRIPTS_SAVE and not is_read else ""
 
 
-def results(
+def result_lines(
     spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool
 ) -> str:
-    """Return lines for `resume` and `success` from the names of saved files, marked as read from the script.
+    """Return job-file lines for `resume` and `success`, made from the names of files that the
+    script saves.
 
-    A guess is a comment: no condition of success, and no pattern of checkpoints, comes from it.
+    A guess becomes a comment: no condition of success, and no pattern of checkpoints, is made from
+    it.
     """
-    files = partial(_files, script, spec.knobs.output_dir is not None)
+    files = partial(_files_by_pattern, script, spec.knobs.output_dir is not None)
     is_scripts = framework in SCRIPTS_SAVE
     text = ""
     if not _has_preset(framework) or is_scripts:
@@ -85,27 +95,29 @@ def results(
         if is_scripts and set(checkpoints) <= set(spec.resume.checkpoints):
             checkpoints = {}
         step = ", step: null" if spec.resume.step is not None else ""
-        guess = _last(files(is_checkpoint=True, is_guess=True))
+        guess = _last_file(files(is_checkpoint=True, is_guess=True))
         is_needed = not is_scripts and spec.knobs.resume_from is not None
-        text = _write("checkpoints", checkpoints, guess, step, is_needed, DEFAULT_PATTERNS)
+        text = _fill_template("checkpoints", checkpoints, guess, step, is_needed, DEFAULT_PATTERNS)
     if has_success:
         return text
-    artifacts = [_last(files(is_checkpoint=False, is_guess=is_guess)) for is_guess in (False, True)]
-    return text + _write("success", *artifacts)
+    artifacts = [
+        _last_file(files(is_checkpoint=False, is_guess=is_guess)) for is_guess in (False, True)
+    ]
+    return text + _fill_template("success", *artifacts)
 
 
-def _last(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
+def _last_file(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
     return next(reversed(files.items()), None)
 
 
-def _write(name: str, *values: object) -> str:
-    return str(getattr(_templates(), name)(*values))
+def _fill_template(name: str, *values: object) -> str:
+    return str(getattr(_load_templates(), name)(*values))
 
 
 @cache
-def _templates() -> object:
+def _load_templates() -> object:
     return load_text_template(
-        "orchestrator.service.commands.init", "recovery", quoted=_quoted
+        "orchestrator.service.commands.init", "recovery", quoted=_quote_pattern
     ).module
 
 
@@ -113,13 +125,15 @@ def _has_preset(framework: Framework | None) -> bool:
     return framework is not None and "resume" in load_preset(framework)
 
 
-def _files(
+def _files_by_pattern(
     script: Script, has_folder_knob: bool, *, is_checkpoint: bool, is_guess: bool
 ) -> dict[str, SavedFile]:
-    """Return the files of this kind by their patterns below the output folder, the last saved at the end."""
+    """Return {pattern below the output folder: file} for the script's saved files of this kind; the
+    last saved is last.
+    """
     files = dict[str, SavedFile]()
     for file in script.saves:
-        pattern = file.below(has_folder_knob=has_folder_knob)
+        pattern = file.pattern_below_output(has_folder_knob=has_folder_knob)
         if pattern is not None and (file.is_checkpoint, bool(file.guess)) == (
             is_checkpoint,
             is_guess,
@@ -128,21 +142,21 @@ def _files(
     return files
 
 
-def _quoted(text: str) -> str:
+def _quote_pattern(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _absence(name: str, script: Script) -> str:
-    """Return why a setting is no knob, in words."""
-    if any((meaning_of(flag.name) or ("",))[0] == name for flag in script.flags):
+def _why_no_knob(quantity: str, script: Script) -> str:
+    """Return why the settings of this quantity are no knob, as a phrase."""
+    if any((find_meaning(flag.name) or ("",))[0] == quantity for flag in script.flags):
         return "its flag stays as typed"
-    if any(place.meaning == name for place in script.places):
+    if any(place.meaning == quantity for place in script.places):
         return "its code sets it"
     return "no source was read" if script is NO_SCRIPT else "the script has no such flag"
 
 
-def _other_ways(spec: JobSpec) -> Iterator[str]:
-    """Yield the settings, other than the batch split, that a plan may change for the job."""
+def _other_adjustments(spec: JobSpec) -> Iterator[str]:
+    """Yield the names of what a plan may change for the job, other than how its batch is split."""
     knobs = spec.knobs
     if spec.gpus.max > spec.gpus.min and knobs.micro_batch_size is not None:
         yield "more devices"

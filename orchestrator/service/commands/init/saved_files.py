@@ -77,7 +77,7 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file that a script leaves."""
+    """A file that a script saves, as a shell pattern."""
 
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
@@ -86,8 +86,9 @@ class SavedFile:
     guess: str = ""
     varying: str = ""  # code of what is not literal in it: args.out step
 
-    def below(self, *, has_folder_knob: bool) -> str | None:
-        """Return the pattern relative to the output folder; None where the file is elsewhere.
+    def pattern_below_output(self, *, has_folder_knob: bool) -> str | None:
+        """Return the pattern relative to the output folder; None where the file is in another
+        folder.
 
         With a knob for the folder, the first part of the path must be that folder, not a literal.
         """
@@ -102,7 +103,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A call that writes, moves or removes a file."""
+    """A call in the code that writes, moves or removes a file."""
 
     text: str  # of its path, or of what it moves
     order: tuple[tuple[int, int], ...]
@@ -114,16 +115,17 @@ class _Write:
     is_folder: bool = False
 
 
-def saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
-    """Yield the files that the code leaves, in the order of its run; `trees` are (file, tree), the script first.
+def find_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
+    """Yield the files that the code has saved at its end, in the order of its run.
 
-    Nothing is read where the code is nested too deep.
+    `trees` are (file name, syntax tree), the script first. Code that is nested too deep gives
+    nothing.
     """
     with suppress(RecursionError):
-        yield from _saved_files(trees)
+        yield from _iterate_saved_files(trees)
 
 
-def _saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
+def _iterate_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
     calls = CallReader([tree for _, tree in trees])
     files = dict[int, str]()
     for file, tree in trees:
@@ -132,9 +134,9 @@ def _saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]
     writes = list[_Write]()
     moves = list[_Write]()
     for call, place in calls.calls:
-        for frame in calls.frames_of(place.scope):
-            move = _move(call, frame, place, paths, files[id(call)])
-            write = _save(call, frame, place, paths, files[id(call)]) if move is None else None
+        for frame in calls.list_frames(place.scope):
+            move = _read_move(call, frame, place, paths, files[id(call)])
+            write = _read_save(call, frame, place, paths, files[id(call)]) if move is None else None
             moves += [move] if move is not None else []
             writes += [write] if write is not None else []
     moves.sort(key=lambda move: move.order)
@@ -147,12 +149,12 @@ def _saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]
         if not any(source == move.text or source.startswith(f"{move.text}/") for source in sources)
     ]
     for write in sorted(writes, key=lambda write: write.order):
-        for left in islice(_left_by(write, moves), MOVES_MAX):
-            yield from _saved_file(left, paths)
+        for left in islice(_apply_moves(write, moves), MOVES_MAX):
+            yield from _judge_write(left, paths)
 
 
-def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
-    """Yield the files that a write leaves, after the moves that follow it."""
+def _apply_moves(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
+    """Yield the files that a write leaves, after the moves and removals that follow it."""
     is_left = True
     for index, move in enumerate(moves, 1):
         rest = move.text == write.text or write.text.startswith(f"{move.text}/")
@@ -160,7 +162,7 @@ def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
             continue
         if move.target is not None:
             text = move.target + write.text[len(move.text) :]
-            yield from _left_by(
+            yield from _apply_moves(
                 replace(move, text=text, target=None, is_folder=write.is_folder), moves[index:]
             )
         if move.goes and (move.in_loop or not write.in_loop):
@@ -171,8 +173,8 @@ def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
         yield write
 
 
-def _saved_file(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
-    pattern = paths.pattern(write.text)
+def _judge_write(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
+    pattern = paths.shell_pattern(write.text)
     is_temporary = _is_temporary(write.text, paths)
     name = PurePosixPath(pattern).name
     if is_temporary and TEMPORARY_END.search(name):
@@ -180,7 +182,7 @@ def _saved_file(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
         name = PurePosixPath(pattern).name
     elif is_temporary:
         return
-    varying = paths.varying(write.text)
+    varying = paths.describe_unknown_parts(write.text)
     is_fixed = ANY not in name
     is_checkpoint = CHECKPOINT.search(name) is not None or (
         not is_fixed and CHECKPOINT.search(varying) is not None
@@ -200,22 +202,29 @@ def _saved_file(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
 
 
 def _is_temporary(text: str, paths: PathReader) -> bool:
-    return bool(TEMPORARY.search(paths.pattern(text)) or TEMPORARY_CODE.search(paths.varying(text)))
+    return bool(
+        TEMPORARY.search(paths.shell_pattern(text))
+        or TEMPORARY_CODE.search(paths.describe_unknown_parts(text))
+    )
 
 
-def _save(
-    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str
+def _read_save(
+    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file_name: str
 ) -> _Write | None:
-    """Return the write of a call that saves; of a function of the project's own, that of the calls in it."""
-    path = None if paths.calls.functions_of(call, place) else _path_argument(call, frame, paths)
+    """Return the write that a saving call makes; None for other calls, and for functions of the
+    script's own code.
+    """
+    path = None if paths.calls.find_functions(call, place) else _path_argument(call, frame, paths)
     if path is None:
         return None
     name = ast.unparse(call.func).rpartition(".")[2]
-    return replace(_write(call, path, frame, place, paths, file), is_folder=name in FOLDERS)
+    return replace(
+        _make_write(call, path, frame, place, paths, file_name), is_folder=name in FOLDERS
+    )
 
 
 def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr | None:
-    name = paths.calls.dotted(call.func)
+    name = paths.calls.dotted_name(call.func)
     last = name.rpartition(".")[2]
     index = SAVES.get(name, SAVES.get(last))
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -223,7 +232,7 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
         index is None and OTHER_SAVES.search(last) is not None
     )
     for argument in arguments if is_projects else ():
-        text = paths.pattern(paths.read(argument, frame))
+        text = paths.shell_pattern(paths.read_path(argument, frame))
         if TEMPORARY_END.sub("", text).endswith(WEIGHTS):
             return argument
     if index is None:
@@ -232,11 +241,11 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
     return call.args[index] if len(call.args) > index else next(keywords, None)
 
 
-def _move(
-    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str
+def _read_move(
+    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file_name: str
 ) -> _Write | None:
-    """Return the move, copy or removal of a file that a call is; None for any other call."""
-    name = paths.calls.dotted(call.func)
+    """Return the move, copy or removal of a file that this call makes; None for other calls."""
+    name = paths.calls.dotted_name(call.func)
     arguments = list(call.args)
     arguments += [
         keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")
@@ -267,27 +276,27 @@ def _move(
         goes = False
     if source is None:
         return None
-    write = replace(_write(call, source, frame, place, paths, file), goes=goes)
+    write = replace(_make_write(call, source, frame, place, paths, file_name), goes=goes)
     if target is None:
         return write
-    text = paths.read(target, frame)
+    text = paths.read_path(target, frame)
     if (
         name.startswith("shutil.")
         and PurePosixPath(write.text).suffix
         and not PurePosixPath(text).suffix
     ):
         text = f"{text.rstrip('/')}/{PurePosixPath(write.text).name}"  # into a folder, it seems
-        paths.doubt(text)
+        paths.mark_unsure(text)
     return replace(write, target=text)
 
 
-def _write(
-    call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file: str
+def _make_write(
+    call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file_name: str
 ) -> _Write:
     return _Write(
-        paths.read(path, frame),
+        paths.read_path(path, frame),
         (*frame.order, (call.lineno, call.col_offset)),
         frame.in_loop or place.in_loop,
         frame.is_certain and place.is_certain,
-        f"{file}:{path.lineno}",
+        f"{file_name}:{path.lineno}",
     )

@@ -10,16 +10,16 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.service.commands.init.call_frames import parameters_of
+from orchestrator.service.commands.init.call_frames import iterate_parameters
 from orchestrator.service.commands.init.code_settings import (
     Divisor,
-    divided_by_ranks,
+    iterate_code_settings,
+    iterate_divided_values,
     last_name,
-    settings_in,
 )
 from orchestrator.service.commands.init.meanings import Count, Setting
-from orchestrator.service.commands.init.named_files import REWRITABLE, number_of
-from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
+from orchestrator.service.commands.init.named_files import REWRITABLE, evaluate_number
+from orchestrator.service.commands.init.saved_files import SavedFile, find_saved_files
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -77,13 +77,13 @@ class Flag:
 
     @property
     def word(self) -> str:
-        """The flag's name as a word: `batch_size` for --batch-size."""
+        """The flag's name in snake case: `batch_size` for --batch-size."""
         return self.name.lstrip("-").replace("-", "_").lower()
 
 
 @frozen
 class Script:
-    """Flags and other facts of a script and the modules beside it."""
+    """The flags of a script, and other facts about it and the modules beside it."""
 
     flags: tuple[Flag, ...]
     imports: frozenset[str]  # dotted names of imported modules and objects
@@ -104,7 +104,7 @@ class Script:
 
     @property
     def flags_by_name(self) -> dict[str, Flag]:
-        """The flags by their names."""
+        """The script's flags by their names."""
         return {flag.name: flag for flag in self.flags}
 
 
@@ -119,19 +119,20 @@ NO_SCRIPT = Script(
 
 
 def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
-    """Return the flags of a Python script. Raises SpecError if it cannot be parsed.
+    """Return the flags of a Python script, and other facts about its code. Raises SpecError if it
+    cannot be parsed.
 
-    `roots` are package folders, searched where neither the script nor a module beside it has a flag: a thin starter
-    imports the package that parses.
+    `roots` are package folders. They are searched if neither the script nor a module beside it has
+    a flag: a thin starter imports the package that parses the flags.
     """
-    script = _read(path, ())
+    script = _read_files(path, ())
     if script.flags or script.places or script.hydra or "LightningCLI" in script.calls:
         return script
-    return _read(path, roots) if roots else script
+    return _read_files(path, roots) if roots else script
 
 
-def _read(path: Path, roots: Sequence[Path]) -> Script:
-    files = dict(_trees(path, roots))
+def _read_files(path: Path, roots: Sequence[Path]) -> Script:
+    files = dict(_iterate_trees(path, roots))
     trees = list(files.values())
     nodes = [node for tree in trees for node in ast.walk(tree)]
     functions: dict[str, ast.FunctionDef] = {}
@@ -159,36 +160,38 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     # as `from transformers import TrainingArguments as TA`
     for alias, base in aliases.items():
         if alias != base:
-            classes.setdefault(alias, _stand_in(alias, base))
-    constants = {name: value for tree in trees for name, value in _constants(tree)}
-    imports = frozenset(name for tree in trees for name, _ in _imports(tree))
+            classes.setdefault(alias, _make_empty_class(alias, base))
+    constants = {name: value for tree in trees for name, value in _iterate_constants(tree)}
+    imports = frozenset(name for tree in trees for name, _ in _iterate_imports(tree))
     parser_pairs = [
         pair
         for call in calls
-        for pair in _parser_calls(call, lists, tuple(functions))
+        for pair in _iterate_parser_pairs(call, lists, tuple(functions))
         if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
     ]
     for function in functions.values():
-        parser_pairs += [(name, "wrap") for name in _wrapped_classes(function)]
+        parser_pairs += [(name, "wrap") for name in _iterate_wrapped_classes(function)]
     for name, definition in classes.items():
         if TAP in map(last_name, definition.bases):
             parser_pairs.append((name, "add_arguments"))
-    candidates = [flag for call in calls for flag in _argparse_flags(call, constants)]
+    candidates = [flag for call in calls for flag in _iterate_argparse_flags(call, constants)]
     for function in functions.values():
-        candidates += _click_flags(function, constants)
+        candidates += _iterate_click_flags(function, constants)
     if "typer" in imports:
         run = {last_name(call.args[0]) for call in calls if _is_typer_run(call)}
         for node in nodes:
             if isinstance(node, ast.FunctionDef) and (
                 node.name in run or "command" in map(last_name, _decorators(node))
             ):
-                candidates += _parameter_flags(node, constants)
+                candidates += _iterate_parameter_flags(node, constants)
     is_flat = "simple_parsing" in imports
     for name, parser in parser_pairs:
         joint = "-" if parser in DASHED else "_"
-        candidates += _class_flags(name, classes, constants, is_flat or parser in FLAT, joint)
+        candidates += _iterate_class_flags(
+            name, classes, constants, is_flat or parser in FLAT, joint
+        )
         if name in functions and parser not in FLAT:
-            candidates += _parameter_flags(functions[name], constants, joint)
+            candidates += _iterate_parameter_flags(functions[name], constants, joint)
     flags: dict[str, Flag] = {}
     for flag in candidates:
         flags.setdefault(flag.name, flag)
@@ -199,22 +202,28 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         calls=frozenset(last_name(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         training_arguments=next(
-            (kind for name, _ in parser_pairs if (kind := _arguments_base(name, classes))), None
+            (kind for name, _ in parser_pairs if (kind := _find_arguments_base(name, classes))),
+            None,
         ),
-        unread=tuple(_unread_sources(nodes, calls)),
-        own_files=tuple(_own_files(nodes, calls)),
-        places=tuple(place for name, tree in beside for place in settings_in(tree, name)),
-        divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
-        saves=tuple(saved_files(beside)),
-        hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
+        unread=tuple(_iterate_unread_sources(nodes, calls)),
+        own_files=tuple(_iterate_own_files(nodes, calls)),
+        places=tuple(place for name, tree in beside for place in iterate_code_settings(tree, name)),
+        divided={word: divisor for tree in trees for word, divisor in iterate_divided_values(tree)},
+        saves=tuple(find_saved_files(beside)),
+        hydra=next(
+            (place for file, tree in files.items() for place in _iterate_hydra_configs(tree, file)),
+            None,
+        ),
         only_equals=any(
             "configurator" in ast.unparse(call) for call in calls if last_name(call.func) == "exec"
         ),
     )
 
 
-def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
-    """Yield the syntax trees of the script and of modules that it imports from its folder or the roots, each once."""
+def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield (path, syntax tree) of the script, and of each module that it imports from its folder
+    or the roots.
+    """
     waiting = [path]
     visited = set[Path]()
     while waiting and len(visited) < MODULES_MAX:
@@ -241,7 +250,7 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
                 f"cannot be read as Python: {error}", source=str(path), hint=hint
             ) from None
         yield file, tree
-        for name, level in sorted(_imports(tree)):
+        for name, level in sorted(_iterate_imports(tree)):
             if not level and name.partition(".")[0] in LIBRARIES:
                 continue
             above = [file.parents[level - 1]] if level and level <= len(file.parents) else []
@@ -251,7 +260,7 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
                 waiting += [place for place in places if place.is_file()]
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _iterate_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield (dotted name, number of leading dots) of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -262,30 +271,30 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((f"{module}{alias.name}", node.level) for alias in node.names)
 
 
-def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
-                literal = number_of(value)
+                literal = evaluate_number(value)
                 if literal is not None:
                     yield name, literal
 
 
-def _literal(node: ast.expr | None, constants: Constants) -> Any:
-    """Return the value of a literal or of a constant; None for anything else."""
-    return constants.get(node.id) if isinstance(node, ast.Name) else number_of(node)
+def _evaluate_literal(node: ast.expr | None, constants: Constants) -> Any:
+    """Return the value of a literal or of a named constant; None for anything else."""
+    return constants.get(node.id) if isinstance(node, ast.Name) else evaluate_number(node)
 
 
-def _scalar(node: ast.expr | None, constants: Constants) -> Any:
-    value = _literal(node, constants)
+def _evaluate_scalar(node: ast.expr | None, constants: Constants) -> Any:
+    value = _evaluate_literal(node, constants)
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+def _keyword_arguments(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
-def _names(call: ast.Call) -> list[str]:
+def _text_arguments(call: ast.Call) -> list[str]:
     return [
         argument.value
         for argument in call.args
@@ -293,54 +302,54 @@ def _names(call: ast.Call) -> list[str]:
     ]
 
 
-def _choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...]:
+def _read_choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...]:
     match node:
         case ast.Call(args=args):  # click.Choice([...])
             node = args[0] if args else None
         case ast.Subscript(value=value, slice=inner) if last_name(value) == "Literal":
             node = inner
-    choices = _literal(node, constants)
+    choices = _evaluate_literal(node, constants)
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
 
 
 def _decorators(function: ast.FunctionDef) -> list[ast.expr]:
-    """Return the decorators of a function, without their arguments."""
+    """Return the decorators of a function, each without its arguments."""
     return [node.func if isinstance(node, ast.Call) else node for node in function.decorator_list]
 
 
 # ---------------------------------------------------------------------------------------------- argparse and its kin
 
 
-def _argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
+def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
     if last_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
-    names = _names(call)
+    names = _text_arguments(call)
     if absl := ABSL.fullmatch(last_name(call.func)):
-        default = _scalar(call.args[1], constants) if len(call.args) > 1 else None
+        default = _evaluate_scalar(call.args[1], constants) if len(call.args) > 1 else None
         kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
         if names:
             yield Flag(name=f"--{names[0]}", kind=kind, default=default)
     if last_name(call.func) != "add_argument" or not names:
         return
-    keywords = _keywords(call)
-    default = _scalar(keywords.get("default"), constants)
+    keywords = _keyword_arguments(call)
+    default = _evaluate_scalar(keywords.get("default"), constants)
     if not names[0].startswith("-"):
-        needed = _literal(keywords.get("nargs"), constants) not in ("?", "*")
+        needed = _evaluate_literal(keywords.get("nargs"), constants) not in ("?", "*")
         yield Flag(
             name=names[0], kind="positional", default=default, required=needed and default is None
         )
         return
     action = keywords.get("action", call.func)
-    word = _literal(action, constants)
+    word = _evaluate_literal(action, constants)
     flag = Flag(
-        name=_longest(names),
+        name=_longest_name(names),
         kind="value",
         default=default,
-        required=_literal(keywords.get("required"), constants) is True,
-        choices=_choices(keywords.get("choices"), constants),
-        also_called=tuple(name for name in names if name != _longest(names)),
-        counts=_count_of(str(_literal(keywords.get("help"), constants))),
+        required=_evaluate_literal(keywords.get("required"), constants) is True,
+        choices=_read_choices(keywords.get("choices"), constants),
+        also_called=tuple(name for name in names if name != _longest_name(names)),
+        counts=_find_count(str(_evaluate_literal(keywords.get("help"), constants))),
     )
     if word in ("store_true", "store_false"):
         yield replace(flag, kind="switch", default=word == "store_false")
@@ -352,28 +361,32 @@ def _argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
         yield flag
 
 
-def _count_of(text: str) -> Count:
-    """Return what a help text says of its number: what it says first counts, the rest explains it."""
-    if TOKENS.search(text):
+def _find_count(help_text: str) -> Count:
+    """Return what a batch size counts by its flag's help text; the phrase that comes first
+    decides.
+    """
+    if TOKENS.search(help_text):
         return "tokens"
-    total = EVERY_RANK.search(text)
-    share = EACH_RANK.search(text)
+    total = EVERY_RANK.search(help_text)
+    share = EACH_RANK.search(help_text)
     is_total = total is not None and (share is None or total.start() < share.start())
     return "global" if is_total else "plain"
 
 
-def _longest(names: Iterable[str]) -> str:
-    """Return the longest name: --batch-size of -b, --batch-size."""
+def _longest_name(names: Iterable[str]) -> str:
+    """Return the longest of a flag's names: --batch-size of -b, --batch-size."""
     return max(names, key=len)
 
 
 # ------------------------------------------------------------------------------------------------- fields of classes
 
 
-def _parser_calls(
-    call: ast.Call, lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
+def _iterate_parser_pairs(
+    call: ast.Call, assigned_lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (class or function, parser) of a call that makes flags of its fields or parameters."""
+    """Yield (class or function, parser) for each class or function whose fields or parameters this
+    call makes flags.
+    """
     parser = last_name(call.func)
     if parser not in PARSERS:
         return
@@ -384,51 +397,57 @@ def _parser_calls(
         several = (
             argument.elts
             if isinstance(argument, ast.Tuple | ast.List)
-            else lists.get(last_name(argument), [argument])
+            else assigned_lists.get(last_name(argument), [argument])
         )
         yield from ((last_name(expression), parser) for expression in several)
 
 
-def _wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the classes of a function's parameters under a decorator that makes flags of them."""
+def _iterate_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the classes of a function's parameters if a decorator of the function makes flags of
+    their fields.
+    """
     if not {*WRAPS}.isdisjoint(map(last_name, _decorators(function))):
         for argument in function.args.args:
             if argument.annotation is not None:
                 yield last_name(argument.annotation)
 
 
-def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
-    """Folder and name of the primary file of `@hydra.main`."""
+def _iterate_hydra_configs(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (folder, name) of the primary file of each `@hydra.main` in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hydra.main", "hydra_main"):
-            keywords = _keywords(node)
-            name = _literal(keywords.get("config_name"), {})
-            folder = _literal(keywords.get("config_path"), {})
+            keywords = _keyword_arguments(node)
+            name = _evaluate_literal(keywords.get("config_name"), {})
+            folder = _evaluate_literal(keywords.get("config_path"), {})
             yield (
                 file.parent / (folder if isinstance(folder, str) else "."),
                 name if isinstance(name, str) else "config",
             )
 
 
-def _arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
-    """Return the class of transformers or TRL that a class is, or inherits from."""
+def _find_arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
+    """Return the TrainingArguments class of transformers or TRL that this class is or inherits
+    from; None without one.
+    """
     if name not in classes:
         return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
-    for base in _bases(classes[name], classes) if depth else ():
-        if kind := _arguments_base(base, classes, depth - 1):
+    for base in _iterate_bases(classes[name], classes) if depth else ():
+        if kind := _find_arguments_base(base, classes, depth - 1):
             return kind
     return None
 
 
-def _stand_in(name: str, base: str) -> ast.ClassDef:
+def _make_empty_class(name: str, base: str) -> ast.ClassDef:
     """Return an empty class definition that inherits from `base`."""
     tree = ast.parse(f"class {name}({base}): pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     return tree.body[0]
 
 
-def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
-    """Names of the bases of a class; `transformers.TrainingArguments` is never a class of the script's own."""
+def _iterate_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Yield the names of a class's bases. `transformers.TrainingArguments` is never a class of the
+    script's own.
+    """
     for base in node.bases:
         name = last_name(base)
         yield (
@@ -438,12 +457,12 @@ def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[
         )
 
 
-def _class_flags(
+def _iterate_class_flags(
     name: str,
     classes: dict[str, ast.ClassDef],
     constants: Constants,
     flat: bool = True,
-    joint: str = "_",
+    separator: str = "_",
     prefix: str = "--",
     depth: int = 8,
 ) -> Iterator[Flag]:
@@ -454,60 +473,65 @@ def _class_flags(
             continue
         value = node.value
         is_call = isinstance(node.value, ast.Call)
-        keywords = _keywords(value) if isinstance(value, ast.Call) else {}
+        keywords = _keyword_arguments(value) if isinstance(value, ast.Call) else {}
         default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
         if last_name(node.annotation) in classes:
             nested = prefix if flat else f"{prefix}{node.target.id}."
-            yield from _class_flags(
-                last_name(node.annotation), classes, constants, flat, joint, nested, depth - 1
+            yield from _iterate_class_flags(
+                last_name(node.annotation), classes, constants, flat, separator, nested, depth - 1
             )
             continue
         yield Flag(
-            name=f"{prefix}{node.target.id.replace('_', joint)}",
+            name=f"{prefix}{node.target.id.replace('_', separator)}",
             kind="boolean" if "bool" in kind else "value",
-            default=_scalar(default, constants),
+            default=_evaluate_scalar(default, constants),
             required=default is None and "default_factory" not in keywords,
-            choices=_choices(node.annotation, constants),
+            choices=_read_choices(node.annotation, constants),
         )
-    for base in _bases(classes[name], classes):
-        yield from _class_flags(base, classes, constants, flat, joint, prefix, depth - 1)
+    for base in _iterate_bases(classes[name], classes):
+        yield from _iterate_class_flags(
+            base, classes, constants, flat, separator, prefix, depth - 1
+        )
 
 
 # --------------------------------------------------------------------------------------------------- click and typer
 
 
-def _click_flags(function: ast.FunctionDef, constants: Constants) -> Iterator[Flag]:
+def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Iterator[Flag]:
     for call in function.decorator_list:
         if (
             not isinstance(call, ast.Call)
             or last_name(call.func) not in ("option", "argument")
-            or not _names(call)
+            or not _text_arguments(call)
         ):
             continue
-        keywords = _keywords(call)
-        names = _names(call)
-        default = _scalar(keywords.get("default"), constants)
+        keywords = _keyword_arguments(call)
+        names = _text_arguments(call)
+        default = _evaluate_scalar(keywords.get("default"), constants)
         if last_name(call.func) == "argument":
-            needed = default is None and _literal(keywords.get("required"), constants) is not False
+            needed = (
+                default is None
+                and _evaluate_literal(keywords.get("required"), constants) is not False
+            )
             yield Flag(name=names[0], kind="positional", default=default, required=needed)
             continue
         flags = [name for name in names if name.startswith("-")]
-        switch = _literal(keywords.get("is_flag"), constants) is True or any(
+        switch = _evaluate_literal(keywords.get("is_flag"), constants) is True or any(
             "/" in name for name in flags
         )
         yield Flag(
-            name=_longest(name.partition("/")[0] for name in flags),
+            name=_longest_name(name.partition("/")[0] for name in flags),
             kind="switch"
             if switch
             else "boolean"
             if last_name(keywords.get("type", call.func)) == "bool"
             else "value",
             default=default if default is not None or not switch else False,
-            required=_literal(keywords.get("required"), constants) is True,
-            choices=_choices(keywords.get("type"), constants),
+            required=_evaluate_literal(keywords.get("required"), constants) is True,
+            choices=_read_choices(keywords.get("type"), constants),
             also_called=tuple(
-                name for name in flags if name != _longest(flags) and "/" not in name
+                name for name in flags if name != _longest_name(flags) and "/" not in name
             ),
         )
 
@@ -516,28 +540,30 @@ def _is_typer_run(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "typer.run" and bool(call.args)
 
 
-def _parameter_flags(
-    function: ast.FunctionDef, constants: Constants, joint: str = "-"
+def _iterate_parameter_flags(
+    function: ast.FunctionDef, constants: Constants, separator: str = "-"
 ) -> Iterator[Flag]:
-    """Flags of a function's parameters, in whose names `joint` stands for `_`."""
-    for argument, value in parameters_of(function.args):
+    """Yield the flags made of a function's parameters; in their names `separator` replaces `_`."""
+    for argument, value in iterate_parameters(function.args):
         if argument.arg in ("self", "cls"):
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
-        info = _typer_info(argument.annotation) or _typer_info(value)
+        info = _find_typer_call(argument.annotation) or _find_typer_call(value)
         if (
             info is not None and info is value
         ):  # typer.Option(8, "--batch"): the first word is the default
-            value = info.args[0] if info.args else _keywords(info).get("default")
-        required = value is None or _literal(value, constants) is ...
-        default = None if required else _scalar(value, constants)
+            value = info.args[0] if info.args else _keyword_arguments(info).get("default")
+        required = value is None or _evaluate_literal(value, constants) is ...
+        default = None if required else _evaluate_scalar(value, constants)
         option = last_name(info.func) == "Option" if info is not None else not required
-        names = [name.partition("/")[0] for name in _names(info)] if info is not None else []
+        names = (
+            [name.partition("/")[0] for name in _text_arguments(info)] if info is not None else []
+        )
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)
         if option:
-            name = _longest(flags) if flags else "--" + argument.arg.replace("_", joint)
-            bool_kind: Literal["switch", "boolean"] = "switch" if joint == "-" else "boolean"
+            name = _longest_name(flags) if flags else "--" + argument.arg.replace("_", separator)
+            bool_kind: Literal["switch", "boolean"] = "switch" if separator == "-" else "boolean"
             yield Flag(
                 name=name, kind=bool_kind if switch else "value", default=default, required=required
             )
@@ -545,8 +571,10 @@ def _parameter_flags(
             yield Flag(name=argument.arg, kind="positional", default=default, required=required)
 
 
-def _typer_info(node: ast.expr | None) -> ast.Call | None:
-    """Return the call of typer.Option or typer.Argument in an annotation or a default."""
+def _find_typer_call(node: ast.expr | None) -> ast.Call | None:
+    """Return the call of typer.Option or typer.Argument in an annotation or default; None without
+    one.
+    """
     calls = ast.walk(node) if node is not None else iter(())
     return next(
         (
@@ -564,8 +592,10 @@ def _typer_info(node: ast.expr | None) -> ast.Call | None:
 LOADERS = ("yaml.safe_load", "yaml.load", "json.load", "OmegaConf.load")
 
 
-def _own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
-    """Yield the names of settings files that stand as texts in code that calls a loader of such files."""
+def _iterate_own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
+    """Yield the names of settings files that are literals in the code, if the code calls a loader
+    of such files.
+    """
     if not any(ast.unparse(call.func) in LOADERS for call in calls):
         return
     texts = (node.value for node in nodes if isinstance(node, ast.Constant))
@@ -574,7 +604,7 @@ def _own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[
             yield text
 
 
-def _unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
+def _iterate_unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
     names = {ast.unparse(call.func) for call in calls}
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
@@ -583,7 +613,7 @@ def _unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iter
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
-    if not any(_own_files(nodes, calls)):
+    if not any(_iterate_own_files(nodes, calls)):
         yield from (hint for name, hint in hints.items() if name in names)
     if any(name.endswith("add_subparsers") for name in names):
         yield "subcommands: `command` must contain the one that trains"

@@ -14,7 +14,12 @@ from typing import NamedTuple
 
 import yaml
 
-from orchestrator.service.commands.init.slurm import TASK, TASK_VARIABLE, array_tasks, slurm_options
+from orchestrator.service.commands.init.slurm import (
+    TASK,
+    TASK_VARIABLE,
+    iterate_slurm_options,
+    parse_array_indices,
+)
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
@@ -76,7 +81,7 @@ PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
 
 
 class ShellText(NamedTuple):
-    """A shell text, and how it is called."""
+    """A shell text, with its name for errors, its arguments, and its folder."""
 
     text: str
     label: str
@@ -85,7 +90,7 @@ class ShellText(NamedTuple):
 
 
 class InnerCommand(NamedTuple):
-    """A command inside a shell text."""
+    """A training command inside a shell text, with its folder, its variables, and notes."""
 
     argv: Argv
     folder: Path
@@ -94,7 +99,7 @@ class InnerCommand(NamedTuple):
 
 
 def starts_training(word: str) -> bool:
-    """Return whether a word is a Python interpreter, a launcher or a Python script."""
+    """Return whether a word is a Python interpreter, a launcher (torchrun) or a Python script."""
     return (
         is_python(word)
         or program_name(word) in STARTERS
@@ -103,15 +108,17 @@ def starts_training(word: str) -> bool:
 
 
 def split_line(line: str) -> list[str]:
-    """Return the words of a shell line; with unclosed quotes, it is split at spaces."""
+    """Return the words of a shell line; a line with unclosed quotes is split at its spaces."""
     try:
         return shlex.split(line, comments=True)
     except ValueError:
         return line.split()
 
 
-def first_command(line: str) -> Argv:
-    """Return the words of a shell line before a redirection, a pipe or a second command; quoted operators are words."""
+def split_first_command(line: str) -> Argv:
+    """Return the words of a shell line up to a redirection, a pipe or a second command. Quoted
+    operators are words.
+    """
     ends = (match.start() for match in SHELL_PART.finditer(line) if match["end"])
     command = line[: next(ends, len(line))]
     try:
@@ -121,10 +128,11 @@ def first_command(line: str) -> Argv:
 
 
 def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellText | None:
-    """Return the shell text that a command runs: a script, `bash -c`, a SkyPilot task, or a quoted text; else None.
+    """Return the shell text that a command runs: a script, `bash -c`, a SkyPilot task, or a quoted
+    text; else None.
 
-    Slurm options on the command line, and SkyPilot's devices, are added to `slurm`. Raises SpecError for a missing
-    script.
+    Slurm options on the command line, and SkyPilot's devices, are added to the dict `slurm`. Raises
+    SpecError for a missing script.
     """
     name = program_name(argv[0])
     if len(argv) == 1 and " " in argv[0].strip():
@@ -142,17 +150,20 @@ def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellTex
         return None
     text = path.read_bytes()[:SCRIPT_BYTES_MAX].decode(errors="replace")
     if named.endswith((".yaml", ".yml")):
-        text = _sky_text(text, slurm)
+        text = _read_skypilot_task(text, slurm)
     elif not is_shell and not re.match(r"#!.*\b(?:ba|z|da)?sh\b", text):
         return None
     if name == "sbatch":
-        slurm |= dict(slurm_options(argv[1:index]))
+        slurm |= dict(iterate_slurm_options(argv[1:index]))
     beside = os.path.relpath(path.parent, folder)
     return ShellText(text, shlex.join(argv), argv[index + 1 :], beside) if text else None
 
 
 def _script_index(argv: Sequence[str], folder: Path) -> int | None:
-    """Return the index of the script that a shell, Slurm or SkyPilot runs; 0 for other commands; None without one."""
+    """Return the index in `argv` of the script that a shell, Slurm or SkyPilot runs.
+
+    0 where the command is none of these, None where it has no script.
+    """
     name = program_name(argv[0])
     if name not in (*SHELLS, "sky"):
         return 0
@@ -170,8 +181,11 @@ def _script_index(argv: Sequence[str], folder: Path) -> int | None:
     return first
 
 
-def _sky_text(text: str, slurm: dict[str, str]) -> str:
-    """Return the commands of a SkyPilot task (docs.skypilot.co, task YAML) after its variables; "" for other YAML."""
+def _read_skypilot_task(text: str, slurm_options: dict[str, str]) -> str:
+    """Return the shell commands of a SkyPilot task, preceded by its variables; "" for other YAML.
+
+    Its devices are added to `slurm_options` (docs.skypilot.co, task YAML).
+    """
     try:
         task = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
@@ -186,7 +200,7 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
         devices = ":".join(map(str, next(iter(devices.items()), ())))
     count = str(devices).rpartition(":")[2] if ":" in str(devices) else "1" if devices else ""
     if count:
-        slurm |= {"--gpus-per-node": count, "--nodes": str(nodes)}
+        slurm_options |= {"--gpus-per-node": count, "--nodes": str(nodes)}
     variables = {"SKYPILOT_NUM_GPUS_PER_NODE": count, "SKYPILOT_NUM_NODES": nodes}
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
     lines += (
@@ -195,31 +209,37 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
     return "\n".join([*lines, task["run"]])
 
 
-def read_shell(script: ShellText, folder: Path, env: Env, slurm: dict[str, str]) -> InnerCommand:
+def find_inner_command(
+    script: ShellText, folder: Path, env: Env, slurm_options: dict[str, str]
+) -> InnerCommand:
     """Return the training command inside a shell text, with the text's variables filled in.
 
-    The first with a launcher is chosen, else the last with Python. Raises SpecError if there is none.
+    The first command with a launcher is chosen, else the last with Python. #SBATCH options are
+    added to the dict `slurm_options`. Raises SpecError if there is no such command.
     """
     arguments = script.arguments
     values = {**env, "SLURM_SUBMIT_DIR": "."}
     exported = dict[str, str]()
     notes = list[str]()
     commands = list[tuple[Argv, Path]]()
-    slurm |= _sbatch_options(script.text)
-    if "--nodes" in slurm:
-        values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
-    if array_tasks(slurm):
+    slurm_options |= _parse_sbatch_options(script.text)
+    if "--nodes" in slurm_options:
+        values |= {
+            "SLURM_NNODES": slurm_options["--nodes"],
+            "SLURM_JOB_NUM_NODES": slurm_options["--nodes"],
+        }
+    if parse_array_indices(slurm_options):
         values[TASK_VARIABLE] = f"{{{TASK}}}"
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
     arrays = dict[str, Argv]()
-    for line in _commands(re.sub(folder_of_script, script.beside, script.text)):
+    for line in _iterate_commands(re.sub(folder_of_script, script.beside, script.text)):
         filled = _fill_variables(line, values, {**arrays, "@": arguments})
         array = ARRAY.fullmatch(filled)
         if array is not None:
             before = arrays.get(f"{array[1]}[@]", ()) if array[2] else ()
-            arrays[f"{array[1]}[@]"] = (*before, *first_command(array[3]))
+            arrays[f"{array[1]}[@]"] = (*before, *split_first_command(array[3]))
             continue
-        parts = first_command(filled)
+        parts = split_first_command(filled)
         if not parts:
             continue
         if parts[0] == "cd" and len(parts) > 1 and "$" not in parts[1]:
@@ -243,23 +263,30 @@ def read_shell(script: ShellText, folder: Path, env: Env, slurm: dict[str, str])
     argv, folder = next(
         (command for command in commands if _has_launcher(command[0])), commands[-1]
     )
-    notes += _notes_on(argv, [parts for parts, _ in commands])
+    notes += _iterate_notes(argv, [parts for parts, _ in commands])
     return InnerCommand(argv=argv, folder=folder, env=exported, notes=tuple(notes))
 
 
-def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield notes on the commands that are not taken, and on unknown variables in the one that is."""
+def _iterate_notes(
+    chosen_command: Sequence[str], commands: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """Yield notes on the commands that are not chosen, and on unknown variables in the chosen
+    command.
+    """
     yield from (
-        f"CHECK: not in the job: {shlex.join(parts)}" for parts in commands if parts != argv
+        f"CHECK: not in the job: {shlex.join(parts)}"
+        for parts in commands
+        if parts != chosen_command
     )
-    if unknown := [word for word in argv if "$" in word or "`" in word]:
+    if unknown := [word for word in chosen_command if "$" in word or "`" in word]:
         yield f"CHECK: not known, replace by their values: {' '.join(unknown)}"
 
 
-def _commands(text: str) -> Iterator[str]:
-    """Yield each command of a text, without comments: line ends, `;` and `&&` outside of quotes separate them.
+def _iterate_commands(text: str) -> Iterator[str]:
+    """Yield each command of a shell text, without comments. Line ends, `;` and `&&` outside of
+    quotes separate them.
 
-    An array of several lines is one command. A quote that is never closed is a character.
+    An array of several lines is one command. A quote that is never closed is an ordinary character.
     """
     command = ""
     begin = 0
@@ -290,8 +317,12 @@ def _has_launcher(argv: Sequence[str]) -> bool:
     return any(program_name(word) in STARTERS or word in modules for word in argv)
 
 
-def _value_of(match: re.Match[str], values: Env, arrays: Mapping[str, Sequence[str]]) -> str:
-    """Return what stands for a variable; the text itself where its value is not known."""
+def _variable_value(
+    match: re.Match[str], variables: Env, arrays: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the value of the shell variable that `match` has found; the unchanged text where it is
+    not known.
+    """
     name = match["braced"] or match["bare"]
     arguments = arrays["@"]
     if name is None:
@@ -301,17 +332,19 @@ def _value_of(match: re.Match[str], values: Env, arrays: Mapping[str, Sequence[s
     if name.endswith("]"):
         elements = arrays.get(name.replace("*", "@"))
         return match[0] if elements is None else shlex.join(elements)
-    text = values.get(name)
+    text = variables.get(name)
     if name.isdecimal() and 0 < int(name) <= len(arguments):
         text = arguments[int(name) - 1]
     default = match["default"]
     return text or (match[0] if default is None else default.strip("\"'"))
 
 
-def _fill_variables(line: str, values: Env, arrays: Mapping[str, Sequence[str]]) -> str:
-    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1`, `$@` and `${NAME[@]}` replaced where known.
+def _fill_variables(line: str, variables: Env, arrays: Mapping[str, Sequence[str]]) -> str:
+    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1`, `$@` and `${NAME[@]}` replaced
+    where known.
 
-    `arrays` has the arguments as "@". Text in single quotes, and what is escaped, stays.
+    `arrays` has the script's arguments under "@". Text in single quotes, and escaped characters,
+    are unchanged.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -321,7 +354,7 @@ def _fill_variables(line: str, values: Env, arrays: Mapping[str, Sequence[str]])
             if whole is not None and (whole["braced"] or whole["bare"] or "").endswith(("@", "@]")):
                 return value(whole)
             return f'"{VARIABLE.sub(value_in_quotes, inner)}"'
-        return _value_of(match, values, arrays)
+        return _variable_value(match, variables, arrays)
 
     def value_in_quotes(match: re.Match[str]) -> str:
         # an apostrophe in double quotes quotes nothing
@@ -332,9 +365,11 @@ def _fill_variables(line: str, values: Env, arrays: Mapping[str, Sequence[str]])
     return VARIABLE.sub(value, line)
 
 
-def _sbatch_options(text: str) -> dict[str, str]:
-    """Return the options in the #SBATCH lines of a batch file."""
+def _parse_sbatch_options(text: str) -> dict[str, str]:
+    """Return {long name: value} of the options in the #SBATCH lines of a batch file."""
     lines = (
         line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH")
     )
-    return {name: value for line in lines for name, value in slurm_options(split_line(line))}
+    return {
+        name: value for line in lines for name, value in iterate_slurm_options(split_line(line))
+    }

@@ -25,7 +25,7 @@ TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
 SlurmOptions = Mapping[str, str]  # of sbatch and srun, by their long names
 
 
-def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def iterate_slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (long name, value) of each sbatch or srun option."""
     index = 0
     while index < len(argv):
@@ -44,8 +44,12 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield VOCABULARY["slurm"].get(name, name), value
 
 
-def slurm_counts(options: SlurmOptions) -> tuple[int, int | None]:
-    """Return (srun processes, all devices) requested by Slurm options; devices are None if not requested."""
+def count_ranks_and_devices(options: SlurmOptions) -> tuple[int, int | None]:
+    """Return (number of processes that srun starts, number of all devices) that Slurm options ask
+    for.
+
+    The devices are None if they are not asked for.
+    """
 
     def last_number(name: str) -> int:
         """Return the number that an option ends with; 0 where there is none."""
@@ -62,43 +66,49 @@ def slurm_counts(options: SlurmOptions) -> tuple[int, int | None]:
     return tasks, total if total else None
 
 
-def task_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
-    """Return {variable: index} of an array for a script that reads it; {} where `texts` hold {task}."""
+def array_index_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
+    """Return {SLURM_ARRAY_TASK_ID: "{task}"} for an array whose script reads that variable; else
+    {}.
+
+    It is {} without an array, or where one of `texts` contains {task} already.
+    """
     placeholder = f"{{{TASK}}}"
-    is_unused = array_tasks(options) and not any(placeholder in text for text in texts)
+    is_unused = parse_array_indices(options) and not any(placeholder in text for text in texts)
     return {TASK_VARIABLE: placeholder} if is_unused else {}
 
 
-def slurm_lines(options: SlurmOptions, *, as_texts: bool) -> Iterator[str]:
-    """Yield job-file lines for the time limit and the array, whose placeholder is {task}.
+def iterate_job_lines(options: SlurmOptions, *, quote_values: bool) -> Iterator[str]:
+    """Yield the job-file lines for the time limit, and for the array with its placeholder {task}.
 
-    `as_texts` quotes the array's values, as an environment variable needs.
+    `quote_values` quotes the array's values, as an environment variable needs.
     """
-    seconds = _seconds(options.get("--time", ""))
+    seconds = _parse_duration(options.get("--time", ""))
     if seconds:
-        yield f"time_limit: {_duration(seconds)} # --time {options['--time']}"
-    tasks = array_tasks(options)
+        yield f"time_limit: {_format_duration(seconds)} # --time {options['--time']}"
+    tasks = parse_array_indices(options)
     if tasks:
-        values = ", ".join(json.dumps(str(task) if as_texts else task) for task in tasks)
+        values = ", ".join(json.dumps(str(task) if quote_values else task) for task in tasks)
         yield f"array: {{{TASK}: [{values}]}} # --array {options['--array']}"
         at_once = options["--array"].partition("%")[2]
         if at_once.isdecimal() and 0 < int(at_once) <= JOBS_MAX:
             yield f"max_concurrent: {at_once}"
 
 
-def slurm_notes(options: SlurmOptions) -> Iterator[str]:
-    """Yield a note on each option without an equivalent: what to write instead, or that nothing is needed."""
+def iterate_slurm_notes(options: SlurmOptions) -> Iterator[str]:
+    """Yield a note on each option without an equivalent in job files: what to write instead, or
+    that it is not needed.
+    """
     for name, value in options.items():
         text = f"{name} {value}".strip()
         is_devices = name == "--gres" and "gpu" in value
-        is_line = (name == "--time" and _seconds(value)) or (
-            name == "--array" and array_tasks(options)
+        is_line = (name == "--time" and _parse_duration(value)) or (
+            name == "--array" and parse_array_indices(options)
         )
         if name in IN_JOB or is_devices or is_line:
             continue
         instead = instead_of(name.lstrip("-"))
         if name == "--dependency":
-            yield f"CHECK: {text}: write {_depends_on(value)}"
+            yield f"CHECK: {text}: write {_dependency_line(value)}"
         elif name == "--begin":
             hours = (
                 f"{value[:5]}-{(int(value[:2]) + 8) % 24:02}:00"
@@ -114,7 +124,7 @@ def slurm_notes(options: SlurmOptions) -> Iterator[str]:
             yield f"CHECK: not in the job: {text}: write {instead}"
 
 
-def array_tasks(options: SlurmOptions) -> tuple[int, ...]:
+def parse_array_indices(options: SlurmOptions) -> tuple[int, ...]:
     """Return the indices of `--array 0-15:4%2` or `1,3,5-7`; () without an array or for an unknown form."""
     tasks = list[int]()
     for part in options.get("--array", "").partition("%")[0].split(","):
@@ -127,15 +137,17 @@ def array_tasks(options: SlurmOptions) -> tuple[int, ...]:
     return tuple(tasks) if 0 < len(tasks) <= JOBS_MAX else ()
 
 
-def _depends_on(value: str) -> str:
-    """Return the line for a dependency, with its jobs to be replaced by names or ids of ours."""
+def _dependency_line(value: str) -> str:
+    """Return the job-file line for a Slurm dependency; the user must replace Slurm's job ids in
+    it.
+    """
     jobs = [f"JOB-{number}" for number in re.findall(r"(?<=:)(\d+)", value)] or ["JOB"]
     if "afterany" in value or "afternotok" in value:
         jobs = [f"{{job: {job}, when: always}}" for job in jobs]
     return f"depends_on: [{', '.join(jobs)}], with the names or ids that orc gives these jobs"
 
 
-def _seconds(text: str) -> int | None:
+def _parse_duration(text: str) -> int | None:
     """Return the seconds of Slurm's [days-]hours[:minutes[:seconds]] or minutes[:seconds]; None for another text."""
     match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,4}))?(?::(\d{1,4}))?", text)
     if match is None:
@@ -147,7 +159,7 @@ def _seconds(text: str) -> int | None:
     return int(match[1] or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds or None
 
 
-def _duration(seconds: int) -> str:
+def _format_duration(seconds: int) -> str:
     if seconds % 3600 == 0:
         return f"{seconds // 3600}h"
     return f"{seconds // 60}min" if seconds % 60 == 0 else f"{seconds}s"

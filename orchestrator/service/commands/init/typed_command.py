@@ -11,11 +11,11 @@ from dataclasses import field
 from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
-from orchestrator.backends.attempts.program import interpreter_of
-from orchestrator.service.commands.init.named_files import read_settings
+from orchestrator.backends.attempts.program import read_interpreter
+from orchestrator.service.commands.init.named_files import read_settings_file
 from orchestrator.service.commands.init.slurm import SlurmOptions
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
-from orchestrator.service.commands.init.wrappers import unwrap
+from orchestrator.service.commands.init.wrappers import unwrap_command
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
@@ -65,7 +65,9 @@ MODULES = {
 
 @frozen
 class TypedCommand:
-    """A parsed command, split into the parts that a job file needs."""
+    """A training command split into the parts that a job file needs: launcher, interpreter,
+    program, arguments.
+    """
 
     command: Argv  # interpreter or console script, then its arguments
     arguments: int  # index in `command` of the program's own arguments
@@ -86,19 +88,21 @@ class TypedCommand:
 
 
 def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return the parsed command, as typed in `folder`. Raises SpecError for one that starts no training."""
+    """Return the parts of a command typed in `folder`. Raises SpecError for a command that starts
+    no training.
+    """
     if not argv:
         raise SpecError(
             "nothing to propose a job for",
             source="orc init",
             hint="orc init torchrun train.py --lr 1e-3",
         )
-    inner = unwrap(argv, folder)
+    inner = unwrap_command(argv, folder)
     if not inner.argv:
-        raise _refused("nothing is started", argv, "a training command")
+        raise _refusal_error("nothing is started", argv, "a training command")
     tool = inner.environment
     typed = _parse_unwrapped(
-        inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None
+        inner.argv, inner.folder, find_environment_python(tool, inner.folder) if tool else None
     )
     notes = [*inner.notes, *typed.notes]
     # a clone's folder has its project's name, too
@@ -126,8 +130,8 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     )
 
 
-def _refused(what: str, argv: Sequence[str], allowed: str = "") -> SpecError:
-    return SpecError(what, source="orc init", got=" ".join(argv), allowed=allowed)
+def _refusal_error(problem: str, argv: Sequence[str], allowed: str = "") -> SpecError:
+    return SpecError(problem, source="orc init", got=" ".join(argv), allowed=allowed)
 
 
 def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
@@ -144,8 +148,8 @@ def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedComma
     if name in LAUNCHERS:
         rest = argv[1:]
         if name == "accelerate" and argv[1:2] != ("launch",):
-            raise _refused("this starts no training", argv, "accelerate launch")
-        return _parse_launcher(
+            raise _refusal_error("this starts no training", argv, "accelerate launch")
+        return _parse_launched(
             LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, argv[0], python
         )
     if is_python(name):
@@ -155,20 +159,21 @@ def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedComma
     if name in TOOLS:
         return _parse_tool(TOOLS[name], argv, folder)
     if argv[0].endswith(".py"):
-        return _parse_program(_python(folder, "python", python), argv, folder)
+        return _parse_program(_find_python(folder, "python", python), argv, folder)
     return _parse_console_script(argv, folder)
 
 
-def _parse_launcher(
+def _parse_launched(
     launch: LaunchStyle,
     argv: Sequence[str],
     folder: Path,
-    launcher: str,
+    launcher_name: str,
     environment: str | None = None,
 ) -> TypedCommand:
-    """Return the program that a launcher starts.
+    """Return the parts of a command that a launcher (torchrun) starts.
 
-    Options that each plan sets come off. A launcher with any other option stays in the command with all its words.
+    Launcher options that each plan sets are dropped. If the launcher has any other option, it stays
+    in the command with all its words.
     """
     options = dict[str, str]()
     module = False
@@ -182,19 +187,21 @@ def _parse_launcher(
         index += 1
     program = argv[index:]
     if not program:
-        raise _refused("the launcher is given no script", (launcher, *argv))
-    python = _python(folder, launcher, environment)
+        raise _refusal_error("the launcher is given no script", (launcher_name, *argv))
+    python = _find_python(folder, launcher_name, environment)
     typed = _parse_program(python, (("-m",) if module else ()) + tuple(program), folder)
     content = (
-        read_settings(folder / options["--config-file"]) if "--config-file" in options else None
+        read_settings_file(folder / options["--config-file"])
+        if "--config-file" in options
+        else None
     )
-    ranks = _ranks_of(options, content or {}, launch)
+    ranks = _count_ranks(options, content or {}, launch)
     precision = options.get("--mixed-precision") or str((content or {}).get("mixed_precision", ""))
     precision = {"no": "fp32"}.get(precision, precision)
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
     typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
     if options.keys() <= PLANNED:
-        module_words = (MODULE_OF[launch],) if is_python(program_name(launcher)) else ()
+        module_words = (MODULE_OF[launch],) if is_python(program_name(launcher_name)) else ()
         dropped = shlex.join((*module_words, *argv[:index]))
         notes = (
             (f"{launch}'s own options are set by each plan; dropped: {dropped}",) if dropped else ()
@@ -214,12 +221,15 @@ def _parse_launcher(
     )
 
 
-def _ranks_of(
-    options: Mapping[str, str], content: Mapping[str, object], launch: LaunchStyle
+def _count_ranks(
+    options: Mapping[str, str], file_content: Mapping[str, object], launch: LaunchStyle
 ) -> int | None:
-    """Ranks in all that a launcher's options or its file say; None where they do not."""
+    """Return the total number of ranks in a launcher's options or its file; None where they do not
+    say it.
+    """
     ranks = next(
-        (options[name] for name in options if name in RANKS), str(content.get("num_processes", ""))
+        (options[name] for name in options if name in RANKS),
+        str(file_content.get("num_processes", "")),
     )
     if (
         launch == "deepspeed" and not ranks and "--include" in options
@@ -246,21 +256,23 @@ def _parse_python(argv: Sequence[str], folder: Path, environment: str | None) ->
     module = argv[at_module + 1] if at_module and at_module + 1 < len(argv) else ""
     flags_only = all(word.startswith("-") for word in argv[1:at_module])
     if module in LAUNCHER_MODULES and flags_only:
-        return _parse_launcher(
+        return _parse_launched(
             LAUNCHER_MODULES[module], argv[at_module + 2 :], folder, argv[0], environment
         )
-    return _parse_program(_python(folder, argv[0], environment), argv[1:], folder)
+    return _parse_program(_find_python(folder, argv[0], environment), argv[1:], folder)
 
 
 def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return a command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
+    """Return the parts of a command of dora (facebookresearch/dora), `dora -P package run -d
+    key=value`; plans set `-d`.
+    """
     start = next((index for index, word in enumerate(argv) if word == "run"), None)
     if start is None:
-        raise _refused("this starts no training", argv, "dora run")
+        raise _refusal_error("this starts no training", argv, "dora run")
     package, rest = take_flag(tuple(argv[1:start]), "-P")
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
-    script = _module_file(f"{package}.train", folder, "python") if package else None
+    script = _find_module_file(f"{package}.train", folder, "python") if package else None
     own_options = list[str]()
     end = start + 1
     while end < len(argv) and argv[end].startswith("-"):
@@ -286,19 +298,23 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
 
 
 def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return a script or module under an interpreter, after the interpreter's flags."""
+    """Return the parts of a command that runs a script or module; `argv` begins with the
+    interpreter's flags.
+
+    `python` is (interpreter, note on its origin).
+    """
     word, note = python
     start = 0
     while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
     if {"-c", "-"} & set(argv[:start]):
-        raise _refused("its code stands in no file", argv, "a script, or -m module")
+        raise _refusal_error("its code stands in no file", argv, "a script, or -m module")
     if start >= len(argv) or list(argv[start:]) == ["-m"]:
-        raise _refused("no script is named", argv, "a script, or -m module")
+        raise _refusal_error("no script is named", argv, "a script, or -m module")
     is_module = argv[start] == "-m"
     end = start + (2 if is_module else 1)
     name = argv[end - 1]
-    script = _module_file(name, folder, word) if is_module else folder / name
+    script = _find_module_file(name, folder, word) if is_module else folder / name
     # of a shell script whose variable is not known
     script = None if "$" in name or "`" in name else script
     return TypedCommand(
@@ -306,23 +322,25 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
         arguments=1 + end,
         folder=folder.resolve(),
         script=script,
-        framework=_framework_of_module(name) if is_module else None,
+        framework=_find_module_framework(name) if is_module else None,
         notes=(note,),
     )
 
 
-def _framework_of_module(name: str) -> Framework | None:
+def _find_module_framework(name: str) -> Framework | None:
     frameworks = {"llamafactory.launcher": "llamafactory", "axolotl.cli.train": "axolotl"}
     return "trl" if name.startswith("trl.scripts.") else frameworks.get(name)  # type: ignore[return-value]
 
 
 def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return a framework's console script; if it only calls a launcher, the launched module instead."""
+    """Return the parts of a framework's console script; if it only calls a launcher, those of the
+    launched module.
+    """
     allowed = TRAINS[framework]
     if len(argv) < 2 or argv[1] not in allowed:
         what = f"this command of {argv[0]} starts no known training"
-        raise _refused(what, argv[:2], f"{argv[0]} with {', '.join(allowed)}")
-    python, note = _python(folder, argv[0])
+        raise _refusal_error(what, argv[:2], f"{argv[0]} with {', '.join(allowed)}")
+    python, note = _find_python(folder, argv[0])
     rest = tuple(argv[2:])
     if framework in MODULES and not any(
         word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
@@ -339,7 +357,7 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
             ranks=int(ranks) if ranks is not None and ranks.isdecimal() else None,
             notes=(note, why),
         )
-    program = argv[0] if python == "python" else str(_program_file(argv[0], folder) or argv[0])
+    program = argv[0] if python == "python" else str(_find_program_file(argv[0], folder) or argv[0])
     counts = [
         (index, option)
         for option in RANKS
@@ -370,12 +388,12 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
 
 
 def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
-    file = _program_file(argv[0], folder)
-    interpreter = interpreter_of(file) if file is not None else None
+    file = _find_program_file(argv[0], folder)
+    interpreter = read_interpreter(file) if file is not None else None
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
         what = "not a Python program" if file is not None else "no such program on the PATH"
-        raise _refused(what, argv[:1], allowed)
+        raise _refusal_error(what, argv[:1], allowed)
     note = f"{argv[0]} is {file}, which {interpreter} runs"
     return TypedCommand(
         command=(str(file), *argv[1:]),
@@ -386,17 +404,22 @@ def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
     )
 
 
-def _python(folder: Path, program: str, environment: str | None = None) -> tuple[str, str]:
-    """Return the interpreter of a typed program, as in the job's command, and a note on its origin."""
-    if environment is not None and (is_python(program) or "/" not in program):
-        return environment, f"{environment} is the interpreter of the environment, not orc's own"
-    file = _program_file(program, folder)
+def _find_python(folder: Path, program: str, chosen_python: str | None = None) -> tuple[str, str]:
+    """Return (interpreter of a typed program as the job's command names it, note on where it comes
+    from).
+    """
+    if chosen_python is not None and (is_python(program) or "/" not in program):
+        return (
+            chosen_python,
+            f"{chosen_python} is the interpreter of the environment, not orc's own",
+        )
+    file = _find_program_file(program, folder)
     if file is None:
         return (
             "python",
             f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}",
         )
-    interpreter = str(file) if is_python(file.name) else interpreter_of(file)
+    interpreter = str(file) if is_python(file.name) else read_interpreter(file)
     if (
         interpreter is None
         or not is_python(interpreter)
@@ -406,11 +429,13 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
     return interpreter, f"{interpreter} is the interpreter of {program}, not orc's own"
 
 
-def environment_python(tool: Sequence[str], folder: Path) -> str | None:
-    """Return the interpreter selected by `conda run -n NAME`, `uv run` and the like; None where it is not here."""
-    name = take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0]
-    prefix = take_flag(tuple(tool), "-p")[0]
-    program = shutil.which(tool[0])
+def find_environment_python(tool_command: Sequence[str], folder: Path) -> str | None:
+    """Return the interpreter that `conda run -n NAME`, `uv run` and the like select; None where it
+    is not on this machine.
+    """
+    name = take_flag(tuple(tool_command), "-n")[0] or take_flag(tuple(tool_command), "--name")[0]
+    prefix = take_flag(tuple(tool_command), "-p")[0]
+    program = shutil.which(tool_command[0])
     roots = [
         Path.home() / root
         for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")
@@ -419,14 +444,14 @@ def environment_python(tool: Sequence[str], folder: Path) -> str | None:
     places = (
         [root / "envs" / name for root in roots] if name else [folder / prefix] if prefix else []
     )
-    if tool[0] not in ("conda", "mamba", "micromamba"):
+    if tool_command[0] not in ("conda", "mamba", "micromamba"):
         places = [parent / ".venv" for parent in (folder, *folder.resolve().parents)]
     return next(
         (str(place / "bin/python") for place in places if (place / "bin/python").is_file()), None
     )
 
 
-def _program_file(program: str, folder: Path) -> Path | None:
+def _find_program_file(program: str, folder: Path) -> Path | None:
     if "/" in program:
         path = folder / os.path.expanduser(program)
         return path.parent.absolute() / path.name if path.is_file() else None
@@ -434,8 +459,10 @@ def _program_file(program: str, folder: Path) -> Path | None:
     return Path(file) if file is not None else None
 
 
-def package_roots(typed: TypedCommand) -> tuple[Path, ...]:
-    """Return folders of packages that the program can import: its project's, then its interpreter's."""
+def list_package_roots(typed: TypedCommand) -> tuple[Path, ...]:
+    """Return the folders of packages that the program can import: its project's, then its
+    interpreter's.
+    """
     program = Path(typed.command[0])
     environment = (
         program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
@@ -443,11 +470,11 @@ def package_roots(typed: TypedCommand) -> tuple[Path, ...]:
     return (typed.folder, typed.folder / "src", *environment.glob("lib/python3*/site-packages"))
 
 
-def _module_file(name: str, folder: Path, python: str) -> Path | None:
+def _find_module_file(module: str, folder: Path, python: str) -> Path | None:
     """Return the file of a module in the folder or the interpreter's packages; the interpreter is not run."""
     environment = Path(sys.executable if python == "python" else python).parent.parent
     for root in (folder, folder / "src", *environment.glob("lib/python3*/site-packages")):
-        path = root.joinpath(*name.split("."))
+        path = root.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__main__.py"):
             if file.is_file():
                 return file

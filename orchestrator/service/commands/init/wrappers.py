@@ -13,19 +13,19 @@ from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 
-from orchestrator.service.commands.init.meanings import meaning_of
+from orchestrator.service.commands.init.meanings import find_meaning
 from orchestrator.service.commands.init.shell_text import (
     ASSIGNMENT,
     SHELLS,
+    find_inner_command,
     find_shell_text,
-    read_shell,
     starts_training,
 )
 from orchestrator.service.commands.init.slurm import (
     SlurmOptions,
-    slurm_counts,
-    slurm_notes,
-    slurm_options,
+    count_ranks_and_devices,
+    iterate_slurm_notes,
+    iterate_slurm_options,
 )
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
@@ -54,7 +54,7 @@ ENVIRONMENTS = (
 
 @frozen
 class Unwrapped:
-    """A command without its wrappers, and the wrappers' settings."""
+    """A command without its wrappers, and the settings that the wrappers gave."""
 
     argv: Argv
     folder: Path
@@ -69,10 +69,10 @@ class Unwrapped:
     notes: Notes = ()
 
 
-def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
-    """Return the command inside assignments, wrappers, shell scripts and batch files.
+def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
+    """Return the training command inside assignments, wrappers, shell scripts and batch files.
 
-    Raises SpecError for a shell script without one.
+    Raises SpecError for a shell script without a training command.
     """
     env = dict[str, str]()
     notes = list[str]()
@@ -91,7 +91,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         name = program_name(rest[0])
         script = find_shell_text(rest, folder, slurm)
         if script is not None:
-            inner = read_shell(script, folder, env, slurm)
+            inner = find_inner_command(script, folder, env, slurm)
             rest = inner.argv
             folder = inner.folder
             notes += [f"Read from `{script.label}`", *inner.notes]
@@ -99,14 +99,14 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
             continue
         key = name if name in WRAPPERS else " ".join((name, *rest[1:2]))
         if key in WRAPPERS:
-            wrapper, rest = _split(key, rest)
+            wrapper, rest = _split_wrapper(key, rest)
             if name == "srun":
                 has_srun = True
-                slurm |= dict(slurm_options(wrapper[1:]))
+                slurm |= dict(iterate_slurm_options(wrapper[1:]))
             environment = wrapper if name in ENVIRONMENTS else environment
             notes.append(f"Taken off the command: {shlex.join(wrapper)}")
             continue
-        start = _start(rest)
+        start = _find_start(rest)
         if start and not prefix and not starts_training(rest[0]):
             prefix = rest[:start]
             rest = rest[start:]
@@ -116,8 +116,8 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
             break
         break
     secrets = _drop_unusable(env, notes)
-    tasks, devices = slurm_counts(slurm)
-    notes += slurm_notes(slurm)
+    tasks, devices = count_ranks_and_devices(slurm)
+    notes += iterate_slurm_notes(slurm)
     planned = {name: env.pop(name) for name in PLANNED if name in env}
     notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
     visible = [
@@ -130,7 +130,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         secrets=secrets,
         prefix=prefix,
         environment=environment,
-        ranks=tasks if has_srun and tasks > 1 else _ranks_of_prefix(prefix),
+        ranks=tasks if has_srun and tasks > 1 else _count_prefix_ranks(prefix),
         devices=devices if devices is not None else len(visible) or None,
         name=slurm.get("--job-name"),
         slurm=slurm,
@@ -139,7 +139,11 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
 
 
 def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
-    """Remove secrets, and variables of unknown value with a note, from `env`; return the names of the secrets."""
+    """Remove secrets, and variables whose value is unknown, from `env`; return the names of the
+    secrets.
+
+    A note is added for each variable of unknown value.
+    """
     secrets = tuple(variable for variable in env if SECRET.search(variable))
     for variable in secrets:
         del env[variable]
@@ -150,12 +154,14 @@ def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
     return secrets
 
 
-def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
-    """Return the ranks in the options of an unknown wrapper or an MPI starter; None without any."""
+def _count_prefix_ranks(prefix: Sequence[str]) -> int | None:
+    """Return the number of ranks in the options of an unknown wrapper or an MPI starter; None
+    without such an option.
+    """
     counts_n = bool(prefix) and program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
     for option, value in pairwise(prefix):
         name, equals, text = option.partition("=")
-        means_ranks = name.startswith("-") and (meaning_of(name) or ("", ""))[0] == "ranks"
+        means_ranks = name.startswith("-") and (find_meaning(name) or ("", ""))[0] == "ranks"
         if (means_ranks or name == "-np" or (name == "-n" and counts_n)) and (
             text if equals else value
         ).isdecimal():
@@ -163,9 +169,9 @@ def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
     return None
 
 
-def _split(key: str, argv: Argv) -> tuple[Argv, Argv]:
-    """Return a wrapper with its options, and the command after it."""
-    index = len(key.split())
+def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
+    """Return (the wrapper with its options, the command after it)."""
+    index = len(wrapper.split())
     while index < len(argv) and argv[index].startswith("-"):
         option = argv[index]
         index += 1
@@ -174,20 +180,26 @@ def _split(key: str, argv: Argv) -> tuple[Argv, Argv]:
         # srun has a hundred options, most with a value: one that is not listed takes what cannot
         # start a command.
         following = argv[index] if index < len(argv) else "-"
-        is_value = key == "srun" and option.startswith("--") and not _is_command(following)
-        if "=" not in option and (option in WRAPPERS[key] or (is_value and _start(argv[index:]))):
+        is_value = wrapper == "srun" and option.startswith("--") and not _is_command(following)
+        if "=" not in option and (
+            option in WRAPPERS[wrapper] or (is_value and _find_start(argv[index:]))
+        ):
             index += 1
-    index += VOCABULARY["words_before_command"].get(key, 0)
+    index += VOCABULARY["words_before_command"].get(wrapper, 0)
     return argv[:index], argv[index:]
 
 
 def _is_command(word: str) -> bool:
-    """Return whether a word may start a command; one that may not, after an unknown option, is the option's value."""
+    """Return whether a word may start a command. After an unknown option, another word is that
+    option's value.
+    """
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
     is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
     return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
 
 
-def _start(argv: Sequence[str]) -> int:
-    """Index of the first word that starts a training; 0 if there is none after the first."""
+def _find_start(argv: Sequence[str]) -> int:
+    """Return the index of the first word that starts a training; 0 if there is none after the first
+    word.
+    """
     return next((index for index, word in enumerate(argv) if index and starts_training(word)), 0)

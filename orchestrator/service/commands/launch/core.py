@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence, read_ending
 from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
-from orchestrator.backends.attempts.launcher import free_port
-from orchestrator.backends.attempts.leftovers import mark_of
+from orchestrator.backends.attempts.launcher import find_free_port
+from orchestrator.backends.attempts.leftovers import process_mark
 from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
-from orchestrator.backends.attempts.start import request_of, write_files
-from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.attempts.start import prepare_request, write_request_files
+from orchestrator.backends.local.drive import LocalScheduler
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
@@ -32,15 +32,20 @@ from orchestrator.planning.request import read_script
 from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
+from orchestrator.service.commands.launch.devices import (
+    Machine,
+    device_lock_path,
+    find_machine,
+    read_holder,
+)
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (
     TypedJob,
-    content_of,
-    identity_of,
-    plain_argv,
-    read_typed,
-    unread_spec,
+    command_digest,
+    files_digest,
+    read_typed_job,
+    restart_argv,
+    unchangeable_spec,
 )
 from orchestrator.service.visible import visible
 from orchestrator.specs.actions import Launch, Record
@@ -97,35 +102,43 @@ TOLD_TO_END = Heartbeat(
 
 
 @dataclass(frozen=True)
-class OwnAccess(FileAccess):
-    """Sees only checkpoints that were written since this state began: older ones are another training's."""
+class RecentFiles(FileAccess):
+    """Searches only files that were written since these records began: older checkpoints belong to
+    another training.
+    """
 
     since_s: float = 0.0
 
     def search(
-        self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None
+        self, root: Path, patterns: Sequence[str], checkpoint_files: Sequence[str] | None = None
     ) -> SearchResult:
-        """Return the matches that were written since then."""
-        result = super().search(root, patterns, holds)
+        """Return the files below `root` that match shell patterns and were written since
+        `since_s`.
+        """
+        result = super().search(root, patterns, checkpoint_files)
         fresh = (match for match in result.matches if match.mtime_ns >= self.since_s * 1e9)
         return replace(result, matches=tuple(fresh))
 
 
-def answer_to(question: JsonObject) -> JsonObject:
-    """Return what the watcher does next."""
+def answer_question(question: JsonObject) -> JsonObject:
+    """Return what the watcher of `orc launch` must do next (start an attempt, or exit), for its
+    question.
+    """
     if "request" in question:
-        return _begin(question["request"], Path(question["cwd"]))
+        return _plan_first_attempt(question["request"], Path(question["cwd"]))
     records = Records(Path(question["state"]))
-    number = settle(records)
-    return _follow(records, number, question)
+    number = judge_last_attempt(records)
+    return _decide_after(records, number, question)
 
 
-def _begin(request: JsonObject, folder: Path) -> JsonObject:
-    """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
+def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
+    """Return the first attempt of a command line, or the next attempt where an earlier one was
+    left. Raises SpecError.
+    """
     command = request["command"]
     is_dry = request["dry_run"]
     machine = find_machine(request["devices"])
-    identity = identity_of((*command, request["devices"] or ""), folder, os.environ)
+    identity = command_digest((*command, request["devices"] or ""), folder, os.environ)
     home = folder / FOLDER / identity
     records = Records(home)
     holder = read_holder(records.lock)
@@ -133,89 +146,98 @@ def _begin(request: JsonObject, folder: Path) -> JsonObject:
         text = f"process {holder.get('pid')} on {holder.get('host')} runs this line already"
         return {"exit": OWN_ERROR, "lines": [text]}
     records.writes = not is_dry
-    settle(records)
-    job = read_typed(command, folder, machine.node.devices, home)
+    judge_last_attempt(records)
+    job = read_typed_job(command, folder, machine.node.devices, home)
     run = {name: getattr(job, name) for name in RECORDED}
-    run |= {"content": content_of(command, folder), **request}
+    run |= {"content": files_digest(command, folder), **request}
     lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
-    note = _open_run(records, job.spec, run)
+    note = _begin_or_resume_run(records, job.spec, run)
     if note is None:
         return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
-    answer = _next(records, machine)
+    answer = _plan_next_attempt(records, machine)
     if answer is None and job.argv is not None:  # such as a batch that cannot be cut
-        _submit(records, unread_spec(job.argv, folder), run, afresh=True)
-        answer = _next(records, machine)
+        _submit_job(records, unchangeable_spec(job.argv, folder), run, afresh=True)
+        answer = _plan_next_attempt(records, machine)
     if answer is None:
         return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {records.job.reason}"]}
     lines += [*filter(None, [note]), *answer["lines"]]
     if is_dry:
-        return {"exit": 0, "lines": [*lines, *_describe(job)]}
+        return {"exit": 0, "lines": [*lines, *_describe_dry_run(job)]}
     return {**answer, "lines": lines}
 
 
-def _open_run(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
-    """Begin a run, or let the last one go on; return a note on that, None where it has finished and runs once."""
+def _begin_or_resume_run(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
+    """Begin a run, or continue the last run; return a note for the user, "" or a sentence.
+
+    Returns None where the run has finished before and `--once` is set.
+    """
     before = records.drive.job
     is_same = records.run.get("content") == run["content"]
     if before is None:
-        _submit(records, spec, run, afresh=True)
+        _submit_job(records, spec, run, afresh=True)
         return ""
     if before.status is JobStatus.SUCCEEDED:
         if is_same and run["once"]:
             return None
-        _submit(records, spec, run, afresh=not is_same)
+        _submit_job(records, spec, run, afresh=not is_same)
         return ""
     if is_same or run["resume"]:
-        _take_up(records, spec, before)
+        _resume_job(records, spec, before)
         return f"goes on with what attempt {len(before.attempts)} of this line left"
-    _submit(records, spec, run, afresh=True)
+    _submit_job(records, spec, run, afresh=True)
     return "its script or configuration has changed: it begins anew"
 
 
-def _submit(
-    records: Records, spec: JobSpec, run: JsonObject, *, afresh: bool, after: str = ""
+def _submit_job(
+    records: Records, spec: JobSpec, run: JsonObject, *, afresh: bool, continued_job: str = ""
 ) -> None:
-    """Begin a run of a job, which goes on with the job `after`."""
+    """Begin a run by submitting its job; `continued_job` is the id of the job that it continues."""
     order = 1 if afresh else records.drive.scheduler.state.submitted + 1
     now_s = time.time()
     name = f"{spec.name}-{order}"
-    records.begin({"at_s": now_s, **run, "job": name}, afresh=afresh)
-    records.tell(Submitted(job_id=name, order=order, spec=spec, retry_of=after or None, at_s=now_s))
+    records.begin_run({"at_s": now_s, **run, "job": name}, afresh=afresh)
+    records.record_event(
+        Submitted(job_id=name, order=order, spec=spec, retry_of=continued_job or None, at_s=now_s)
+    )
 
 
-def _take_up(records: Records, spec: JobSpec, before: Job) -> None:
-    """Let a job that was left go on: one between attempts, or one that failed."""
-    if before.held_by is not None:
-        records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=time.time()))
-    elif before.status.ended or before.asks:
-        _submit(records, spec, records.run, afresh=False, after=before.id)
+def _resume_job(records: Records, spec: JobSpec, earlier_job: Job) -> None:
+    """Resume a job that was left between two attempts, or submit it again where it has ended."""
+    if earlier_job.held_by is not None:
+        records.record_event(
+            UpdateRequested(job_id=earlier_job.id, spec=earlier_job.spec, at_s=time.time())
+        )
+    elif earlier_job.status.ended or earlier_job.asks:
+        _submit_job(records, spec, records.run, afresh=False, continued_job=earlier_job.id)
 
 
-def _next(records: Records, machine: Machine) -> JsonObject | None:
-    """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
+def _plan_next_attempt(records: Records, machine: Machine) -> JsonObject | None:
+    """Return the next attempt, in the form in which the watcher starts it; None where the scheduler
+    starts none.
+    """
     drive = records.drive
     now_s = time.time()
     nodes = idle_nodes(machine.cluster)
-    records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
+    records.record_event(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
     for _ in range(WAKES_MAX):
         wake_s = drive.scheduler.wake_at_s()
         if drive.launches or records.job.asks or wake_s is None:
             break
         at_s = wake_s
-        records.tell(TimerFired(at_s=at_s))
+        records.record_event(TimerFired(at_s=at_s))
     if not drive.launches:
         return None
     launch = drive.launches.pop()
-    records.tell(Started(job_id=launch.job.id, number=launch.attempt.number, at_s=at_s))
+    records.record_event(Started(job_id=launch.job.id, number=launch.attempt.number, at_s=at_s))
     if not records.typed and records.run["argv"] is not None:
-        records.start_as_typed()
+        records.record_typed_start()
     launch = Launch(job=records.job, attempt=records.job.attempts[-1])
-    return _prepare(records, machine, launch) | {"wait_s": at_s - now_s}
+    return _prepare_attempt(records, machine, launch) | {"wait_s": at_s - now_s}
 
 
-def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
-    """Return an attempt as the watcher starts it, with its files written."""
+def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> JsonObject:
+    """Return an attempt in the form in which the watcher starts it, and write its files."""
     attempt = launch.attempt
     folder = records.folder.attempt(attempt.number)
     node = LaunchNode(
@@ -227,14 +249,14 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
         device_ids=machine.node.device_ids,
     )
     nodes = {node.name: node}
-    access = _access(records)
-    request = request_of(
-        launch.job, attempt, records.home, nodes, free_port(), sys.executable, access
+    access = _recent_files(records)
+    request = prepare_request(
+        launch.job, attempt, records.home, nodes, find_free_port(), sys.executable, access
     )
     if records.writes:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_durably(records.folder.epoch, str(attempt.number))
-        write_files(request)
+        write_request_files(request)
         if machine.is_cpu:
             guard = json.loads(folder.guard.read_text())
             write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
@@ -242,7 +264,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
     is_command = records.run["argv"] is not None
     is_typed = is_command and not resumes and records.typed == str(attempt.plan)
     ((_, processes),) = request.ranks
-    ranks = [_process(process, records, launch.job.spec, is_typed) for process in processes]
+    ranks = [_rank_start(process, records, launch.job.spec, is_typed) for process in processes]
     for _, _, env in ranks:
         env |= machine.env
     return {
@@ -250,7 +272,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
         "folder": str(folder.path),
         "epoch_path": str(records.folder.epoch),
         "epoch": attempt.number,
-        "mark": mark_of(folder, node.name),
+        "mark": process_mark(folder, node.name),
         "watched": {
             "node": node.name,
             "devices": attempt.placement[0].devices,
@@ -262,14 +284,16 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
         "count": len(attempt.placement[0].devices) // len(ranks),
         "judges": not records.run["logs_itself"] and (not is_command or TRACKER in os.environ),
         "lines": [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"],
-        "locks": _locks(records, machine, attempt),
+        "locks": _list_locks(records, machine, attempt),
     }
 
 
-def _process(
+def _rank_start(
     process: RankRequest, records: Records, spec: JobSpec, is_typed: bool
 ) -> tuple[int, Sequence[str], dict[str, str]]:
-    """Return a process to start: its rank, argv and further variables."""
+    """Return (rank, argv, further variables) of a process to start; `is_typed` runs the command as
+    typed.
+    """
     env = dict(process.env)
     run = records.run
     if not spec.is_script:
@@ -278,15 +302,17 @@ def _process(
         return process.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
     for name in LEFT_OUT:
         env.pop(name, None)
-    return process.rank, plain_argv(process, spec, run["lead"], run["python"]), env
+    return process.rank, restart_argv(process, spec, run["lead"], run["python"]), env
 
 
-def _access(records: Records) -> OwnAccess:
-    return OwnAccess(sys.executable, None, records.run["at_s"])
+def _recent_files(records: Records) -> RecentFiles:
+    return RecentFiles(sys.executable, None, records.run["at_s"])
 
 
-def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObject]:
-    """Return the locks that the watcher holds: its folder's, and each device's with the promised bytes."""
+def _list_locks(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObject]:
+    """Return the locks that the watcher must hold: that of its folder, and one per device with the
+    promised bytes.
+    """
     line = shlex.join(records.run["argv"] or ())[:200]
     content: JsonObject = {"line": line, "host": machine.node.name}
     locks: list[JsonObject] = [
@@ -295,16 +321,18 @@ def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObj
     if attempt.estimate.source is not Source.ASSUMED:
         content = {**content, "promise_bytes": attempt.needed_bytes}
     for device in attempt.placement[0].devices:
-        path = lock_of(machine.uuids[device]) if machine.uuids else None
+        path = device_lock_path(machine.uuids[device]) if machine.uuids else None
         if path is not None:
             locks.append({"path": str(path), "content": content, "refuses": ""})
     return locks
 
 
-def settle(records: Records) -> int:
-    """Judge the last attempt by what it left, where nobody has, and return its number; 0 without one.
+def judge_last_attempt(records: Records) -> int:
+    """Judge the last attempt from the files that it left, unless that was done; return its number,
+    0 without an attempt.
 
-    Its watcher judges no success, and was killed where the attempt has no ending.
+    The watcher does not judge a success. An attempt without an ending means that its watcher was
+    killed.
     """
     job = records.drive.job
     if job is None or not job.attempts:
@@ -315,44 +343,46 @@ def settle(records: Records) -> int:
     now_s = time.time()
     ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
     if ending.stopped:
-        records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
-    evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
+        records.record_event(
+            UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s)
+        )
+    evidence = collect_evidence(job.spec, attempt, records.folder, ending, _recent_files(records))
     evidence = without_secrets(evidence, job.spec, os.environ)
     if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
         evidence = replace(evidence, heartbeats=(TOLD_TO_END,))
     number = attempt.number
-    records.tell(Finished(job_id=job.id, number=number, evidence=evidence, at_s=now_s))
-    records.tell(Released(job_id=job.id, number=number, at_s=now_s))
+    records.record_event(Finished(job_id=job.id, number=number, evidence=evidence, at_s=now_s))
+    records.record_event(Released(job_id=job.id, number=number, at_s=now_s))
     return number
 
 
-def _follow(records: Records, number: int, question: JsonObject) -> JsonObject:
-    """Return the next attempt after the one with this number, or the exit code."""
+def _decide_after(records: Records, attempt_number: int, question: JsonObject) -> JsonObject:
+    """Return the attempt to start after the one with this number, or the exit code to end with."""
     job = records.job
     code = question["code"]
     if job.status is JobStatus.SUCCEEDED:
-        return {"exit": 0, "lines": _track(records)}
-    failure = job.attempts[number - 1].failure
-    end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
+        return {"exit": 0, "lines": _send_to_mlflow(records)}
+    failure = job.attempts[attempt_number - 1].failure
+    end = f"attempt {attempt_number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
-        end = f"attempt {number} was ended by {signal.Signals(question['signals'][0]).name}"
+        end = f"attempt {attempt_number} was ended by {signal.Signals(question['signals'][0]).name}"
         left = "the same line again goes on from here"
         if records.run["requeue"]:
-            left = _requeue()
+            left = _requeue_slurm_job()
         return {"exit": code, "lines": [f"{end}; {left}"]}
     machine = find_machine(records.run["devices"])
-    answer = _next(records, machine)
+    answer = _plan_next_attempt(records, machine)
     if answer is None:
-        lines = [end, *_what_would_help(records, machine, failure), *_track(records)]
+        lines = [end, *_suggest_help(records, machine, failure), *_send_to_mlflow(records)]
         return {"exit": code or 1, "lines": lines}
     changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
     return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
 
 
-def _track(records: Records) -> list[str]:
+def _send_to_mlflow(records: Records) -> list[str]:
     """Send the run to MLflow if the environment names a server and the script does not log itself.
 
-    Return a list with the error, or an empty list.
+    Returns a list with the error, or an empty list.
     """
     uri = os.environ.get(TRACKER)
     if not uri or records.run["logs_itself"]:
@@ -371,8 +401,8 @@ def _track(records: Records) -> list[str]:
     return []
 
 
-def _requeue() -> str:
-    """Have Slurm queue this job again, and return a phrase on that."""
+def _requeue_slurm_job() -> str:
+    """Let Slurm queue this job again; return a phrase that says whether it did."""
     job = os.environ.get("SLURM_JOB_ID", "")
     count = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
@@ -389,8 +419,10 @@ def _requeue() -> str:
     return f"job {job} of Slurm is queued again"
 
 
-def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
-    """Return lines that say what a person can do, such as a smaller batch as arguments of the script."""
+def _suggest_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
+    """Return lines that say what a person can do, such as a smaller batch, given as arguments of
+    the script.
+    """
     job = records.job
     if not job.asks:
         hints = (
@@ -403,11 +435,11 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     spec = apply_permissions(
         job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
     )
-    other = Drive(Scheduler(records.drive.scheduler.state))
-    other.tell(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
+    other = LocalScheduler(Scheduler(records.drive.scheduler.state))
+    other.apply_event(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
     nodes = idle_nodes(machine.cluster)
-    other.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
-    flags = [shlex.join(_knob_words(launch)) for launch in other.launches]
+    other.apply_event(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
+    flags = [shlex.join(_changed_arguments(launch)) for launch in other.launches]
     meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
     return [
         "no plan of the same training is left",
@@ -415,8 +447,8 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     ]
 
 
-def _knob_words(launch: Launch) -> Argv:
-    """Return the words by which a restart differs from the command as typed."""
+def _changed_arguments(launch: Launch) -> Argv:
+    """Return the arguments that a restart adds to the command as typed."""
     spec = launch.job.spec
     rendered = script_command(
         read_script(spec),
@@ -428,8 +460,10 @@ def _knob_words(launch: Launch) -> Argv:
     return rendered.arguments[len(spec.command or ()) :]
 
 
-def _describe(job: TypedJob) -> list[str]:
-    """Return what a dry run adds: which flags a restart would change, and where it looks for checkpoints."""
+def _describe_dry_run(job: TypedJob) -> list[str]:
+    """Return the lines that a dry run adds: which flags a restart would change, and where it looks
+    for checkpoints.
+    """
     knobs = [
         f"{name} by {place}"
         for name, knob in job.spec.knobs
@@ -445,13 +479,15 @@ def _describe(job: TypedJob) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Answer one question on standard input."""
+def answer_stdin() -> None:
+    """Read one question of the watcher from standard input, and write the answer to standard
+    output.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     question = json.load(sys.stdin)
     try:
-        answer = answer_to(question)
+        answer = answer_question(question)
     except OrchestratorError as error:
         answer = {"exit": OWN_ERROR, "lines": [str(error)]}
     answer["lines"] = [visible(line) for line in answer["lines"]]
@@ -460,4 +496,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_stdin()

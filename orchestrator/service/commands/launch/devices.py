@@ -10,8 +10,8 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
-from orchestrator.backends.local.watch import lock_folder
-from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
+from orchestrator.backends.local.watch import find_lock_folder
+from orchestrator.service.intake.detection import detect_machine, local_node_name, read_host_bytes
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.command_line import Env
@@ -27,7 +27,9 @@ PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 @frozen
 class Machine:
-    """The node with the devices of a line."""
+    """The machine as a node with the devices of one command line, and the variables that select
+    them.
+    """
 
     node: NodeSpec
     caps: bool = False  # virtual devices, which the guard caps
@@ -37,25 +39,29 @@ class Machine:
 
     @property
     def cluster(self) -> ClusterSpec:
-        """A cluster of this node alone."""
+        """A cluster that consists of this node alone."""
         return ClusterSpec(name="local", nodes=(self.node,))
 
     @property
     def is_cpu(self) -> bool:
-        """Whether there is no device: the command runs on the processor, without a cap."""
+        """Whether there is no device: the command then runs on the processor, without a memory
+        limit.
+        """
         return self.node.device.kind.traits.is_virtual and not self.caps
 
 
-def find_machine(words: str | None) -> Machine:
-    """Return the devices that `--devices` names, or all that this process sees. Raises SpecError."""
-    if words is None:
-        return _seen_machine({})
-    virtual = VIRTUAL.fullmatch(words)
+def find_machine(devices_option: str | None) -> Machine:
+    """Return this machine with the devices that `--devices` names, or with all that this process
+    sees. Raises SpecError.
+    """
+    if devices_option is None:
+        return _detect_visible({})
+    virtual = VIRTUAL.fullmatch(devices_option)
     if virtual is None:  # numbers or UUIDs, as SLURM_JOB_GPUS has them
-        os.environ["CUDA_VISIBLE_DEVICES"] = words
-        return _seen_machine({"CUDA_VISIBLE_DEVICES": words})
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_option
+        return _detect_visible({"CUDA_VISIBLE_DEVICES": devices_option})
     count = int(virtual[1] or 1)
-    node = _plain_node("virtual", virtual[2], count)
+    node = _make_node("virtual", virtual[2], count)
     numbers = ", ".join(map(str, range(count)))
     note = f"virtual device {numbers}: {format_bytes(node.device.memory)} each, on the processor"
     return Machine(
@@ -63,28 +69,28 @@ def find_machine(words: str | None) -> Machine:
     )
 
 
-def _seen_machine(env: Env) -> Machine:
+def _detect_visible(variables: Env) -> Machine:
     notes = list[str]()
     free = list[int]()
     try:
-        node = detect_machine(node_name()).node
+        node = detect_machine(local_node_name()).node
     except SpecError as error:
-        if env and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
+        if variables and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
             raise
-        sizes = [device.total_bytes for device in nvml.devices().devices if not device.error]
-        names = env["CUDA_VISIBLE_DEVICES"].split(",") if env else []
+        sizes = [device.total_bytes for device in nvml.read_nvml().devices if not device.error]
+        names = variables["CUDA_VISIBLE_DEVICES"].split(",") if variables else []
         count = len(names) or len(sizes) or 1
-        node = _plain_node("cuda", f"{min(sizes, default=host_bytes())}B", count)
+        node = _make_node("cuda", f"{min(sizes, default=read_host_bytes())}B", count)
         ids = tuple(int(name) if name.isdecimal() else name for name in names)
         node = node.model_copy(update={"device_ids": ids})
         notes.append(error.what)
     if node.device.kind.traits.is_virtual:
         note = "no NVIDIA device is seen: the command runs where its own code takes it"
-        node = _plain_node("virtual", f"{host_bytes()}B", 1)
-        return Machine(node=node, env=env, notes=(note,))
+        node = _make_node("virtual", f"{read_host_bytes()}B", 1)
+        return Machine(node=node, env=variables, notes=(note,))
     reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
     for device in reading:
-        left, note = _beside_others(device.uuid, device.free_bytes, device.total_bytes)
+        left, note = _subtract_promise(device.uuid, device.free_bytes, device.total_bytes)
         free.append(left)
         notes.append(
             f"device {device.index} = {device.uuid} ({device.name}, {format_bytes(left)} free){note}"
@@ -93,22 +99,29 @@ def _seen_machine(env: Env) -> Machine:
     kind = node.device.model_copy(update={"memory": min(least, node.device.memory)})
     uuids = tuple(device.uuid for device in reading)
     node = node.model_copy(update={"device": kind})
-    return Machine(node=node, uuids=uuids, env=env, notes=tuple(notes))
+    return Machine(node=node, uuids=uuids, env=variables, notes=tuple(notes))
 
 
-def _plain_node(kind: str, memory: str, count: int) -> NodeSpec:
-    """Return a node of devices whose rates nobody knows: two are never faster than one. Raises SpecError."""
+def _make_node(device_name: str, memory: str, device_count: int) -> NodeSpec:
+    """Return a node of devices with unknown rates: a plan never counts two of them as faster than
+    one. Raises SpecError.
+    """
     speeds = {
         "bf16_tflops": 0.05,
         "fp32_tflops": 0.05,
         "memory_bandwidth": "10GB/s",
         "link_bandwidth": "1MB/s",
     }
-    device = {"name": kind, "kind": kind, "memory": memory, **speeds}
-    host = f"{host_bytes()}B"
+    device = {"name": device_name, "kind": device_name, "memory": memory, **speeds}
+    host = f"{read_host_bytes()}B"
     try:
         return NodeSpec.model_validate(
-            {"name": node_name(), "devices": count, "device": device, "host_memory": host}
+            {
+                "name": local_node_name(),
+                "devices": device_count,
+                "device": device,
+                "host_memory": host,
+            }
         )
     except ValueError:
         allowed = "such as 2xvirtual-256MiB"
@@ -117,15 +130,17 @@ def _plain_node(kind: str, memory: str, count: int) -> NodeSpec:
         ) from None
 
 
-def lock_of(uuid: str) -> Path | None:
-    """Return the path of a device's lock on this machine; None where there can be none."""
-    folder = lock_folder()
+def device_lock_path(uuid: str) -> Path | None:
+    """Return the path of a device's lock on this machine; None where there can be no lock."""
+    folder = find_lock_folder()
     return None if folder is None or not uuid else folder / re.sub(r"[^\w-]", "-", uuid)
 
 
-def _beside_others(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, str]:
-    """Return the bytes free beside another line's promise, and a note on who that is."""
-    path = lock_of(uuid)
+def _subtract_promise(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, str]:
+    """Return (bytes that are free beside another command line's promise, note on that line or
+    "").
+    """
+    path = device_lock_path(uuid)
     holder = None if path is None else read_holder(path)
     if holder is None:
         return free_bytes, ""
@@ -136,10 +151,12 @@ def _beside_others(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, s
     return left, f", beside the {format_bytes(promised)} of process {holder.get('pid')}"
 
 
-def read_holder(path: Path) -> JsonObject | None:
-    """Return what the holder of a lock wrote into it; None where nobody holds it."""
+def read_holder(lock_path: Path) -> JsonObject | None:
+    """Return the JSON object that a lock's holder wrote into the lock's file; None where the lock
+    is free.
+    """
     try:
-        with path.open("rb") as file:
+        with lock_path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:

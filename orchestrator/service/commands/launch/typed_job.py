@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import GUARD, RankRequest
 from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal, read_proposal
-from orchestrator.service.commands.init.wrappers import unwrap
+from orchestrator.service.commands.init.wrappers import unwrap_command
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
@@ -32,7 +32,7 @@ CONFIGURATIONS = (".py", ".json", ".toml", *JOB_FILES)
 
 @frozen
 class TypedJob:
-    """A command as a job. `argv` is what runs as typed; None of a job file."""
+    """A typed command as a job. `argv` is the command as typed; None for a job file."""
 
     spec: JobSpec
     argv: Argv | None
@@ -44,10 +44,12 @@ class TypedJob:
     notes: Notes = ()
 
 
-def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -> TypedJob:
-    """Return the job of a command, or of a job file. Raises SpecError for a wrong job file alone.
+def read_typed_job(command: Sequence[str], folder: Path, device_count: int, home: Path) -> TypedJob:
+    """Return the job of a typed command, or of a job file. Raises SpecError only for a wrong job
+    file.
 
-    A command that cannot be read is a job without knobs: it runs as typed, and nothing is refused.
+    A command that cannot be read becomes a job without knobs: it runs as typed, and nothing is
+    refused.
     """
     if len(command) == 1 and command[0].endswith(JOB_FILES) and (folder / command[0]).is_file():
         spec = read_job(folder / command[0], [("probe", "never")], home)
@@ -59,8 +61,8 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
     note = ""
     try:
         proposal = read_proposal(argv, folder, {})
-        hints = _hints(proposal)
-        return _read_known(argv, folder, devices, proposal)
+        hints = _suggest_flags(proposal)
+        return _read_proposed(argv, folder, device_count, proposal)
     except SpecError as error:
         note = str(error).splitlines()[0]
     except (
@@ -68,11 +70,13 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
     ) as error:  # a fault in reading other people's text keeps no command from running
         note = f"{type(error).__name__}: {error}"
     notes = (f"runs as typed, and no plan changes it: {note}",)
-    return TypedJob(spec=unread_spec(argv, folder), argv=argv, hints=hints, notes=notes)
+    return TypedJob(spec=unchangeable_spec(argv, folder), argv=argv, hints=hints, notes=notes)
 
 
-def _hints(proposal: Proposal) -> str:
-    """Return the flags of a command that cut its memory, with half of its batch and twice its accumulation."""
+def _suggest_flags(proposal: Proposal) -> str:
+    """Return flags with which the command needs less memory: half the batch size, twice the
+    accumulation; "" if unknown.
+    """
     hints = list[str]()
     knobs = proposal.bare.knobs
     for name, factor in (("micro_batch_size", 0.5), ("gradient_accumulation_steps", 2)):
@@ -85,8 +89,8 @@ def _hints(proposal: Proposal) -> str:
     return " ".join(hints)
 
 
-def unread_spec(argv: Argv, folder: Path) -> JobSpec:
-    """Return a job without knobs: all of its plans run the command as typed."""
+def unchangeable_spec(argv: Argv, folder: Path) -> JobSpec:
+    """Return a job without knobs, so that every plan runs the command as typed."""
     name = re.sub(r"[^a-z0-9._-]+", "-", Path(argv[0]).name.lower()).strip("-._")[:63] or "job"
     return JobSpec(
         name=name,
@@ -99,20 +103,22 @@ def unread_spec(argv: Argv, folder: Path) -> JobSpec:
     )
 
 
-def _read_known(argv: Argv, folder: Path, devices: int, proposal: Proposal) -> TypedJob:
-    """Return the job that `orc init` proposes, with the typed output folder. Raises SpecError."""
+def _read_proposed(argv: Argv, folder: Path, device_count: int, proposal: Proposal) -> TypedJob:
+    """Return the job that `orc init` proposes for the command, with the typed output folder. Raises
+    SpecError.
+    """
     has_batch = "\nglobal_batch_size:" in proposal.text
     text = proposal.text if has_batch else f"{proposal.text}{UNKNOWN_BATCH}\n"
     ranks = proposal.bare.ranks or 1
     spec = parse_job(text, "the command", [("probe", "never"), ("gpus", str(ranks))])
-    inner = unwrap(argv, folder)
+    inner = unwrap_command(argv, folder)
     tail = (*inner.prefix, *inner.argv)
     if argv[len(argv) - len(tail) :] != tail:
         what = "its training command stands in a script of a shell, where no plan changes it"
         raise SpecError(what, source="orc launch")
-    if ranks > devices:
-        raise SpecError(f"it starts {ranks} ranks on {devices} devices", source="orc launch")
-    output, typed_output = _output(proposal, spec.knobs.output_dir)
+    if ranks > device_count:
+        raise SpecError(f"it starts {ranks} ranks on {device_count} devices", source="orc launch")
+    output, typed_output = _find_output(proposal, spec.knobs.output_dir)
     changes: dict[str, object] = {
         "command": (*proposal.bare.command, *typed_output),
         "success": Success(),  # the exit code alone, as of the bare command
@@ -139,14 +145,16 @@ def _read_known(argv: Argv, folder: Path, devices: int, proposal: Proposal) -> T
 
 
 def _logs_itself(proposal: Proposal, argv: Sequence[str]) -> bool:
-    """Return whether a script may log to MLflow: by its imports or words, or as trainers of transformers do."""
+    """Return whether a script may log to MLflow: by its imports or words, or because its trainer
+    does so.
+    """
     script = proposal.script
     named = any("mlflow" in word.lower() for word in (*script.imports, *argv))
     return named or (script.training_arguments is not None and "--report_to" not in argv)
 
 
-def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Argv]:
-    """Return the output folder, None where it is not known, and its words as typed."""
+def _find_output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Argv]:
+    """Return (output folder or None if unknown, the arguments that set it as typed)."""
     if knob is None:
         return None, ()
     typed = proposal.typed.command[proposal.typed.arguments :]
@@ -163,12 +171,13 @@ def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Argv]:
     return None, ()
 
 
-def plain_argv(
-    request: RankRequest, spec: JobSpec, lead: Sequence[str], python: str | None
+def restart_argv(
+    request: RankRequest, spec: JobSpec, wrappers: Sequence[str], python: str | None
 ) -> Argv:
-    """Return the argv of a restart: wrappers and interpreter as typed, guarded by its environment alone.
+    """Return the command of a restart: wrappers and interpreter as typed, guarded only by
+    environment variables.
 
-    An interpreter that ignores its environment (-I, -E, -S) runs the guard by its path.
+    An interpreter that ignores these variables (-I, -E, -S) runs the guard by its path.
     """
     argv = request.argv
     if str(GUARD) in argv:
@@ -178,25 +187,27 @@ def plain_argv(
             argv = (*argv[:place], *argv[place + 3 :])
     if python is not None and spec.launch in ("ranks", "self"):
         argv = (python, *argv[1:])
-    return (*lead, *argv)
+    return (*wrappers, *argv)
 
 
-def identity_of(command: Sequence[str], folder: Path, environment: Env) -> str:
-    """Return the digest that names a line's state: its folder, words and place in an array of Slurm."""
+def command_digest(command: Sequence[str], folder: Path, environment: Env) -> str:
+    """Return the digest that names a command line's records: of its folder, its words, and its
+    place in a Slurm array.
+    """
     parts = (str(folder), environment.get("SLURM_ARRAY_TASK_ID", ""), *command)
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def content_of(command: Sequence[str], folder: Path) -> str:
-    """Return the digest of the scripts and configurations that a command names."""
+def files_digest(command: Sequence[str], folder: Path) -> str:
+    """Return the digest of the scripts and configuration files that a command names."""
     digest = hashlib.sha256()
-    for path in _named_files(command, folder):
+    for path in _iterate_named_files(command, folder):
         with path.open("rb") as file:
             digest.update(file.read(FILE_BYTES_MAX))
     return digest.hexdigest()[:16]
 
 
-def _named_files(command: Sequence[str], folder: Path) -> Iterator[Path]:
+def _iterate_named_files(command: Sequence[str], folder: Path) -> Iterator[Path]:
     for word in command:
         for name in (word, word.rpartition("=")[2], f"{word.replace('.', '/')}.py"):
             path = folder / name

@@ -215,7 +215,7 @@ class Gate:
             )
             return Principal(name="join", role=Role.OPERATOR, is_joining=True) if fits else None
         return (
-            self.accounts.principal(authorization.removeprefix("Bearer "))
+            self.accounts.find_principal_by_token(authorization.removeprefix("Bearer "))
             if authorization.startswith("Bearer ")
             else None
         )
@@ -245,7 +245,7 @@ class Gate:
             status,
         )
         try:
-            self.accounts.record(principal, request.state.id, action, status)
+            self.accounts.add_audit_row(principal, request.state.id, action, status)
         except ServiceError as error:  # the journal is away: what was asked was refused, too
             log.error("request id=%s has no row in the audit log: %s", request.state.id, error)
 

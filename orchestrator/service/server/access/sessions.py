@@ -35,7 +35,7 @@ class Sessions:
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
-            number = self.accounts.number_of(token)
+            number = self.accounts.find_token_number(token)
         return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
     def opened(self, user: str, role: Role, lifetime_s: float) -> str:
@@ -69,7 +69,7 @@ class Sessions:
             return None
         if int(number) == OWNER:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
-        return self.accounts.principal_of(int(number))
+        return self.accounts.find_principal_by_number(int(number))
 
     def _sign(self, payload: str, what: str = "session of a browser") -> str:
         key = hashlib.sha256(f"{what} {self.owner_token}".encode()).digest()

@@ -18,7 +18,7 @@ from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
-from orchestrator.service.client.join_token import secret_of
+from orchestrator.service.client.join_token import read_join_secret
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
     JSON_BYTES_MAX,
@@ -211,7 +211,7 @@ def create_app(service: Service) -> FastAPI:
         body_bytes_max=_body_limits(),
         rates=limiter(),
         joining=JOINING,
-        join_secret=lambda: secret_of(service.home),
+        join_secret=lambda: read_join_secret(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
         links=SignInLinks(),
         pages=service.pages,
@@ -446,7 +446,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/users")
     def users() -> UsersAnswer:
-        return {"users": accounts.users()}
+        return {"users": accounts.list_users()}
 
     @app.put("/users/{name}")
     def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> EmptyAnswer:
@@ -463,7 +463,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/tokens")
     def tokens() -> TokensAnswer:
-        return {"tokens": accounts.tokens()}
+        return {"tokens": accounts.list_tokens()}
 
     @app.post("/tokens")
     def create_token(request: TokenRequest, name_objects: NameObjects) -> NewTokenAnswer:
@@ -482,7 +482,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> AuditAnswer:
-        return {"rows": accounts.audit(limit, before)}
+        return {"rows": accounts.list_audit_rows(limit, before)}
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
@@ -490,7 +490,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/journal/unreadable")
     def unreadable() -> UnreadableAnswer:
-        return {"rows": service.set_aside.rows()}
+        return {"rows": service.set_aside.list_rows()}
 
     @app.delete("/journal/unreadable/{table}/{row}")
     def drop_unreadable(table: str, row: str) -> EmptyAnswer:
@@ -500,7 +500,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
             raise ServiceError(
                 f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped"
             )
-        if service.set_aside.remove(table, row) is None:
+        if service.set_aside.delete_row(table, row) is None:
             raise UnknownError(
                 f"no row {table}/{row} stands aside. `orc doctor --repair` lists them"
             )

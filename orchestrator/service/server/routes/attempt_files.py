@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from orchestrator.backends.attempts.durable import open_left
-from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.durable import open_untrusted
+from orchestrator.backends.attempts.ended_files import describe_removals
 from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
-from orchestrator.backends.redaction import hidden_bytes, mask
+from orchestrator.backends.redaction import list_secret_values, mask_secrets
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
@@ -58,10 +58,10 @@ def _view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) 
         }
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
-        removed = removal_words(home, job.id) if job.status.ended else []
+        removed = describe_removals(home, job.id) if job.status.ended else []
         return {**job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
+    lines = read_from(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
     unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
     reports = beats(home, job)
     return job_view(job, reports.reports, policy, unwatched, reports.problems)
@@ -84,9 +84,9 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
     around = max(map(len, hidden), default=0)
     margin = min(offset, around)
     try:
-        with open_left(path) as file:
+        with open_untrusted(path) as file:
             file.seek(offset - margin)
-            text = mask(file.read(margin + LOG_BYTES_MAX + around), hidden)
+            text = mask_secrets(file.read(margin + LOG_BYTES_MAX + around), hidden)
     except OSError:
         return b""
     return text[margin : margin + LOG_BYTES_MAX]

@@ -15,12 +15,12 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from orchestrator.backends.attempts.ended_files import removal_words
-from orchestrator.backends.attempts.identity import identity_of
-from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.attempts.ended_files import describe_removals
+from orchestrator.backends.attempts.identity import find_identity
+from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
-from orchestrator.backends.mlflow.tracker import comparison_url
-from orchestrator.backends.redaction import hidden_bytes
+from orchestrator.backends.mlflow.tracker import find_comparison_url
+from orchestrator.backends.redaction import list_secret_values
 from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
 from orchestrator.scheduling.reports.comparison_rows import parse_loss_curve
 from orchestrator.scheduling.reports.deadlines import late
@@ -208,13 +208,13 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
-    links = Links(partial(comparison_url, service.home))
+    links = Links(partial(find_comparison_url, service.home))
 
     @app.get("/jobs/{job_id}/comparison")
     def compared(job_id: str, request: Request) -> ComparisonView:
         """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
-        curves = {job.id: parse_loss_curve(metric_lines(service.home, job)) for job in jobs}
+        curves = {job.id: parse_loss_curve(iterate_metric_lines(service.home, job)) for job in jobs}
         strategies = make_comparison(service.controller.state, jobs, curves)
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
@@ -279,9 +279,9 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             raise UnknownError(
                 f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}"
             )
-        if removed := removal_words(service.home, job_id, "attempts"):
+        if removed := describe_removals(service.home, job_id, "attempts"):
             raise UnknownError(f"{job_id}: {removed[0]}")
-        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(
+        return JobFolder(service.home, job_id).attempt(number).log(rank), list_secret_values(
             job.spec, os.environ
         )
 
@@ -373,7 +373,7 @@ def requested_job(
     spec = job_from_data(request.spec, source)
     check_packages(spec, source)
     if sender.is_owner:
-        identity_of(spec.user or "", service.users, source)
+        find_identity(spec.user or "", service.users, source)
         return _first_trial(spec, service.sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
@@ -383,7 +383,7 @@ def requested_job(
         )
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
-    identity_of(sender.name, service.users, source)
+    find_identity(sender.name, service.users, source)
     return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
 
 

@@ -25,7 +25,7 @@ from orchestrator.backends.mlflow.server import (
     ADDRESS,
     START_S,
     connect_socket,
-    socket_path,
+    short_socket_path,
     want_server,
 )
 from orchestrator.service.server.access.gate import refusal
@@ -159,7 +159,7 @@ class _Forwarder:
 
     async def _forward(self, request: Request, send: Send) -> None:
         """Send MLflow's answer. Raises OSError or TransportError before it begins; a later failure cuts it off."""
-        with socket_path(self._folder) as path:
+        with short_socket_path(self._folder) as path:
             async with httpx.AsyncHTTPTransport(uds=path, verify=False) as transport:
                 answer = await transport.handle_async_request(_mlflow_request(request))
                 assert isinstance(answer.stream, httpx.AsyncByteStream), answer

@@ -81,9 +81,11 @@ class Sweeper:
 
     def look(self) -> None:
         """Advance each open sweep. A sweep that fails ERRORS_MAX times in a row is ended."""
-        for sweep_id in self._sweeps.open():
+        for sweep_id in self._sweeps.list_open_sweeps():
             with self._lock:
-                if self._sweeps.ended(sweep_id) != "":  # somebody has cancelled it meanwhile
+                if (
+                    self._sweeps.find_end_reason(sweep_id) != ""
+                ):  # somebody has cancelled it meanwhile
                     continue
                 try:
                     self._advance(sweep_id)
@@ -104,14 +106,16 @@ class Sweeper:
     def cancel(self, sweep_id: str) -> list[str]:
         """End a sweep and cancel its live trials; return their ids. Raises ServiceError if it is ended or unknown."""
         with self._lock:
-            ended = self._sweeps.ended(sweep_id)
+            ended = self._sweeps.find_end_reason(sweep_id)
             if ended is None:
                 raise ServiceError(f"there is no sweep {sweep_id!r}: `orc queue` lists them")
             if ended:
                 raise ServiceError(f"the sweep {sweep_id} has ended already: {ended}")
             self._end(sweep_id, CANCELLED)
             live = [
-                job.id for job in self._jobs(self._sweeps.trials(sweep_id)) if not job.status.ended
+                job.id
+                for job in self._jobs(self._sweeps.list_trials(sweep_id))
+                if not job.status.ended
             ]
             return self._controller.cancel(live) if live else []
 
@@ -119,20 +123,24 @@ class Sweeper:
         """Return the open sweep with this id, or with this job as a trial; None without one."""
         job = self._controller.job(job_id)
         sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
-        return sweep_id if sweep_id is not None and self._sweeps.ended(sweep_id) == "" else None
+        return (
+            sweep_id
+            if sweep_id is not None and self._sweeps.find_end_reason(sweep_id) == ""
+            else None
+        )
 
     def knows(self, sweep_id: str) -> bool:
         """Return whether a sweep with this id exists or existed."""
-        return sweep_id.startswith(SWEEP) and self._sweeps.ended(sweep_id) is not None
+        return sweep_id.startswith(SWEEP) and self._sweeps.find_end_reason(sweep_id) is not None
 
     def report(self, sweep_id: str) -> SweepReport | None:
         """Return the sweep with its trials; None where there is none."""
         if sweep_id in self._over:
             return self._over[sweep_id]
-        ended = self._sweeps.ended(sweep_id)
+        ended = self._sweeps.find_end_reason(sweep_id)
         if ended is None:
             return None
-        rows = self._sweeps.trials(sweep_id)
+        rows = self._sweeps.list_trials(sweep_id)
         running = self._running.get(sweep_id)
         jobs = self._jobs(rows)
         values = {row.number: row.value for row in rows}
@@ -151,7 +159,7 @@ class Sweeper:
 
     def reports(self) -> list[SweepReport]:
         """Return the newest sweeps, newest first."""
-        newest = self._sweeps.newest(SHOWN_MAX)
+        newest = self._sweeps.list_newest_sweeps(SHOWN_MAX)
         reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
         self._over = {
             sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest
@@ -167,7 +175,7 @@ class Sweeper:
         return [job for job in jobs if job is not None]
 
     def _advance(self, sweep_id: str) -> None:
-        rows = self._sweeps.trials(sweep_id)
+        rows = self._sweeps.list_trials(sweep_id)
         jobs = {
             row.number: self._controller.job(row.job)
             for row in rows
@@ -243,7 +251,7 @@ class Sweeper:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
             running.study.tell(trial.number, value, stopped=is_stopped_early(job))
             if curve.last is not None:
-                self._sweeps.tell(job.id, curve.last)
+                self._sweeps.store_metric_value(job.id, curve.last)
             running.over[trial.number] = job.status
             del running.curves[trial.number]
         elif hopeless and not job.cancelling:
@@ -253,6 +261,6 @@ class Sweeper:
             )
 
     def _end(self, sweep_id: str, why: str) -> None:
-        self._sweeps.end(sweep_id, why)
+        self._sweeps.mark_ended(sweep_id, why)
         self._running.pop(sweep_id, None)
         log.info("sweep %s has ended: %s", sweep_id, why)

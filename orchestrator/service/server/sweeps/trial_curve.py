@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
@@ -60,7 +60,7 @@ class MetricCurve:
     def _lines(self, path: Path) -> Iterator[str]:
         while True:
             try:
-                with open_left(path) as file:
+                with open_untrusted(path) as file:
                     file.seek(self._offsets.get(path, 0))
                     chunk = file.read(READ_BYTES)
             except OSError:

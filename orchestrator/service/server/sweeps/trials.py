@@ -55,9 +55,11 @@ def trials_of(
 def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> ToCome:
     """Return {open sweep id: trials still to submit}."""
     trials = {}
-    for sweep_id in sweeps.open():
+    for sweep_id in sweeps.list_open_sweeps():
         begun = [
-            trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None
+            trial.spec
+            for row in sweeps.list_trials(sweep_id)
+            if (trial := job(row.job)) is not None
         ]
         trials[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
     return trials
