@@ -250,6 +250,12 @@ def test_the_report_counts_what_happened() -> None:
     assert report["utilisation"] == pytest.approx(1.0)
     assert report["deadlines_met"] == 1
     assert report["restarts"] == 0
+    assert report["cost"] is None, "no price is known"
+    node = one_node.nodes[0]
+    device = node.device.model_copy(update={"price_per_hour": 2.5})
+    priced = one_node.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+    report = simulate(Trace(name="two", arrivals=arrivals), priced).report
+    assert report["cost"] == pytest.approx(2.5 * 4 * 260 / 3600)
 
 
 def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:

@@ -113,6 +113,7 @@ class Report(TypedDict):
     p99_slowdown: float
     worst_slowdown: float
     gpu_hours: float
+    cost: float | None  # of these hours; None where the cluster file lacks a `price_per_hour`
     utilisation: float  # of all devices until the last end
     deadlines: int
     deadlines_met: int
@@ -389,7 +390,8 @@ def make_report(
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    held_s = _occupied_s(outcomes, find_card)
+    occupied_s = _occupied_s_by_node(outcomes, find_card)
+    held_s = sum(occupied_s.values())
     return Report(
         trace=trace.name,
         cluster=cluster.name,
@@ -405,6 +407,7 @@ def make_report(
         p99_slowdown=quantile(slowdowns, 0.99),
         worst_slowdown=slowdowns[-1],
         gpu_hours=held_s / 3600,
+        cost=_cost(cluster, occupied_s),
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
         deadlines=sum(outcome.deadline_s is not None for outcome in outcomes),
         deadlines_met=sum(outcome.in_time for outcome in outcomes),
@@ -418,24 +421,38 @@ def make_report(
     )
 
 
-def _occupied_s(outcomes: Sequence[Outcome], find_card: Callable[[Device], Device]) -> float:
-    """Return the seconds, summed over all cards, in which any job occupied the card."""
+def _occupied_s_by_node(
+    outcomes: Sequence[Outcome], find_card: Callable[[Device], Device]
+) -> Mapping[str, float]:
+    """Return the seconds in which jobs occupied a node's cards, summed over the cards, by node."""
     spans = []
     for outcome in outcomes:
         for process in outcome.attempts:
             if process.ended_at_s is not None:
                 for device in process.devices:
                     spans.append((find_card(device), process.launched_at_s, process.ended_at_s))
-    held_s = 0.0
+    held_s = dict[str, float]()
     last_card = None
     until_s = 0.0
     for card, begin_s, end_s in sorted(spans):
         if card != last_card:
             last_card = card
             until_s = begin_s
-        held_s += max(0.0, end_s - max(begin_s, until_s))
+        seconds = max(0.0, end_s - max(begin_s, until_s))
+        held_s[card[0]] = held_s.get(card[0], 0.0) + seconds
         until_s = max(until_s, end_s)
     return held_s
+
+
+def _cost(cluster: ClusterSpec, held_s: Mapping[str, float]) -> float | None:
+    """Return the price of these device-seconds by node; None where the price of a node is unknown."""
+    cost = 0.0
+    for node in cluster.nodes:
+        seconds = sum(held_s.get(name, 0.0) for name in node.names)
+        if seconds and node.device.price_per_hour is None:
+            return None
+        cost += seconds / 3600 * (node.device.price_per_hour or 0.0)
+    return cost if held_s else None
 
 
 def quantile(sorted_values: Sequence[float], fraction: float) -> float:
