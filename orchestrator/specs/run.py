@@ -140,6 +140,8 @@ class GuardSettings:
     fault_rank: int = 0
     fault_step: int = 0
     heartbeat_interval_s: float = 0.5
+    # a step after which each rank writes a heartbeat at once: the training's last; 0: unknown
+    last_step: int = 0
 
 
 @frozen

@@ -429,6 +429,21 @@ def test_a_program_that_stays_after_its_last_step_has_finished_where_it_left_wha
     assert "success.artifacts" in failure.reason
 
 
+def test_a_rank_that_exits_with_0_while_others_train_is_the_cause_of_their_complaints() -> None:
+    complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
+    left = Evidence(ranks=ends(1, 0), errors=(complaint,), heartbeats=met(2, 2), first_ended_rank=0)
+    failure = classify_end(job(), attempt(), left)
+    assert failure is not None
+    assert (failure.kind, failure.rank) == (FailureKind.UNKNOWN, 1)
+    assert "fewer batches" in failure.reason
+    assert failure.ending is not None
+    assert failure.ending.is_own, "its program is to be mended"
+    bug = replace(left, errors=(BUG,))
+    failure = classify_end(job(), attempt(), bug)
+    assert failure is not None
+    assert failure.rank == 0, "an error of its own explains more"
+
+
 @pytest.mark.parametrize(("saved", "is_finished"), [(12, True), (11, False), (None, False)])
 def test_the_steps_before_a_checkpoint_count_where_its_name_tells_them(
     saved: int | None, is_finished: bool

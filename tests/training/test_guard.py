@@ -316,6 +316,15 @@ def test_the_last_heartbeat_has_every_step_however_the_program_ends(
     assert run(tmp_path, script(tmp_path, f"{TRAIN}{ending}\n")).read("heartbeat")["step"] == 4
 
 
+@pytest.mark.parametrize(("last_step", "heartbeat_step"), [(0, 1), (4, 4)])
+def test_the_declared_last_step_is_told_at_once_by_a_program_that_then_stands_still(
+    tmp_path: Path, last_step: int, heartbeat_step: int
+) -> None:
+    text = script(tmp_path, f"{TRAIN}import signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    ended = run(tmp_path, text, heartbeat_interval_s=60.0, last_step=last_step)
+    assert ended.read("heartbeat")["step"] == heartbeat_step
+
+
 IN_BACKWARD = (
     WITHOUT_COMPILER
     + """

@@ -19,6 +19,7 @@ from orchestrator.planning.render import (
     script_command,
 )
 from orchestrator.planning.request import read_script
+from orchestrator.scheduling.failures.done_steps import steps_before
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
@@ -207,6 +208,13 @@ def _find_interpreter(spec: JobSpec, default: str) -> str:
     )
 
 
+def _last_step(job: Job, attempt: Attempt) -> int:
+    """Return the number of the training's last step in the attempt's own count; 0 where unknown."""
+    before = steps_before(job, attempt)
+    steps = job.spec.optimizer_steps
+    return 0 if before is None or steps is None else steps - before
+
+
 def attempt_files(
     job: Job, attempt: Attempt, job_folder: JobFolder, nodes: Mapping[str, LaunchNode]
 ) -> tuple[tuple[str, str], ...]:
@@ -220,6 +228,7 @@ def attempt_files(
     guard = GuardSettings(
         attempt_folder=str(paths.path),
         virtual_capacity_bytes=min(virtual, default=None),
+        last_step=_last_step(job, attempt),
     )
     if fault is not None:
         guard = replace(guard, fault_kind=fault.kind, fault_rank=fault.rank, fault_step=fault.step)

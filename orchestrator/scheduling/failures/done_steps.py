@@ -23,13 +23,13 @@ def made_all_steps(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
     """Return whether every rank made the last of the job's declared steps; False where nobody knows."""
     steps = job.spec.optimizer_steps
     beats = evidence.heartbeats
-    before = _steps_before(job, attempt)
+    before = steps_before(job, attempt)
     if steps is None or before is None or len(beats) < attempt.plan.world_size:
         return False
     return before + min(beat.step for beat in beats) >= steps
 
 
-def _steps_before(job: Job, attempt: Attempt) -> int | None:
+def steps_before(job: Job, attempt: Attempt) -> int | None:
     """Return the steps that the attempt's own count leaves out; None where its checkpoint's step is unknown."""
     earlier = [entry for entry in job.attempts[: attempt.number - 1] if not entry.probe]
     # our engines count from the beginning of the training

@@ -69,9 +69,9 @@ class EndWeight(IntEnum):
     CRASHED = 3  # by a signal of its own, or the first to end
     SIGNAL = 4  # ended from outside
     WAITED = 5  # it waited in vain for others, or was told to end
-    SILENT = 6  # an exit code alone
+    SILENT = 6  # an exit code alone, 0 among them
     COMPLAINT = 7  # about the end of others
-    FOLLOWED = 8  # ended by us after another, or with 0
+    FOLLOWED = 8  # ended by us after another
 
 
 def _judge_rank(
@@ -134,7 +134,8 @@ def _judge_exit(
         return EndWeight.FOLLOWED if followed else EndWeight.SIGNAL, signalled
     failure = make_unexplained_failure(attempt, evidence, end, report, None, command)
     if end.exit_code == 0:
-        return EndWeight.FOLLOWED, failure
+        # where others only complain, they complain that it left
+        return EndWeight.SILENT, failure
     if failure.ending is not None and failure.ending.is_own:
         return EndWeight.NAMED, failure
     is_crash = exit_signal(end.exit_code) is not None

@@ -96,6 +96,8 @@ def _describe_exception(finding: Finding) -> str:
 
 def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
     """Return how a process ended that raised no exception, with the log line that best explains it."""
+    if end.exit_code == 0 and any(other.exit_code != 0 for other in evidence.ranks):
+        return f"rank {end.rank} exited with 0 while other ranks went on; it may have had fewer batches"
     if end.exit_code == 0 and evidence.missing_artifacts:
         return f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
     if end.exit_code == 0:

@@ -75,6 +75,7 @@ class Monitor:
         self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
+        self._declared_last_step = settings.last_step
         self._fault = settings.fault_kind
         self._fault_rank = settings.fault_rank
         self._fault_step = settings.fault_step
@@ -384,7 +385,9 @@ class Monitor:
         self.steps_done += 1
         self._passes.complete_step()
         self._ranks_met()
-        if self.steps_done == 1 or self.beat_after_next_step or now_s >= self._next_beat_s:
+        # a program may stand still after its last step, which no later step would tell
+        is_due = self.steps_done == 1 or step == self._declared_last_step
+        if is_due or self.beat_after_next_step or now_s >= self._next_beat_s:
             self.beat_after_next_step = False
             self.beat()
 
