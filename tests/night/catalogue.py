@@ -355,6 +355,17 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         advice="mend the program",
     ),
     Kind(
+        name="fewer-batches",
+        job=loop_file("ranks.py fewer_batches", 20, launch="gpus: 2"),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="rank 1 exited with 0 while other ranks went on",
+        logged="Connection closed by peer",
+        advice="every rank as many batches",
+    ),
+    Kind(
         name="deadlock",
         job=loop_file("ranks.py deadlock", 20, launch=RANKS) + "hang_timeout: 15s\n",
         steps=20,
@@ -364,6 +375,12 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         telling="no training step for 15 s",
         advice="hang_timeout",
         logged="step 12/20",
+    ),
+    Kind(
+        name="stays-at-its-end",
+        job=loop_file("ends.py stays", 20)
+        + "hang_timeout: 15s\nsuccess: {artifacts: [model.bin]}\n",
+        steps=20,
     ),
     Kind(
         name="prompt",

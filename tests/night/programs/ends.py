@@ -104,6 +104,11 @@ class Ends(ways.Ways):
                 os.execvp("sleep", ["sleep", "900"])
             os._exit(0)
 
+    def at_stays(self) -> None:
+        """Leave a thread that keeps the finished program for ever."""
+        torch.save({}, Path(self.args.output) / "model.bin")
+        threading.Thread(target=threading.Event().wait).start()
+
     def at_deleted_folder(self) -> None:
         """Delete the folder of the output."""
         shutil.rmtree(self.args.output)
