@@ -503,7 +503,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     assert not set(before) & set(server.list_processes())
     with monkeypatch.context() as patch, tracking(journal, server):
         patch.setattr(
-            journal.outbox, "delivered", lambda *_: None
+            journal.outbox, "mark_delivered", lambda *_: None
         )  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:

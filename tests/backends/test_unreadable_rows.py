@@ -102,10 +102,10 @@ def running(path: Path) -> Iterator[list[str]]:
     """A service that was killed while two jobs ran and one waited; a snapshot has them all."""
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 1.0)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         ids = [controller.submit(script(name, 1)) for name in ("first", "second", "third")]
         for _ in range(4):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert [controller.state.jobs[job_id].status for job_id in ids] == [
             "running",
             "running",
@@ -171,23 +171,23 @@ def test_a_live_row_that_cannot_be_read_frees_no_device_until_an_operator_decide
         with journal_of(path) as journal:
             backend = Endless()
             controller = Controller(journal, backend, lambda: 2.0)
-            controller.turn(0.0)
+            controller.run_once(0.0)
             assert sorted(holders(controller.state).values()) == ["first-1", "second-2"]
             assert controller.state.jobs["third-3"].status is JobStatus.QUEUED
             assert [row.row for row in journal.set_aside.rows()] == ["second-2"]
-            assert "second-2" in str(controller.health.problems())
+            assert "second-2" in str(controller.health.list_problems())
             controller.submit(script("newer", 1))
             assert controller.state.jobs["second-2"].status is JobStatus.RUNNING
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 3.0)
-        controller.turn(0.0)
-        controller.cancel(["second-2"])
+        controller.run_once(0.0)
+        controller.cancel_jobs(["second-2"])
         for _ in range(4):
-            controller.turn(0.0)
-        assert controller.job("second-2").status is JobStatus.CANCELLED
+            controller.run_once(0.0)
+        assert controller.find_job("second-2").status is JobStatus.CANCELLED
         assert controller.state.jobs["third-3"].status is JobStatus.RUNNING
         assert journal.set_aside.remove("live", "second-2") is not None
-        assert controller.health.problems() == []
+        assert controller.health.list_problems() == []
 
 
 @pytest.mark.usefixtures("running")
@@ -195,10 +195,10 @@ def test_a_waiting_row_that_cannot_be_read_never_starts(path: Path) -> None:
     damage(path, "live", None, "id = 'third-3'")
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 2.0)
-        controller.turn(0.0)
-        controller.cancel(["first-1", "second-2"])
+        controller.run_once(0.0)
+        controller.cancel_jobs(["first-1", "second-2"])
         for _ in range(6):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert [*controller.state.jobs] == ["third-3"]
         assert controller.state.jobs["third-3"].attempts == ()
 
@@ -224,12 +224,12 @@ def test_where_the_tail_cannot_be_repeated_the_service_shows_what_it_has_and_dec
     with journal_of(path) as journal:
         backend = Endless()
         controller = Controller(journal, backend, lambda: 2.0)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         assert sorted(controller.state.jobs) == running
         with pytest.raises(ReadOnlyError, match=r"read-only.*doctor --repair"):
             controller.submit(script("newer", 1))
         with pytest.raises(ReadOnlyError):
-            controller.cancel(["third-3"])
+            controller.cancel_jobs(["third-3"])
         with pytest.raises(ReadOnlyError):
             controller.confirm()
         assert journal.ended(9) == []
@@ -244,12 +244,12 @@ def test_a_submission_that_cannot_be_read_keeps_its_number_and_never_starts(path
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 2.0)
         for _ in range(4):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert controller.submit(script("third", 1)) == "third-3"
         assert controller.state.jobs["first-1"].status is JobStatus.QUEUED
         assert controller.state.jobs["second-2"].status is JobStatus.RUNNING
-        controller.cancel(["first-1"])
-        assert controller.job("first-1").status is JobStatus.CANCELLED
+        controller.cancel_jobs(["first-1"])
+        assert controller.find_job("first-1").status is JobStatus.CANCELLED
 
 
 def test_an_ended_row_or_a_record_that_cannot_be_read_hides_no_other(path: Path) -> None:
@@ -329,7 +329,9 @@ def test_a_job_that_todays_rules_refuse_is_read_and_refused_where_it_would_run(p
         controller = Controller(journal, Endless(), lambda: 2.0)
         assert controller.state.jobs["older-1"].spec.global_batch_size == 2**40
         for _ in range(3):
-            controller.turn(0.0)
-        assert controller.job("older-1").status is JobStatus.REFUSED
-        assert "global_batch_size: the value is out of range" in controller.job("older-1").reason
-        assert controller.job("newer-2").status is JobStatus.RUNNING
+            controller.run_once(0.0)
+        assert controller.find_job("older-1").status is JobStatus.REFUSED
+        assert (
+            "global_batch_size: the value is out of range" in controller.find_job("older-1").reason
+        )
+        assert controller.find_job("newer-2").status is JobStatus.RUNNING

@@ -54,6 +54,6 @@ def changed(job_id: str, verb: str) -> Callable[[Controller], object]:
             else VERBS[verb]("ada")
         )
         with suppress(ServiceError, SpecError):
-            controller.change([job_id], wanted)
+            controller.change_jobs([job_id], wanted)
 
     return change

@@ -179,14 +179,14 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
     for _ in range(2000):
         if not world.controller.state.jobs:
             break
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     waiting = world.submit()
 
     def list_ids(query: str) -> list[str]:
         return [job["id"] for job in world.client.get(f"/jobs?{query}").json()["jobs"]]
 
     assert list_ids("ended=9") == [*ids, waiting]
-    newest = [job.id for job in world.controller.ended(9)]
+    newest = [job.id for job in world.controller.list_ended_jobs(9)]
     assert sorted(newest) == ids
     assert list_ids("ended=2") == [*sorted(newest[:2]), waiting]
     assert list_ids(f"ended=2&before={newest[1]}") == sorted(newest[2:4])
@@ -201,7 +201,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
     monkeypatch.setattr(job_routes, "LIVE_MAX", 3)
     world.submit()
     while world.controller.state.jobs:  # to the end, and the release of its devices
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     priorities = [0, 9, -9, 9, 0, -9, 9]
     for priority in priorities:
         world.client.post("/jobs", json={"spec": job_spec() | {"priority": priority}})
@@ -346,7 +346,7 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
     for user in ("ada", "bob", "bob"):
         answer = world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
         assert answer.status_code == 200, answer.text
-    world.controller.turn(1.0)
+    world.controller.run_once(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [(job["user"], job["team"]) for job in jobs] == [
         ("ada", "vision"),
@@ -424,7 +424,7 @@ def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) 
             world.client.post("/jobs", json={"spec": job_spec() | {"name": name}}).status_code
             == 200
         )
-    world.controller.turn(1.0)
+    world.controller.run_once(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
     ids = [job["id"] for job in jobs]
     for width in (60, 80, 99):

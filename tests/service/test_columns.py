@@ -66,7 +66,7 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
     assert {*example.tables.split()} == JOB_TABLES
     shown = module.Column("ooms", "OOMs", example.tables, value_of=example.value_of)
     monkeypatch.setitem(columns.COLUMNS, Job, (*columns.COLUMNS[Job], shown))
-    world.controller.drain("virtual", undo=False)
+    world.controller.drain_node("virtual", undo=False)
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ooms"] for job in jobs] == [0]
@@ -75,7 +75,7 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
         assert (heading.split()[-1], row.split()[-1]) == ("OOMS", "0")
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
     assert cells_of(world.client.get("/ui/overview").text, "OOMs") == ["0"]
-    world.controller.drain("virtual", undo=True)
+    world.controller.drain_node("virtual", undo=True)
     world.turn_until("succeeded", 1)
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
 
@@ -148,7 +148,7 @@ def test_a_number_that_json_cannot_write_is_unknown(
         "ratio", "Ratio", "queue waiting", value_of=lambda job: job.order / math.inf * math.inf
     )
     monkeypatch.setitem(columns.COLUMNS, Job, (*columns.COLUMNS[Job], column))
-    world.controller.drain("virtual", undo=False)
+    world.controller.drain_node("virtual", undo=False)
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ratio"] for job in jobs] == [None]

@@ -75,7 +75,7 @@ def shown(world: World, wanted: str, *, is_terminal: bool) -> str:
         following = threading.Thread(target=follow_job, args=(client, "lm-1", console), daemon=True)
         following.start()
         until(lambda: wanted in printed.getvalue(), wanted, SEEN_S)
-        world.controller.cancel(["lm-1"])
+        world.controller.cancel_jobs(["lm-1"])
         world.turn_until("cancelled")
         following.join(SEEN_S)
         assert not following.is_alive()
@@ -106,8 +106,8 @@ def turn_until_it_asks(world: World) -> None:
     """Play the world until lm-1 is submitted, has run out of memory, and asks."""
 
     def asks() -> bool:
-        world.controller.turn(10.0)
-        job = world.controller.job("lm-1")
+        world.controller.run_once(10.0)
+        job = world.controller.find_job("lm-1")
         return job is not None and bool(job.asks)
 
     until(asks, "lm-1 asks", SEEN_S)
@@ -160,8 +160,8 @@ def test_a_second_run_of_a_live_job_is_told_of_the_first(
     second.start()
 
     def has_second() -> bool:
-        idle_world.controller.turn(10.0)
-        return idle_world.controller.job("lm-2") is not None
+        idle_world.controller.run_once(10.0)
+        return idle_world.controller.find_job("lm-2") is not None
 
     until(has_second, "lm-2 is submitted", SEEN_S)
     printed = capsys.readouterr().err

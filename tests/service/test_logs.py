@@ -67,7 +67,7 @@ def log_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     before = root.handlers[:], root.level
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    logs.configure("json")
+    logs.configure_logging("json")
     yield stream
     root.handlers[:], root.level = before
     sys.excepthook, logs.threading.excepthook = hooks

@@ -61,7 +61,7 @@ class Watched:
         self.journal.notices.register_receivers(["hook"])
         self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
-        self.controller.turn(0.0)
+        self.controller.run_once(0.0)
         targets = make_targets(self.spec, "c", {})
         self.notifier = Notifier(
             self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list
@@ -125,7 +125,7 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
         for steps, deadline in ((1_000_000_000, "07:01"), (2, "06:00")):
             text = f"{TIMED}steps: {steps}\ndeadline: '{deadline}'\n"
             watched.controller.submit(parse_job(text, "job.yaml"))
-        watched.controller.turn(0.0)
+        watched.controller.run_once(0.0)
         assert watched.pending_notices() == [("late", "lm-1 will be late")]
         assert watched.pending_notices() == [("late", "lm-1 will be late")], "told twice"
 
@@ -144,7 +144,7 @@ def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -
         free_bytes = tuple(0 if error else node.device.memory for error in errors)
         node = replace(node, free_bytes=free_bytes, driver_errors=errors)
         event = NodesSeen(nodes=(node,), declared=watched.controller.state.declared, at_s=at_s)
-        watched.controller._apply([event])
+        watched.controller._apply_events([event])
 
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
         see(SEVEN_S, "GPU is lost", "GPU is lost")

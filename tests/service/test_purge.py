@@ -71,7 +71,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     turn_until_ended(world, 3)
     submit(plain)
     submit(plain)
-    world.controller.cancel(["lm-4", "lm-5"])
+    world.controller.cancel_jobs(["lm-4", "lm-5"])
     turn_until_ended(world, 5)
     submit(parse_job(JOB + "depends_on: lm-3\n", "job.yaml"))
     command = f"command: python train.py --from {world.home}/jobs/lm-5/output"
@@ -87,7 +87,7 @@ def turn_until_ended(world: World, count: int) -> None:
     for _ in range(2000):
         if len(world.journal.ends_by_job()) >= count:
             return
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     raise AssertionError("no job has ended")
 
 

@@ -67,7 +67,7 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Mornin
 def test_devices_were_not_idle_before_the_journal_began(world: World, view: MorningReport) -> None:
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.iterate_events())).at_s
-    assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
+    assert [world.controller.report_start_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
         began_s,
         began_s + 1.0,
     ]
@@ -86,14 +86,14 @@ def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -
 
     reports = Reports(report)
     with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(lambda _: reports.of(1, 100.0), range(400))]
+        answers = [*pool.map(lambda _: reports.find_report(1, 100.0), range(400))]
     assert {answer["since_s"] for answer in answers} == {100.0}
     assert 1 <= len(made) <= 2  # 400 calls may stand on both sides of one boundary of REPORT_S
     for version in range(2, 50):
-        reports.of(version, 100.0)
+        reports.find_report(version, 100.0)
     assert len(made) >= 49, "a report of an earlier state is not shown"
     for number in range(10 * REPORTS_MAX):
-        reports.of(50, number * REPORT_S)
+        reports.find_report(50, number * REPORT_S)
         assert len(reports._reports) <= REPORTS_MAX
 
 

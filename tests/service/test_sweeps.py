@@ -138,7 +138,7 @@ class World:
 
     def held_s(self, trial: Any) -> float:
         """Seconds of devices that the attempts of a trial held."""
-        job = self.controller.job(trial["job"])
+        job = self.controller.find_job(trial["job"])
         assert job is not None
         return sum((attempt.ended_at_s or 0.0) - attempt.launched_at_s for attempt in job.attempts)
 
@@ -288,7 +288,7 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
     ]
     assert over["trials"][1]["reason"].startswith("stopped early at step ")
     assert over["best"] == 2
-    job = world.controller.job(over["trials"][1]["job"])
+    job = world.controller.find_job(over["trials"][1]["job"])
     assert job is not None
     assert job.status == "cancelled"
     assert job.last is not None

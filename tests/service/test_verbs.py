@@ -35,7 +35,7 @@ VERBS = ("hold", "release", "suspend", "resume")
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path, TEAMS)
-    world.controller.drain("virtual", undo=False)  # jobs wait
+    world.controller.drain_node("virtual", undo=False)  # jobs wait
     yield world
     world.journal.close()
 
@@ -69,7 +69,7 @@ def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: Wo
         version = world.controller.version
         assert send(f"/jobs/{verb}", json={"jobs": [second, second]}).json() == {"changed": []}
         assert world.controller.version == version
-    world.controller.cancel([first])
+    world.controller.cancel_jobs([first])
     refused = send("/jobs/hold", json={"jobs": [second, first]})
     assert (refused.status_code, f"`orc retry {first}`" in refused.json()["error"]) == (409, True)
     assert all(job.held_by is None for job in world.controller.state.jobs.values())
@@ -78,7 +78,7 @@ def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: Wo
 def test_a_suspended_job_ends_its_attempt_and_goes_on_when_it_is_resumed(world: World) -> None:
     long = {**job_spec(), "training": {**job_spec()["training"], "max_steps": 100_000}}
     job_id = world.client.post("/jobs", json={"spec": long}).json()["id"]
-    world.controller.drain("virtual", undo=True)
+    world.controller.drain_node("virtual", undo=True)
     world.turn_until("running")
     refused = world.client.post("/jobs/hold", json={"jobs": [job_id]})
     assert (refused.status_code, f"`orc suspend {job_id}`" in refused.json()["error"]) == (
@@ -138,7 +138,7 @@ def test_a_job_above_its_teams_limit_is_refused_and_one_without_gets_the_default
 
 
 def test_an_ended_job_is_submitted_again_as_a_new_one_with_its_settings(still: World) -> None:  # noqa: F811
-    still.controller.drain("virtual", undo=False)
+    still.controller.drain_node("virtual", undo=False)
     with Client(still.home) as client:
         job = client.submit("job.yaml")
         with pytest.raises(ServiceError, match=f"`orc cancel {job.id}` ends it"):
@@ -229,7 +229,7 @@ def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World
         done = run_orc(arguments, env=dict(os.environ))
         return done.returncode, done.stdout + done.stderr
 
-    still.controller.drain("virtual", undo=False)
+    still.controller.drain_node("virtual", undo=False)
     with Client(still.home) as client:
         ids = [client.submit("job.yaml", user=user).id for user in ("ada", "bob", "ada")]
     code, output = orc("cancel", "--user", "ada")

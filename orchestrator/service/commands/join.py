@@ -15,7 +15,11 @@ from orchestrator.service.client.join_token import FORM, split_join_token
 from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
 from orchestrator.service.intake.cluster_file import load_joined_nodes
 from orchestrator.service.intake.detection import detect_machine
-from orchestrator.service.server.members import Machine, check_alike, machine
+from orchestrator.service.server.members import (
+    MachineProperties,
+    check_compatible,
+    read_machine_properties,
+)
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
 
@@ -38,7 +42,9 @@ def join_service(home: Path, service: str, node_name: str, token_file: Path | No
     host, port = parse_listen(service)
     with closing(Client(_find_login(home, service, token_file))) as client:
         requirements = client.fetch_join_information()
-        check_alike(Machine(**requirements["machine"]), machine(home))
+        check_compatible(
+            MachineProperties(**requirements["machine"]), read_machine_properties(home)
+        )
         machine_here = detect_machine(node_name)
         was_in = embedded_ray.is_running(home, node_name)
         address = address_towards(host, port)

@@ -215,7 +215,7 @@ def simulate_on(
     controller = Controller(
         NullJournal(), backend, backend.current_time_s, lambda state: TimedScheduler(state, taken_s)
     )
-    controller.turn(0.0)  # the cluster is seen
+    controller.run_once(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
 
@@ -224,7 +224,7 @@ def simulate_on(
         controller.submit_all([(_add_deadline(arrival), None) for arrival in together])
 
     def turn(wait_s: float) -> None:
-        controller.turn(wait_s)
+        controller.run_once(wait_s)
         if to_come:
             _submit_next_trials(
                 controller.state, arrivals, to_come, backend.current_time_s(), submit

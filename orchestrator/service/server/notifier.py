@@ -122,7 +122,7 @@ class Notifier:
         return [make_notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(report), data)]
 
     def _unreadable(self, now_s: float) -> list[Notice]:
-        problem = self._controller.unreadable()
+        problem = self._controller.describe_unreadable_rows()
         if problem is None:
             return []
         return [

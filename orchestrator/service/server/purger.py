@@ -258,7 +258,7 @@ class Purger:
         needed = _needed_by_jobs(self._controller.state.jobs.values(), ended)
         for sweep_id in self._journal.sweeps.list_open_sweeps():
             trials = [trial.job for trial in self._journal.sweeps.list_trials(sweep_id)]
-            first = self._controller.job(trials[0]) if trials else None
+            first = self._controller.find_job(trials[0]) if trials else None
             named = {*trials} | (_possible_ids(first.spec) if first is not None else set())
             needed |= dict.fromkeys(named & ended, f"{sweep_id} has not ended")
         for name in self._trackers:
@@ -273,7 +273,7 @@ class Purger:
 
     def _check(self) -> None:
         self._controller.confirm()
-        if (problem := self._controller.unreadable()) is not None:
+        if (problem := self._controller.describe_unreadable_rows()) is not None:
             raise ServiceError(
                 f"nothing is removed while it is not known which files jobs need: {problem}"
             )

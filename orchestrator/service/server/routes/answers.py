@@ -20,7 +20,7 @@ from typing_extensions import (  # pydantic reads the standard library's from Py
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.server.members import Machine
+from orchestrator.service.server.members import MachineProperties
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
 from orchestrator.service.views.teams import TeamView
@@ -168,7 +168,7 @@ class JoinAnswer(TypedDict):
     """The address of Ray for a joining machine, and the properties that it must share."""
 
     ray_address: str
-    machine: Machine
+    machine: MachineProperties
 
 
 class SweepsAnswer(TypedDict):

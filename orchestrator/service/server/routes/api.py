@@ -25,15 +25,15 @@ from orchestrator.service.server.access.gate import (
     LINK,
     Gate,
     Gated,
-    by_route,
-    limiter,
-    refusal,
-    route_of,
+    make_rate_limiter,
+    make_refusal,
+    parse_route,
+    role_by_route,
 )
 from orchestrator.service.server.access.sessions import Sessions
 from orchestrator.service.server.access.sign_in_links import SignInLinks
 from orchestrator.service.server.ended import Reports, make_report
-from orchestrator.service.server.members import Members, machine
+from orchestrator.service.server.members import Members, read_machine_properties
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
 from orchestrator.service.server.purger import purge_view
 from orchestrator.service.server.routes import mlflow_routes
@@ -113,7 +113,7 @@ from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
-ROLES = by_route(  # needed by each route; one that is missing here needs an admin
+ROLES = role_by_route(  # needed by each route; one that is missing here needs an admin
     {
         Role.VIEWER: (
             "GET /openapi.json",
@@ -160,7 +160,7 @@ ROLES = by_route(  # needed by each route; one that is missing here needs an adm
 )
 JOINING = frozenset(  # for which the token of joining machines is enough
     map(
-        route_of,
+        parse_route,
         (
             "GET /join",
             "GET /cluster",
@@ -209,7 +209,7 @@ def create_app(service: Service) -> FastAPI:
         },
         reading=mlflow_routes.READING,
         body_bytes_max=_body_limits(),
-        rates=limiter(),
+        rates=make_rate_limiter(),
         joining=JOINING,
         join_secret=lambda: read_join_secret(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
@@ -281,9 +281,9 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
         try:
             controller.confirm()
         except ServiceError as error:
-            return refusal(503, str(error))
-        problems = controller.health.problems()
-        failures = controller.health.failures()
+            return make_refusal(503, str(error))
+        problems = controller.health.list_problems()
+        failures = controller.health.list_failures()
         if failures:
             return JSONResponse(
                 {"error": "; ".join(failures), "problems": problems}, status_code=503
@@ -293,7 +293,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"status": "ready", "problems": problems})
 
     metrics = Metrics(
-        controller.figures, controller.confirm, lambda job: beats(service.home, job).reports
+        controller.read_figures, controller.confirm, lambda job: beats(service.home, job).reports
     )
 
     @app.get("/metrics", **EXPOSITION)
@@ -318,7 +318,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
                 name: reachable_address(request, address)
                 for name, address in service.trackers.items()
             },
-            "problems": controller.health.problems(),
+            "problems": controller.health.list_problems(),
             "nodes": [node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),
@@ -327,7 +327,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     @app.post("/nodes/{node}/drain")
     def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> EmptyAnswer:
         name_objects(["undo"] if request.undo else [])
-        controller.drain(node, undo=request.undo)
+        controller.drain_node(node, undo=request.undo)
         return {}
 
     @app.get("/teams")
@@ -357,7 +357,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
             return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))
-        return newest.of(controller.version, since_s)
+        return newest.find_report(controller.version, since_s)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
@@ -373,7 +373,9 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/observations")
     def observe(request: ObserveRequest) -> KeptAnswer:
-        return {"count": controller.observe(observations_from_view(request.observations))}
+        return {
+            "count": controller.store_observations(observations_from_view(request.observations))
+        }
 
     @app.post("/purge", **answers(PurgeAnswer))
     def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
@@ -401,23 +403,23 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
     @app.get("/join")
     def join() -> JoinAnswer:
         return {
-            "ray_address": _members(service).ray_address(),
-            "machine": machine(service.home),
+            "ray_address": _members(service).joining_address(),
+            "machine": read_machine_properties(service.home),
         }
 
     @app.post("/nodes")
     def add_node(request: NodeRequest, name_objects: NameObjects) -> EmptyAnswer:
         node = node_from_data(request.node, "the machine that joins")
         name_objects([node.name, request.address])
-        _members(service).add(node, request.address)
+        _members(service).add_machine(node, request.address)
         return {}
 
     @app.delete("/nodes/{node}")
     def remove_node(node: str) -> EmptyAnswer:
         """Remove a machine that has left. A new node of its name starts without a drain."""
-        _members(service).remove(node)
+        _members(service).remove_machine(node)
         if node in service.controller.state.drained:
-            service.controller.drain(node, undo=True)
+            service.controller.drain_node(node, undo=True)
         return {}
 
 
@@ -434,10 +436,10 @@ def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
     def sign_in_link(request: Request) -> LinkAnswer:
         """Return the path of a link that signs one browser in as the sender, within five minutes."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = gate.sessions.cookie(token)
+        cookie = gate.sessions.make_cookie(token)
         if cookie is None:
             raise ServiceError("a browser's session gives no link: send a token")
-        return {"path": f"{LINK}{gate.links.add(cookie)}"}
+        return {"path": f"{LINK}{gate.links.add_session(cookie)}"}
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:
@@ -523,7 +525,7 @@ STATUSES = {
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 409)
-    answer = refusal(status, str(error))
+    answer = make_refusal(status, str(error))
     if isinstance(error, UncertainError):
         answer.headers["Retry-After"] = str(ASK_AGAIN_S)
     return answer
@@ -532,7 +534,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
     """Answer an unknown route or method, or a body that is no text, as every other refusal."""
     assert isinstance(error, HTTPException), error
-    answer = refusal(error.status_code, error.detail)
+    answer = make_refusal(error.status_code, error.detail)
     answer.headers.update(error.headers or {})
     return answer
 
@@ -542,4 +544,4 @@ async def _answer_malformed(_: Request, error: Exception) -> JSONResponse:
     details = "; ".join(
         f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
     )
-    return refusal(422, f"the request is malformed: {details}")
+    return make_refusal(422, f"the request is malformed: {details}")

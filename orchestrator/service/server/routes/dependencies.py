@@ -105,7 +105,7 @@ LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs amo
 
 def _ids_like(controller: Controller, job_id: str) -> str:
     """Return the newest ids of jobs of this name, else the nearest by spelling, as a part of a sentence."""
-    jobs = (*controller.state.jobs.values(), *controller.ended(LOOKED_AT_MAX))
+    jobs = (*controller.state.jobs.values(), *controller.list_ended_jobs(LOOKED_AT_MAX))
     newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
     named = [job.id for job in newest if job.spec.name == job_id]
     near = named[:LIKE_MAX] or get_close_matches(
@@ -116,7 +116,7 @@ def _ids_like(controller: Controller, job_id: str) -> str:
 
 def job_of(controller: Controller, job_id: str) -> Job:
     """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
-    job = controller.job(job_id)
+    job = controller.find_job(job_id)
     if job is None:
         raise UnknownError(
             f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them"

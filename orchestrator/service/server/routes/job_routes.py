@@ -171,10 +171,10 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
             shown |= {
-                job.id: job for job in controller.ended(ended, before)
+                job.id: job for job in controller.list_ended_jobs(ended, before)
             }  # read second, so that no job is missed
         policy = controller.state.policy
-        problems = controller.health.delays()
+        problems = controller.health.list_delays()
         jobs = map(service.reasons.explained, in_order(shown.values()))
         views = [view_of(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
@@ -197,7 +197,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     def answer_now(job_id: str) -> Response:
         version = controller.version  # first: nothing is missed
         job = service.reasons.explained(job_of(controller, job_id))
-        view = view_of(service.home, job, controller.state.policy, controller.health.delays())
+        view = view_of(service.home, job, controller.state.policy, controller.health.list_delays())
         view["provenance"] = provenance_of(job.spec)
         return JSONResponse({"job": view, "version": version})
 
@@ -244,7 +244,7 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
                 sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
             )
             jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
-        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
+        cancelled = controller.cancel_jobs(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {
             "cancelled": cancelled
             + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]

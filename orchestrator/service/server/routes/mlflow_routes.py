@@ -28,7 +28,7 @@ from orchestrator.backends.mlflow.server import (
     short_socket_path,
     want_server,
 )
-from orchestrator.service.server.access.gate import refusal
+from orchestrator.service.server.access.gate import make_refusal
 from orchestrator.specs.access import Role
 
 OPEN_MAX = 64  # requests that are passed on at once
@@ -114,7 +114,7 @@ def _refuse_unlisted(request: Request) -> Response:
     reason = (
         "is not passed on to MLflow: only what reads its records is, and some changes by admins"
     )
-    return refusal(403, f"{request.method} {request.url.path} {reason}")
+    return make_refusal(403, f"{request.method} {request.url.path} {reason}")
 
 
 class _Forwarder:
@@ -128,7 +128,7 @@ class _Forwarder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._free.acquire(blocking=False):
-            await refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(
+            await make_refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(
                 scope, receive, send
             )
             return
@@ -139,7 +139,7 @@ class _Forwarder:
             return
         except (OSError, httpx.TransportError):  # nothing was answered yet
             reason = "MLflow does not answer: the service starts it within a minute. `orc doctor` says what it lacks"
-            await refusal(503, reason)(scope, receive, send)
+            await make_refusal(503, reason)(scope, receive, send)
         finally:
             self._free.release()
 

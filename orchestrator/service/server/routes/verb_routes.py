@@ -44,7 +44,9 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         team_job(controller, job_id, sender, "update")
         settings = tuple(request.settings.items())
         name_objects(f"{key}={value}" for key, value in settings)
-        return {"changed": controller.change([job_id], update(settings, controller.state.policy))}
+        return {
+            "changed": controller.change_jobs([job_id], update(settings, controller.state.policy))
+        }
 
     @app.post("/jobs/{job_id}/retry")
     def retry(
@@ -61,7 +63,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             allowed = with_allowed(
                 job.spec, request.allow, request.global_batch_size, request.learning_rate
             )
-            controller.retry(job_id, allowed)
+            controller.continue_job(job_id, allowed)
             return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
         permissions = (request.allow, request.global_batch_size, request.learning_rate)
         check_retry(job, allows=any(permission is not None for permission in permissions))
@@ -91,7 +93,7 @@ def _verb_route(
         name_objects(request.jobs)
         for job_id in request.jobs:
             team_job(service.controller, job_id, sender, verb)
-        return {"changed": service.controller.change(request.jobs, change_of(sender.name))}
+        return {"changed": service.controller.change_jobs(request.jobs, change_of(sender.name))}
 
     change.__doc__ = f"{verb.capitalize()} jobs, all or none."
     return change

@@ -117,11 +117,11 @@ class Sweeper:
                 for job in self._jobs(self._sweeps.list_trials(sweep_id))
                 if not job.status.ended
             ]
-            return self._controller.cancel(live) if live else []
+            return self._controller.cancel_jobs(live) if live else []
 
     def sweep_of(self, job_id: str) -> str | None:
         """Return the open sweep with this id, or with this job as a trial; None without one."""
-        job = self._controller.job(job_id)
+        job = self._controller.find_job(job_id)
         sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
         return (
             sweep_id
@@ -168,16 +168,16 @@ class Sweeper:
 
     def to_come(self) -> ToCome:
         """Return {open sweep id: trials still to submit}."""
-        return to_come(self._sweeps, self._controller.job, self._home)
+        return to_come(self._sweeps, self._controller.find_job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
-        jobs = (self._controller.job(row.job) for row in rows)
+        jobs = (self._controller.find_job(row.job) for row in rows)
         return [job for job in jobs if job is not None]
 
     def _advance(self, sweep_id: str) -> None:
         rows = self._sweeps.list_trials(sweep_id)
         jobs = {
-            row.number: self._controller.job(row.job)
+            row.number: self._controller.find_job(row.job)
             for row in rows
             if not self._is_over(sweep_id, row.number)
         }
@@ -205,7 +205,7 @@ class Sweeper:
         return sweep_id in self._running and number in self._running[sweep_id].over
 
     def _take_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
-        first = self._controller.job(rows[0].job)
+        first = self._controller.find_job(rows[0].job)
         assert first is not None, sweep_id
         trial = first.spec.trial
         assert trial is not None, sweep_id
@@ -256,7 +256,7 @@ class Sweeper:
             del running.curves[trial.number]
         elif hopeless and not job.cancelling:
             name = trial.sweep.metric.name
-            self._controller.stop_early(
+            self._controller.cancel_with_reason(
                 job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
             )
 
