@@ -229,13 +229,13 @@ def test_neither_token_nor_cookie_reaches_mlflow(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = list[httpx.Headers]()
-    real = mlflow_routes._mlflow_request
+    real = mlflow_routes._make_mlflow_request
 
     def record_request(request: Any) -> httpx.Request:
         passed.append((made := real(request)).headers)
         return made
 
-    monkeypatch.setattr(mlflow_routes, "_mlflow_request", record_request)
+    monkeypatch.setattr(mlflow_routes, "_make_mlflow_request", record_request)
     headers = {
         "Cookie": "a=b",
         "Referer": site.url,

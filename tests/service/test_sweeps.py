@@ -151,7 +151,7 @@ class World:
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
             Notifier(
                 spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports
-            ).look()
+            ).send_due_notices()
         return str([notice.text for _, notice in notices.list_pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
@@ -385,16 +385,16 @@ def test_a_study_that_is_made_anew_from_its_trials_asks_for_the_same_ones(method
 
     whole, proposals = Study("s", make_sweep(method=method), 10), list[dict[str, Any]]()
     for number in range(15):
-        proposals.append(whole.ask())
-        whole.tell(number, value(proposals[-1]))
+        proposals.append(whole.propose_trial())
+        whole.record_end(number, value(proposals[-1]))
     for split in (1, 12):
         again = Study("s", make_sweep(method=method), 10)
         for number in range(split):
-            again.ask(proposals[number])
-            again.tell(number, value(proposals[number]))
+            again.propose_trial(proposals[number])
+            again.record_end(number, value(proposals[number]))
         for number in range(split, 15):
-            assert again.ask() == proposals[number], (split, number)
-            again.tell(number, value(proposals[number]))
+            assert again.propose_trial() == proposals[number], (split, number)
+            again.record_end(number, value(proposals[number]))
     for proposal in proposals:
         assert 1e-5 <= proposal["lr"] <= 1e-2
         assert type(proposal["width"]) is int
@@ -406,11 +406,11 @@ def test_bayes_comes_closer_than_chance() -> None:
         study = Study("s", make_sweep(method=method, max_trials=60), None)
         losses = []
         for number in range(60):
-            parameters = study.ask()
+            parameters = study.propose_trial()
             losses.append(
                 (float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2
             )
-            study.tell(number, losses[-1])
+            study.record_end(number, losses[-1])
         return sum(losses[30:])
 
     assert best("bayes") < best("random")
@@ -420,9 +420,9 @@ def test_no_trial_is_stopped_at_its_last_step() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median", "startup_trials": 1}), 10)
     stopped = []
     for number in range(3):
-        study.ask()
-        stopped += [step for step in (9, 10) if study.report(number, step, float(number))]
-        study.tell(number, float(number))
+        study.propose_trial()
+        stopped += [step for step in (9, 10) if study.report_value(number, step, float(number))]
+        study.record_end(number, float(number))
     assert stopped == [9, 9]
 
 
@@ -431,9 +431,9 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
     study = Study("s", make_sweep(early_terminate=early), 27)
     whole = []
     for number in range(20):
-        study.ask()
-        stopped = any(study.report(number, step, float(number % 7)) for step in range(1, 28))
-        study.tell(number, None if stopped else float(number % 7), stopped=stopped)
+        study.propose_trial()
+        stopped = any(study.report_value(number, step, float(number % 7)) for step in range(1, 28))
+        study.record_end(number, None if stopped else float(number % 7), stopped=stopped)
         whole += [] if stopped else [number % 7]
     assert 0 < len(whole) < 20
     assert min(whole) == 0
@@ -441,7 +441,7 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
 
 def test_values_that_are_no_numbers_are_failures_and_steps_between_are_not_compared() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median"}), 1000)
-    study.ask()
-    assert not study.report(0, 1, 5.0)
-    study.tell(0, float("nan"))
+    study.propose_trial()
+    assert not study.report_value(0, 1, 5.0)
+    study.record_end(0, float("nan"))
     assert study_module.REPORTS == 100

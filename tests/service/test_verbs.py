@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.backends.attempts.start import link_source_checkpoint
 from orchestrator.sdk import Client
-from orchestrator.service.server.retry import changed_files, continuation
+from orchestrator.service.server.retry import choose_start, list_changed_files
 from orchestrator.service.terminal.verbs import STATUSES
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Evidence
@@ -171,24 +171,24 @@ def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_s
 ):
     spec = decoder_spec()
     job, script = ended_job(spec), ended_job(script_spec())
-    assert continuation(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
+    assert choose_start(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
     assert (
-        continuation(job, spec, ["training.learning_rate"]).why
+        choose_start(job, spec, ["training.learning_rate"]).why
         == "starts over: `training` changes the training"
     )
     assert (
-        continuation(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why
+        choose_start(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why
         == "starts over: it had succeeded"
     )
-    assert continuation(replace(job, attempts=()), spec, []) == (
+    assert choose_start(replace(job, attempts=()), spec, []) == (
         None,
         0,
         "starts over: nothing was saved",
     )
     unsaved = replace(job, attempts=(), continues_from="lm-0", continues_step=3)
-    assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
-    assert continuation(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
-    assert "knobs.resume_from" in continuation(script, script.spec, []).why
+    assert choose_start(unsaved, spec, [])[:2] == ("lm-0", 3)
+    assert choose_start(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
+    assert "knobs.resume_from" in choose_start(script, script.spec, []).why
 
 
 def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path)
         os.utime(file, (changed_at_s, changed_at_s))
     spec = decoder_spec(data={"text": [str(old), str(new)], "sequence_length": 32})
     job = ended_job(spec)
-    assert changed_files(
+    assert list_changed_files(
         replace(job, attempts=(replace(job.attempts[0], launched_at_s=100.0),)), spec
     ) == [str(new)]
 

@@ -14,7 +14,7 @@ from orchestrator.scheduling.base.migration import can_be_stopped, request_migra
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
-from orchestrator.service.server.submissions import Request, jobs_of
+from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
 from orchestrator.service.server.sweeps.trials import ToCome, trials_of
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
@@ -141,8 +141,8 @@ class FutureSubmissions:
                     path="steps",
                     hint="say `steps`",
                 )
-        request = Request([(spec, None) for spec in more_jobs])
-        for event in jobs_of(request, state, state.submitted, state.at_s, state.jobs.get):
+        request = SubmissionRequest([(spec, None) for spec in more_jobs])
+        for event in make_job_events(request, state, state.submitted, state.at_s, state.jobs.get):
             first = event.spec
             if first.trial is not None and event.array is not None:
                 first, *rest = trials_of(first, event.array, home)

@@ -80,16 +80,16 @@ from orchestrator.service.server.access.gate import (
 from orchestrator.service.server.access.ownership import may_change
 from orchestrator.service.server.access.sessions import delete_cookie, set_cookie
 from orchestrator.service.server.routes.answers import PlainRoute
-from orchestrator.service.server.routes.attempt_files import view_of
+from orchestrator.service.server.routes.attempt_files import view_job
 from orchestrator.service.server.routes.dependencies import (
     NEVER_SEEN,
     Forbidden,
     Pages,
     Service,
-    job_of,
-    reachable_address,
+    find_job,
+    sender_address,
 )
-from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
@@ -132,19 +132,19 @@ class _Pages:
         self._archive = ArchivedJobs(controller.list_ended_jobs)
         self._waits = Waits(controller.wait_for_change)
         self._mlflow = service.trackers.get("mlflow")
-        self._links = Links(partial(find_job_url, service.home))
+        self._links = MlflowLinks(partial(find_job_url, service.home))
 
     def _get_from_api(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route at this path."""
         return self._api["GET", path](**parameters)
 
     def _view_job(self, job_id: str) -> JobView:
-        return self._make_view(job_of(self._controller, job_id))
+        return self._make_view(find_job(self._controller, job_id))
 
     def _make_view(self, job: Job) -> JobView:
-        return view_of(
+        return view_job(
             self._home,
-            self._reasons.explained(job),
+            self._reasons.explain_job(job),
             self._controller.state.policy,
             self._controller.health.list_delays(),
         )
@@ -324,7 +324,7 @@ class _Pages:
         if self._mlflow is None or job is None or not job.attempts:
             return None
         return safe_web_address(
-            reachable_address(request, self._links.of(self._mlflow, job.key, 1) or "")
+            sender_address(request, self._links.find_cached(self._mlflow, job.key, 1) or "")
         )
 
     def plan(self, request: Request) -> Response:

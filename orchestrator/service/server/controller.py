@@ -20,10 +20,10 @@ from orchestrator.service.server.logs import job_log_fields
 from orchestrator.service.server.retry import Begin
 from orchestrator.service.server.submissions import (
     GROUP,
-    Request,
     SubmissionQueue,
-    answer,
-    new_jobs,
+    SubmissionRequest,
+    make_submissions,
+    wake_submitters,
 )
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
@@ -249,7 +249,7 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
-        return self._commit_request(Request(jobs, key))
+        return self._commit_request(SubmissionRequest(jobs, key))
 
     def submit_retry(
         self, job: Job, spec: JobSpec, start: Begin, key: RequestKey | None = None
@@ -257,10 +257,10 @@ class Controller:
         """Submit an ended job again, as `submit` does, from the checkpoint that `start` names;
         return the new job's id.
         """
-        request = Request([(spec, None)], key, job.id, start.continues_from, start.step)
+        request = SubmissionRequest([(spec, None)], key, job.id, start.continues_from, start.step)
         return self._commit_request(request)[0]
 
-    def _commit_request(self, request: Request) -> list[str]:
+    def _commit_request(self, request: SubmissionRequest) -> list[str]:
         """Commit a submission, and return its jobs' ids once they are in the journal."""
         self._check_decides()
         for spec, _ in request.jobs:
@@ -472,16 +472,18 @@ class Controller:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
         error: BaseException | None = None
         with self._changed:
-            requests = self._submissions.take()
+            requests = self._submissions.take_requests()
             try:
                 self._apply_events(
-                    new_jobs(requests, self._state, self._journal, self._clock(), self.find_job)
+                    make_submissions(
+                        requests, self._state, self._journal, self._clock(), self.find_job
+                    )
                 )
             except (
                 BaseException
             ) as failure:  # re-raised in the thread of every submitter of this group
                 error = failure
-        answer(requests, error)
+        wake_submitters(requests, error)
 
     def _apply_events(self, events: Sequence[Event]) -> None:
         """Decide on each event, and commit all of them together. Only then the state changes, and

@@ -76,7 +76,7 @@ class Sweeper:
                 "a trial of a sweep that exists is submitted by the service alone", path="sweep"
             )
         return with_costs(
-            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
+            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).propose_trial()), self._home
         )
 
     def look(self) -> None:
@@ -218,7 +218,7 @@ class Sweeper:
     def _submit(self, running: _Running, sweep_id: str, number: int) -> bool:
         """Return whether the next trial was submitted; else the sweep has ended."""
         assert running.next_number == number, (running.next_number, number)
-        parameters = running.study.ask()
+        parameters = running.study.propose_trial()
         running.next_number += 1
         try:
             self._controller.submit(
@@ -239,17 +239,17 @@ class Sweeper:
         trial = job.spec.trial
         assert trial is not None, job.id
         if trial.number == running.next_number:
-            running.study.ask(dict(trial.parameters))
+            running.study.propose_trial(dict(trial.parameters))
             running.next_number += 1
         curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
         hopeless = [
             step
             for step, value in curve.new_points(job)
-            if running.study.report(trial.number, step, value)
+            if running.study.report_value(trial.number, step, value)
         ]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
-            running.study.tell(trial.number, value, stopped=is_stopped_early(job))
+            running.study.record_end(trial.number, value, stopped=is_stopped_early(job))
             if curve.last is not None:
                 self._sweeps.store_metric_value(job.id, curve.last)
             running.over[trial.number] = job.status

@@ -41,10 +41,10 @@ def trials_of(
     specs = list[JobSpec]()
     for spec in begun:
         assert spec.trial is not None, spec.name
-        study.ask(dict(spec.trial.parameters))
+        study.propose_trial(dict(spec.trial.parameters))
     for number in range(len(begun), first.trial.sweep.trials):
         try:
-            specs.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
+            specs.append(with_costs(trial_of(first, sweep_id, number, study.propose_trial()), home))
         except SpecError:
             if not begun and not specs:
                 raise
