@@ -25,7 +25,7 @@ from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.endpoint import make_endpoint
 from orchestrator.service.client.logins import Login
 from orchestrator.service.client.sending import read_and_upload_jobs
-from orchestrator.service.terminal.follow import log_lines
+from orchestrator.service.terminal.follow import iterate_log
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
 from tests.service.test_reach import free_port
@@ -248,7 +248,7 @@ def _follow(file: Path, job_id: str) -> None:
 
     def one() -> None:
         with closing(Client(login)) as client, suppress(ServiceError):
-            lines = log_lines(client, job_id, None, 0, to_the_end=True)
+            lines = iterate_log(client, job_id, None, 0, until_end=True)
             next(lines)
             begun.wait()
             for _ in lines:

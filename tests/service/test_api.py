@@ -18,16 +18,16 @@ from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.plan_tables import explanation_panel
 from orchestrator.service.terminal.tables import (
     attempts_table,
+    describe_guarantee,
     job_panel,
-    promise_words,
     queue_table,
     teams_table,
 )
 from orchestrator.service.views.records import (
-    in_order,
     node_from_view,
     observations_from_view,
     observations_view,
+    sort_jobs,
 )
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
@@ -210,7 +210,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
         answer = world.client.get(f"/jobs{after and f'?after={after}'}").json()
         pages.append([job["id"] for job in answer["jobs"]])
         after = answer["next"]
-    live = [job.id for job in in_order(world.controller.state.jobs.values())]
+    live = [job.id for job in sort_jobs(world.controller.state.jobs.values())]
     assert len(live) == len(priorities)
     assert pages == [["lm-1", *live[:3]], live[3:6], live[6:]]
     for other in ("", "1,2", "3,0,1", "0,0,x", "1,0,1'"):
@@ -382,8 +382,8 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
     ).json()
     promised, refused = answer["promises"].values()
     assert [*answer["promises"]] == ["lm-1", "lm-2"]
-    assert promise_words(promised).startswith("is promised at least the speed of 1 gpu, from ")
-    assert promise_words(refused).startswith(
+    assert describe_guarantee(promised).startswith("is promised at least the speed of 1 gpu, from ")
+    assert describe_guarantee(refused).startswith(
         "is refused: cannot be promised the speed of 1 device: 0 of the 0 devices"
     )
     job = world.client.get("/jobs/lm-1").json()["job"]

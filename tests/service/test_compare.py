@@ -31,7 +31,7 @@ from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.terminal import comparing
 from orchestrator.service.terminal.comparing import PICTURES, draw_picture
-from orchestrator.service.terminal.comparison_files import WRITERS, with_error
+from orchestrator.service.terminal.comparison_files import WRITERS, format_with_error
 from orchestrator.service.terminal.comparison_tables import comparison_panel
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import picture_from_view
@@ -269,7 +269,7 @@ def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
 def test_a_number_has_the_digits_that_its_error_allows(
     value: float, error: float, text: str
 ) -> None:
-    assert with_error(value, error) == text
+    assert format_with_error(value, error) == text
 
 
 def test_every_table_fits_eighty_columns_and_no_cell_is_cut() -> None:

@@ -18,7 +18,7 @@ from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.terminal import follow
-from orchestrator.service.terminal.follow import follow as follow_job
+from orchestrator.service.terminal.follow import follow_job as follow_job
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.parse import parse_job

@@ -20,9 +20,9 @@ from orchestrator.service.commands.replay import iterate_events, replay_history
 from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
-from orchestrator.service.server.verbs import suspend
+from orchestrator.service.server.verbs import make_suspension
 from orchestrator.service.terminal import gantt
-from orchestrator.service.terminal.comparison_tables import _table as strategies_table
+from orchestrator.service.terminal.comparison_tables import _make_table as strategies_table
 from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.simulation_tables import (
     replay_table,
@@ -209,7 +209,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         (tmp_path / "other.yaml").write_text(text)
         (tmp_path / "cluster.yaml").write_text(text)
         waiting = controller.submit(spec)
-        controller.change_jobs([waiting], suspend("ann"))
+        controller.change_jobs([waiting], make_suspension("ann"))
         only_held = [
             "simulate",
             "--queue",
@@ -242,7 +242,7 @@ def test_a_table_of_nothing_is_a_table() -> None:
     for table in (
         simulated_table(nothing),
         replay_table(()),
-        gantt.picture((), spec),
+        gantt.draw_gantt((), spec),
         queue_table([]),
         attempts_table([]),
         nodes_table([], []),

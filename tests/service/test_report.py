@@ -14,7 +14,13 @@ from pydantic import TypeAdapter
 from orchestrator.scheduling.reports.morning import Line, MorningReport
 from orchestrator.service.client.client import parse_answer
 from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
-from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
+from orchestrator.service.views.report import (
+    SHOWN_MAX,
+    format_html,
+    format_markdown,
+    parse_since,
+    report_sections,
+)
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.replace import replace
@@ -120,10 +126,10 @@ def hostile(view: MorningReport) -> MorningReport:
 
 def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: MorningReport) -> None:
     page = Tags()
-    page.feed(html(hostile(view)))
+    page.feed(format_html(hostile(view)))
     assert "script" not in page.tags
     assert not page.tags & {"link", "img", "iframe", "style"}  # mail programs would drop them
-    text = markdown(hostile(view))
+    text = format_markdown(hostile(view))
     assert "\n# heading" not in text
     assert "<script" not in text.replace("`<script>", "")
     outside = [part for line in text.splitlines() for part in line.split("`")[::2]]
@@ -135,10 +141,10 @@ def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: Morn
         Line(id=f"job-{number}", name="", user="", sentence="x") for number in range(SHOWN_MAX + 5)
     ]
     long = replace(view, waiting=tuple(many))
-    for heading, _ in sections(long):
-        assert f"## {heading}\n" in markdown(long)
-        assert f"<h2>{heading} (" in html(long)
-    assert "`...`: 5 more" in markdown(long)
+    for heading, _ in report_sections(long):
+        assert f"## {heading}\n" in format_markdown(long)
+        assert f"<h2>{heading} (" in format_html(long)
+    assert "`...`: 5 more" in format_markdown(long)
 
 
 def test_a_report_of_another_form_is_one_error_that_names_the_place(view: MorningReport) -> None:

@@ -150,7 +150,12 @@ class World:
         notices.register_receivers(["hook"])
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
             Notifier(
-                spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports
+                spec,
+                {},
+                notices,
+                self.controller,
+                lambda at_s=at_s: at_s,
+                self.sweeper.make_reports,
             ).send_due_notices()
         return str([notice.text for _, notice in notices.list_pending("hook", 9)][-1])
 
@@ -352,14 +357,14 @@ def test_a_search_that_fails_ends_its_sweep_and_no_other(
     bad = world.submit()
     world.until(bad, lambda sweep: len(sweep["trials"]) == 2)
     good = world.submit()
-    report = world.sweeper._advance
+    report = world.sweeper._advance_sweep
 
     def advance(sweep_id: str) -> None:
         if sweep_id == bad:
             raise ZeroDivisionError("a bug")
         report(sweep_id)
 
-    monkeypatch.setattr(world.sweeper, "_advance", advance)
+    monkeypatch.setattr(world.sweeper, "_advance_sweep", advance)
     over = world.until(bad, lambda sweep: sweep["ended"])
     assert over["ended"] == "its search failed: ZeroDivisionError: a bug"
     assert world.sweep(good)["ended"] == ""

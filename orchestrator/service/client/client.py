@@ -18,8 +18,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.transfer.archive import Limits, unpack
-from orchestrator.service.visible import visible
+from orchestrator.service.transfer.archive import Limits, unpack_archive
+from orchestrator.service.visible import escape_controls
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
 
@@ -221,7 +221,7 @@ class Client:
                     )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
-                    unpack(_Reader(answer.iter_bytes()).read, target_folder, limits)
+                    unpack_archive(_Reader(answer.iter_bytes()).read, target_folder, limits)
                 except SpecError as error:
                     raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:
@@ -455,7 +455,7 @@ class Client:
         key: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        return visible(self._send_request(method, path, body, key, timeout_s).json())
+        return escape_controls(self._send_request(method, path, body, key, timeout_s).json())
 
     def _send_request(
         self,

@@ -15,7 +15,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
 from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
-from orchestrator.service.server.sweeps.trials import ToCome, trials_of
+from orchestrator.service.server.sweeps.trials import ToCome, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -145,7 +145,7 @@ class FutureSubmissions:
         for event in make_job_events(request, state, state.submitted, state.at_s, state.jobs.get):
             first = event.spec
             if first.trial is not None and event.array is not None:
-                first, *rest = trials_of(first, event.array, home)
+                first, *rest = list_remaining_trials(first, event.array, home)
                 self._trials[event.array] = deque(rest)
             self._begins.append(self._record_job(replace(event, spec=first)))
 

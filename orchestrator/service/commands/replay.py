@@ -12,7 +12,7 @@ from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import format_decisions
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.sweeps.trials import ToCome, to_come
+from orchestrator.service.server.sweeps.trials import ToCome, list_coming_trials
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.state import State
@@ -59,7 +59,7 @@ def read_queue(journal_address: str, home: Path) -> tuple[State, ToCome]:
     """
     state = read_state(journal_address)
     with open_journal(journal_address) as opened_journal:
-        return state, to_come(
+        return state, list_coming_trials(
             opened_journal.sweeps,
             lambda job_id: state.jobs.get(job_id) or opened_journal.find_ended_job(job_id),
             home,

@@ -21,7 +21,7 @@ from orchestrator.service.demo.promises import (
     list_attempt_outcomes,
 )
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
-from orchestrator.service.terminal.follow import ENDS, story
+from orchestrator.service.terminal.follow import ENDS, attempt_history
 from orchestrator.service.terminal.tables import attempts_table
 from orchestrator.service.views.records import JobView
 
@@ -114,7 +114,7 @@ def _follow_jobs(client: Client, job_ids: list[str], console: Console) -> list[J
         views = {job["id"]: job for job in client.list_jobs()}
         jobs = [views[job_id] for job_id in job_ids]
         for job in jobs:
-            lines = story(job)
+            lines = attempt_history(job)
             for line in lines[printed[job["id"]] :]:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
             printed[job["id"]] = len(lines)

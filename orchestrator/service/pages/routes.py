@@ -399,7 +399,7 @@ class _Pages:
             self._controller.state,
             self._archive.list_newest(),
             self._forecasts.find_newest(),
-            self._sweeper.reports(),
+            self._sweeper.make_reports(),
             looked_back,
             self._controller.report_start_s(now_s - looked_back * 3600),
             now_s,
@@ -510,7 +510,12 @@ class _Pages:
             other = other.with_order(Order(form["order"]))
         jobs = _parse_jobs(form["job"]) if form["job"].strip() else []
         return compare_queues(
-            advance_to_now(state), present, other, jobs, self._sweeper.to_come(), self._home
+            advance_to_now(state),
+            present,
+            other,
+            jobs,
+            self._sweeper.list_coming_trials(),
+            self._home,
         )
 
     def audit(self, request: Request) -> Response:

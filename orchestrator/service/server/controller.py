@@ -513,7 +513,7 @@ class Controller:
             self._state = state = self._scheduler.state
             self._version += 1
             for (event, actions), decision_s in zip(decisions_made, decisions_s, strict=True):
-                self._tally.add(event, actions, decision_s, state.policy)
+                self._tally.count_event(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", log_line(event), extra=log_fields(event))
                 self._pending.extend(

@@ -186,7 +186,7 @@ def run_service(
         lookups = Lookups(
             state=lambda: controller.state,
             job=lambda job_id: controller.find_job(job_id),
-            sweep=lambda sweep_id: sweeper.report(sweep_id),
+            sweep=lambda sweep_id: sweeper.make_report(sweep_id),
         )
         trackers = _start_trackers(home, cluster, lookups, stack, must_end)
         named_ray = _read_ray_address(home)
@@ -203,7 +203,12 @@ def run_service(
         notifier = None
         if targets:
             notifier = Notifier(
-                cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
+                cluster.notify,
+                targets,
+                journal.notices,
+                controller,
+                time.time,
+                sweeper.make_reports,
             )
         relays = stack.enter_context(_run_relays(journal, trackers, targets))
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
@@ -60,7 +60,7 @@ def diagnose(
 
     if should_be is None:
         diagnosis = work.diagnose_training([Path(log) for log in logs], exit_codes or (), oom_kills)
-        tell(asdict(diagnosis), as_json, _table(diagnosis))
+        print_answer(asdict(diagnosis), as_json, _diagnosis_table(diagnosis))
         return
     if len(logs) != 1 or os.path.isfile(logs[0]):
         raise SpecError(
@@ -69,10 +69,10 @@ def diagnose(
             got=" ".join(logs),
             allowed="an id of `orc queue`",
         )
-    print(work.export_test_case(client_of(home), logs[0], should_be), end="")
+    print(work.export_test_case(connect_client(home), logs[0], should_be), end="")
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _diagnosis_table(diagnosis: Diagnosis) -> Table:
     from rich.text import Text
 
     from orchestrator.service.terminal.plain_tables import plain_grid

@@ -15,7 +15,9 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
-    """Return a table with a row per GPU model: its memory, and per way the fewest GPUs with a plan and their bytes."""
+    """Return a table with a row per GPU model: its memory, and for each way to train the fewest
+    GPUs and their bytes.
+    """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = plain_table()
     table.add_column("CARD", no_wrap=True)
@@ -49,14 +51,14 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
         Text(),
         table,
         Text(),
-        *_reasons(rows),
+        *_reason_lines(rows),
         Text(last, style="dim"),
         Text(more, style="dim"),
     )
 
 
-def _reasons(rows: Sequence[FitRow]) -> list[Text]:
-    """Return a line for each reason why a card has no plan, with its cards."""
+def _reason_lines(rows: Sequence[FitRow]) -> list[Text]:
+    """Return a line for each reason why cards have no plan, with the names of these cards."""
     reasons = group_values((row["why"], row["device"]) for row in rows if row["why"] is not None)
     return [
         Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()

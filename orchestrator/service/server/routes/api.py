@@ -348,7 +348,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
 
     newest = Reports(
         lambda since_s: asdict(
-            make_report(controller, since_s, time.time(), service.sweeper.reports())
+            make_report(controller, since_s, time.time(), service.sweeper.make_reports())
         )
     )
 
@@ -359,7 +359,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
     ) -> JsonObject:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
-            return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))
+            return asdict(make_report(controller, since_s, until_s, service.sweeper.make_reports()))
         return newest.find_report(controller.version, since_s)
 
 

@@ -65,10 +65,10 @@ from orchestrator.service.views.comparison import ComparisonView, comparison_vie
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
+    display_key,
     explanation_view,
-    in_order,
-    place_of,
     promise_view,
+    sort_jobs,
 )
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
@@ -164,10 +164,10 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
         A job that starts between two pages is on neither.
         """
-        live = in_order(controller.state.jobs.values()) if before is None else []
+        live = sort_jobs(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
-            live = [job for job in live if place_of(job) > place]
+            live = [job for job in live if display_key(job) > place]
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
             shown |= {
@@ -175,12 +175,12 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             }  # read second, so that no job is missed
         policy = controller.state.policy
         problems = controller.health.list_delays()
-        jobs = map(service.reasons.explain_job, in_order(shown.values()))
+        jobs = map(service.reasons.explain_job, sort_jobs(shown.values()))
         views = [view_job(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
         return {
             "jobs": views,
-            "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None,
+            "next": ",".join(map(str, display_key(live[LIVE_MAX - 1]))) if more else None,
         }
 
     @app.get("/jobs/{job_id}", **document_answer(JobAnswer))
@@ -232,7 +232,7 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
     ) -> CancelledAnswer:
         """Cancel jobs, and sweeps by their ids."""
         name_objects(request.jobs)
-        sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
+        sweeps = [job_id for job_id in request.jobs if sweeper.has_sweep(job_id)]
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
         trials = [
             trial.job
@@ -243,20 +243,20 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
             find_team_job(controller, job_id, sender, "cancel")
         if request.whole_arrays:
             sweeps += dict.fromkeys(
-                sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
+                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep(job_id))
             )
-            jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
+            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep(job_id) is None]
         cancelled = controller.cancel_jobs(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {
             "cancelled": cancelled
-            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]
+            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel_sweep(sweep_id)]
         }
 
 
 def _add_sweep_routes(app: FastAPI, service: Service) -> None:
     @app.get("/sweeps")
     def sweeps() -> SweepsAnswer:
-        return {"sweeps": service.sweeper.reports()}
+        return {"sweeps": service.sweeper.make_reports()}
 
     @app.get("/sweeps/{sweep_id}")
     def sweep(sweep_id: str) -> SweepReport:
@@ -319,15 +319,15 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.post("/uploads/missing")
     def missing(request: DigestsRequest) -> MissingAnswer:
-        return {"missing": uploads.missing(request.digests)}
+        return {"missing": uploads.list_missing(request.digests)}
 
     @app.put("/uploads/{digest}", openapi_extra=BYTES_SENT)
     async def upload(digest: str, request: Request) -> EmptyAnswer:
-        with uploads.receiving() as file:
+        with uploads.incoming_path() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
                     async for chunk in request.stream():
-                        await run_in_threadpool(uploads.append, file, chunk)
+                        await run_in_threadpool(uploads.append_bytes, file, chunk)
             except TimeoutError:
                 raise ServiceError(
                     f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
@@ -336,7 +336,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 raise ServiceError("the upload was cut off") from None
             except OSError as error:
                 raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
-            await run_in_threadpool(uploads.store, digest, file)
+            await run_in_threadpool(uploads.store_upload, digest, file)
         return {}
 
     @app.get("/jobs/{job_id}/output", **document_bytes("X-Output-Bytes", "X-Output-Left-Out"))
@@ -352,7 +352,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             "X-Output-Left-Out": str(len(listing.left_out)),
         }
         return StreamingResponse(
-            listing.stream(), media_type="application/octet-stream", headers=headers
+            listing.iterate_bytes(), media_type="application/octet-stream", headers=headers
         )
 
 
@@ -389,14 +389,14 @@ def prepare_submission(
         raise SpecError(
             what, source=source_name, path="user", got=spec.user, allowed=sender.name, hint=hint
         )
-    spec = with_paths(spec, uploads.resolved)
+    spec = with_paths(spec, uploads.resolve_path)
     check_files(spec, source_name)
     find_identity(sender.name, service.users, source_name)
     return _make_first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
 
 
 def _make_first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
-    return spec if spec.trial is None else sweeper.first(spec)
+    return spec if spec.trial is None else sweeper.make_first_trial(spec)
 
 
 def find_team_job(controller: Controller, job_id: str, sender: Principal, verb: str) -> Job:
@@ -414,7 +414,7 @@ def find_team_job(controller: Controller, job_id: str, sender: Principal, verb: 
 
 
 def _find_sweep_report(service: Service, sweep_id: str) -> SweepReport:
-    report = service.sweeper.report(sweep_id)
+    report = service.sweeper.make_report(sweep_id)
     if report is None:
         raise UnknownError(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
     return report

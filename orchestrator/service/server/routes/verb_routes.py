@@ -28,7 +28,7 @@ from orchestrator.service.server.routes.requests import (
     SubmitRequest,
     UpdateRequest,
 )
-from orchestrator.service.server.verbs import VERBS, Change, update
+from orchestrator.service.server.verbs import VERBS, Change, make_update
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.json_object import JsonObject
 
@@ -52,7 +52,9 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         settings = tuple(request.settings.items())
         name_objects(f"{key}={value}" for key, value in settings)
         return {
-            "changed": controller.change_jobs([job_id], update(settings, controller.state.policy))
+            "changed": controller.change_jobs(
+                [job_id], make_update(settings, controller.state.policy)
+            )
         }
 
     @app.post("/jobs/{job_id}/retry")
