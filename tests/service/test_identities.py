@@ -208,8 +208,8 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
 def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
     """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
     starts = (
-        "import subprocess, sys; from orchestrator.backends.attempts.launcher import dies_with_parent, run_as; "
-        f"rank = subprocess.Popen(['sleep', '600'], preexec_fn=dies_with_parent(), **run_as('{ADA}:{ADA}')); "
+        "import subprocess, sys; from orchestrator.backends.attempts.launcher import die_with_parent_hook, user_arguments; "
+        f"rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), **user_arguments('{ADA}:{ADA}')); "
         "print(rank.pid, flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

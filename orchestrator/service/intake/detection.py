@@ -47,7 +47,7 @@ Devices = Sequence[nvml.NvmlDevice]
 
 @frozen
 class DetectedMachine:
-    """This machine as a node of a cluster, and sentences on what a person should check."""
+    """The machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
     notes: Notes

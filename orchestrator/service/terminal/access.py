@@ -46,9 +46,7 @@ def login(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store a login for a service of another machine. The token is read from ORC_TOKEN, a prompt,
-    or a pipe.
-    """
+    """Store a login for another service. The token is read from ORC_TOKEN, a prompt, or a pipe."""
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import (
         Login,
