@@ -257,7 +257,7 @@ class Client:
         return [Job(self._connection, job_id) for job_id in self._send(specs)]
 
     def _send(self, specs: Sequence[JobSpec]) -> list[str]:
-        return self._connection.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
+        return self._connection.submit_jobs([spec.model_dump(mode="json") for spec in specs])["ids"]
 
 
 class Job:
@@ -310,7 +310,7 @@ class Job:
 
     def cancel(self) -> None:
         """Request the job's cancellation. Raises ServiceError where it has ended."""
-        self._connection.cancel([self.id], whole_arrays=False)
+        self._connection.cancel_jobs([self.id], whole_arrays=False)
 
     def hold(self) -> None:
         """Keep the waiting job from starting until `release`. Raises ServiceError where it runs or

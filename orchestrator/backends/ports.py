@@ -128,8 +128,8 @@ class EventLog(Protocol):
     def find_ended_job(self, job_id: str) -> Job | None:
         """Return an ended job that is no longer in the state; None where there is no such job."""
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` ended jobs, latest end first. With the job id `before_job_id`, only jobs
         that ended before that job.
         """
 

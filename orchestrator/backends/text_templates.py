@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from orchestrator.specs.units import format_bytes, format_seconds
 
 
-def load_text_template(package: str, name: str, **filters: Callable[..., object]) -> Template:
+def load_text_template(package: str, template: str, **filters: Callable[..., object]) -> Template:
     """Return the Jinja template `NAME.jinja` of a package. Nothing is escaped; an undefined
     variable raises an error.
 
@@ -22,13 +22,13 @@ def load_text_template(package: str, name: str, **filters: Callable[..., object]
         autoescape=False,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"bytes": _bytes, "seconds": _seconds, **filters}
-    return environment.get_template(f"{name}.jinja")
+    environment.filters |= {"bytes": _format_bytes, "seconds": _format_seconds, **filters}
+    return environment.get_template(f"{template}.jinja")
 
 
-def _bytes(count: int | None, unknown: str = "-") -> str:
+def _format_bytes(count: int | None, unknown: str = "-") -> str:
     return unknown if count is None else format_bytes(count)
 
 
-def _seconds(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)

@@ -71,7 +71,7 @@ def submit(cluster: Cluster, text: str, name: str) -> str:
     file = cluster.folder / f"{name}.yaml"
     file.write_text(text)
     spec = read_job(file).model_dump(mode="json")
-    return cluster.ask(lambda client: client.submit(spec), f"the submission of {name}")
+    return cluster.ask(lambda client: client.submit_job(spec), f"the submission of {name}")
 
 
 def decoder(cluster: Cluster, name: str, gpus: int, steps: int = STEPS) -> str:

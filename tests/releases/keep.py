@@ -81,7 +81,9 @@ def write_journal(path: Path) -> dict[str, Any]:
         accounts.create_token("ada", None)
         controller.run_once(0.0)
         for number, spec in enumerate(jobs()):
-            controller.submit(spec, key=RequestKey(name=f"ada/{number}", digest="0" * 64))
+            controller.submit(
+                spec, idempotency_key=RequestKey(name=f"ada/{number}", digest="0" * 64)
+            )
             for _ in range(3):
                 controller.run_once(TURN_S)
         for _ in range(TURNS):

@@ -439,11 +439,11 @@ class FaultyBackend(PacedBackend):
     def _retell(self, process: SimulatedProcess) -> None:
         """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
-            self._tell(process.started())
+            self._tell(process.started_event())
         if process.evidence is not None:
-            self._tell(process.finished())
+            self._tell(process.finished_event())
         if process.released_at_s is not None:
-            self._tell(process.released())
+            self._tell(process.released_event())
 
     def _tell(self, event: Event) -> None:
         if f"{event.job_id}-{event.number}" not in self._watched:

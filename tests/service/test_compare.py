@@ -456,9 +456,10 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:
-        assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, (
-            "it is shown again"
-        )
+        assert client.fetch_comparison(burst["job_id"]) == {
+            **comparison,
+            "name": trained["job_id"],
+        }, "it is shown again"
         assert client.fetch_cluster()["observations"], "what was measured calibrates"
     with pytest.raises(SystemExit):
         main(("compare", burst["job_id"]))
@@ -493,12 +494,12 @@ def test_a_comparison_of_which_no_strategy_finished_exits_with_1(
 def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
     with contextlib.closing(Client(home)) as client:
         spec = decoder_spec(data={"text": ["corpus.txt"]}, gpus={"min": 2, "max": 2}, name="lone")
-        job_id = client.submit(spec.model_dump(mode="json"))
+        job_id = client.submit_job(spec.model_dump(mode="json"))
         with pytest.raises(
             ServiceError, match=r"belongs to no comparison. `orc compare FILE` makes one"
         ):
-            client.comparison(job_id)
-        client.cancel([job_id], whole_arrays=False)
+            client.fetch_comparison(job_id)
+        client.cancel_jobs([job_id], whole_arrays=False)
 
 
 def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_meet_their_own() -> (

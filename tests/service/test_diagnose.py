@@ -17,7 +17,11 @@ from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan, read_log
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.service.commands import diagnose as work
-from orchestrator.service.commands.diagnose import diagnose_training, redact, select_error_lines
+from orchestrator.service.commands.diagnose import (
+    diagnose_training,
+    remove_private_text,
+    select_error_lines,
+)
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, NodeDevices
 from orchestrator.specs.errors import SpecError
@@ -240,14 +244,14 @@ gpu17:3468:3905 [4] NCCL INFO Connect to 10.1.2.3<43417> on n42.cluster from htt
 srun: error: gpu17: task 0: Out Of Memory
 """
     assert secret in text
-    assert secret not in redact(text, ("maria",))
+    assert secret not in remove_private_text(text, ("maria",))
 
 
 @pytest.mark.parametrize("reported", REPORTED, ids=names())
 def test_a_case_is_judged_as_the_log_that_it_shortens(reported: dict[str, Any]) -> None:
     calm = "\n".join(f"step {number}" for number in range(2 * CALM_LINES))
     log = f"{OOM}\n{calm}\n{reported['text']}\nlast words"
-    case = redact("\n".join(select_error_lines(log.splitlines())), ("maria",))
+    case = remove_private_text("\n".join(select_error_lines(log.splitlines())), ("maria",))
     causes = [[finding.cause for finding in read_log(text)[:1]] for text in (log, case)]
     assert causes[0] == causes[1]
     assert len(case.splitlines()) < CALM_LINES

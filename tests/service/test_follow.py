@@ -134,7 +134,7 @@ def test_a_rehearsal_ends_with_its_verdict_where_the_job_asks(
 
 def test_a_run_says_once_that_its_job_waits_for_an_answer_and_goes_on(idle_world: World) -> None:
     with closing(Client(idle_world.home)) as client:
-        client.submit(
+        client.submit_job(
             parse_job(ASKING, "job.yaml").model_dump(mode="json"), dataclasses.asdict(FAULT)
         )
     turn_until_it_asks(idle_world)
@@ -152,7 +152,7 @@ def test_a_second_run_of_a_live_job_is_told_of_the_first(
 ) -> None:
     spec = parse_job(ASKING, "job.yaml")
     with closing(Client(idle_world.home)) as client:
-        client.submit(spec.model_dump(mode="json"), dataclasses.asdict(FAULT))
+        client.submit_job(spec.model_dump(mode="json"), dataclasses.asdict(FAULT))
     turn_until_it_asks(idle_world)
     second = threading.Thread(
         target=follow.run_to_end, args=(spec, FAULT, idle_world.home, False), daemon=True

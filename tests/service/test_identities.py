@@ -90,7 +90,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
     )
     spec = {**read_job(file).model_dump(mode="json"), "user": user, "name": user}
     with closing(Client(home)) as client:
-        return client.submit(spec)
+        return client.submit_job(spec)
 
 
 def show(home: Path, job_id: str) -> Any:
@@ -208,8 +208,10 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
 def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
     """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
     starts = (
-        "import subprocess, sys; from orchestrator.backends.attempts.launcher import die_with_parent_hook, user_arguments; "
-        f"rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), **user_arguments('{ADA}:{ADA}')); "
+        "import subprocess, sys; "
+        "from orchestrator.backends.attempts.launcher import die_with_parent_hook, user_arguments; "
+        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), "
+        f"**user_arguments('{ADA}:{ADA}')); "
         "print(rank.pid, flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

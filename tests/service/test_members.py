@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.client.join_token import FILE, split_join_token
+from orchestrator.service.client.join_token import FILE, split_secret_and_fingerprint
 from orchestrator.service.intake.cluster_file import load_cluster, select_local_nodes
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import (
@@ -136,9 +136,9 @@ def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
 )
 def test_what_is_no_token_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(SpecError) as refused:
-        split_join_token(text)
+        split_secret_and_fingerprint(text)
     assert not text or text not in str(refused.value)
-    assert split_join_token(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
+    assert split_secret_and_fingerprint(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
 
 
 def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Site:
         """Return everything of the first run that a writer could have changed."""
         from mlflow import MlflowClient
 
-        client = MlflowClient(self.server.uri)
+        client = MlflowClient(self.server.tracking_uri)
         run = client.get_run(self.runs[0])
         names = [artifact.path for artifact in client.list_artifacts(self.runs[0])]
         return [
@@ -88,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         server = MlflowServer(world.home)
         stack.callback(server.stop)
         eventually(server.ensure_running, 120)
-        client = MlflowClient(server.uri)
+        client = MlflowClient(server.tracking_uri)
         experiment = client.create_experiment("night")
         runs = [
             client.create_run(experiment, run_name=f"run-{number}").info.run_id

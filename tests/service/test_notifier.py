@@ -218,7 +218,7 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
     start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
-            bug = client.submit(
+            bug = client.submit_job(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
             until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)

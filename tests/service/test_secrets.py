@@ -112,7 +112,7 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             command = f"name: {name}\ncommand: {sys.executable} sees.py\nglobal_batch_size: 1\nprobe: never\ngpus: 1\n"
             file.write_text(command + rest)
             with closing(Client(home)) as client:
-                job_id = client.submit(read_job(file).model_dump(mode="json"))
+                job_id = client.submit_job(read_job(file).model_dump(mode="json"))
                 until(
                     lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
                     f"the end of {name}",

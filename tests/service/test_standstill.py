@@ -80,7 +80,7 @@ def hanging(
 
     def submit() -> None:
         with suppress(ServiceError), closing(Client(home)) as client:
-            client.submit(spec)
+            client.submit_job(spec)
 
     threading.Thread(target=submit, daemon=True).start()
     yield home

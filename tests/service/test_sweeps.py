@@ -124,12 +124,12 @@ class World:
     def submit(self) -> str:
         specs = read_jobs(self.folder / "job.yaml")
         with contextlib.closing(Client(self.home)) as client:
-            ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
+            ids = client.submit_jobs([spec.model_dump(mode="json") for spec in specs])["ids"]
         return f"sweep-{ids[0]}"
 
     def sweep(self, sweep_id: str) -> Any:
         with contextlib.closing(Client(self.home)) as client:
-            return asdict(client.sweep(sweep_id))
+            return asdict(client.fetch_sweep(sweep_id))
 
     def page(self, path: str) -> str:
         answer = httpx.get(f"{self.url}/ui{path}", headers={"Authorization": f"Bearer {TOKEN}"})
@@ -220,7 +220,7 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
         pytest.raises(ServiceError, match="has ended already: finished"),
         contextlib.closing(Client(world.home)) as it,
     ):
-        it.cancel([sweep_id], whole_arrays=False)
+        it.cancel_jobs([sweep_id], whole_arrays=False)
 
 
 @pytest.mark.timeout(300)
@@ -267,7 +267,7 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
     ]:
         assert shown.count(f">{name} <") == 1, name
     with contextlib.closing(Client(world.home)) as client:
-        client.cancel([sweep_id], whole_arrays=False)
+        client.cancel_jobs([sweep_id], whole_arrays=False)
 
 
 @pytest.mark.long
@@ -338,7 +338,7 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
         contextlib.closing(Client(world.home)) as client,
         pytest.raises(SpecError, match="by the service alone"),
     ):
-        client.submit_all([forged])
+        client.submit_jobs([forged])
 
 
 @pytest.mark.long
@@ -369,7 +369,7 @@ def test_a_search_that_fails_ends_its_sweep_and_no_other(
     assert over["ended"] == "its search failed: ZeroDivisionError: a bug"
     assert world.sweep(good)["ended"] == ""
     with contextlib.closing(Client(world.home)) as client:
-        client.cancel([good], whole_arrays=False)
+        client.cancel_jobs([good], whole_arrays=False)
 
 
 def make_sweep(**fields: Any) -> Sweep:

@@ -136,7 +136,7 @@ def build_launch_request(
         **dict(spec.env),
         **rendered.env,
     }
-    files = attempt_files(job, attempt, folder, nodes)
+    files = list_attempt_files(job, attempt, folder, nodes)
     if spec.is_script:
         common["ORC_GUARD"] = str(
             paths.guard
@@ -207,7 +207,7 @@ def _find_interpreter(spec: JobSpec, default: str) -> str:
     )
 
 
-def attempt_files(
+def list_attempt_files(
     job: Job, attempt: Attempt, job_folder: JobFolder, nodes: Mapping[str, LaunchNode]
 ) -> tuple[tuple[str, str], ...]:
     """Return (absolute path, text) of each file that the ranks read, such as DeepSpeed's

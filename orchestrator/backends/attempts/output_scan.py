@@ -285,14 +285,14 @@ def search_as_user(
     return SearchResult((), tuple(sentences), tuple(patterns))
 
 
-def parse_search_result(data: Mapping[str, Any]) -> SearchResult:
+def parse_search_result(raw: Mapping[str, Any]) -> SearchResult:
     """Return the search result from the JSON object that the child wrote. Raises ValueError,
     TypeError and KeyError.
     """
     return SearchResult(
-        matches=tuple(FileMatch(**match) for match in data["matches"]),
-        problems=tuple(data["problems"]),
-        unevaluated=tuple(data["unevaluated"]),
+        matches=tuple(FileMatch(**match) for match in raw["matches"]),
+        problems=tuple(raw["problems"]),
+        unevaluated=tuple(raw["unevaluated"]),
     )
 
 

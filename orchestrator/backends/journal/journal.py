@@ -225,24 +225,24 @@ class Journal:
             None if row is None else self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
         )
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` ended jobs, latest end first. With the job id `before_job_id`, only jobs
         that ended before that job.
         """
         newest = (
-            sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
+            sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(jobs_max)
         )
-        if before is not None:
+        if before_job_id is not None:
             newest = newest.where(
                 _jobs.c.number
-                < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
+                < sa.select(_jobs.c.number).where(_jobs.c.id == before_job_id).scalar_subquery()
             )
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
         jobs = (self.set_aside.read_or_set_aside(self._job, _jobs.name, *row) for row in rows)
         return [job for job in jobs if job is not None]
 
-    def ends_by_job(self) -> dict[str, tuple[str, float]]:
+    def status_and_end_by_job(self) -> dict[str, tuple[str, float]]:
         """Return {job id: (status, end in seconds since 1970)} of all ended jobs, oldest end first."""
         columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
         with self.database.transaction() as connection:
@@ -285,12 +285,17 @@ class Journal:
         event = None if row is None else self._read_event(*row)
         return None if event is None else float(event.at_s)
 
-    def iterate_history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
+    def iterate_history(self, skipped_rows: int = 0) -> Iterator[tuple[Event, str | None]]:
         """Yield (event, decisions as text, or None) of every readable event, oldest first; skip the
-        first `after` rows.
+        first `skipped_rows` rows.
         """
         while True:
-            page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
+            page = (
+                sa.select(_events)
+                .where(_events.c.id > skipped_rows)
+                .order_by(_events.c.id)
+                .limit(PAGE)
+            )
             with self.database.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
@@ -299,7 +304,7 @@ class Journal:
                     yield event, row.decided
             if len(rows) < PAGE:
                 return
-            after = rows[-1].id
+            skipped_rows = rows[-1].id
 
     @property
     def fence(self) -> int | None:
@@ -327,12 +332,12 @@ class Journal:
             "body": self._job.write(job),
         }
 
-    def _read_event(self, number: int, body: str) -> Event | None:
+    def _read_event(self, row_number: int, body: str) -> Event | None:
         """Return the event in a row; None where it cannot be read.
 
         A submission that cannot be read becomes one of a placeholder job.
         """
-        event = self.set_aside.read_or_set_aside(self._event, _events.name, number, body)
+        event = self.set_aside.read_or_set_aside(self._event, _events.name, row_number, body)
         if event is None:
             return salvage_submission(body, "its row cannot be read")
         return event

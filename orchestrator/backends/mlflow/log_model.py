@@ -101,22 +101,22 @@ def _has_any(folder: Path, names: Iterable[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _find_local_model(name: str) -> Path | None:
+def _find_local_model(model_name: str) -> Path | None:
     """Return the folder of a model: itself if the name is a path, else the model's folder in
     Hugging Face's cache, or None.
     """
-    if Path(name).is_absolute():
-        return Path(name)
+    if Path(model_name).is_absolute():
+        return Path(model_name)
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        path = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(model_name, "config.json")
     except ValueError:  # no name of the hub
         return None
     return Path(path).parent if isinstance(path, str) else None
 
 
-def copy_output(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
+def copy_output(home: str, tracking_uri: str, run_id: str, model_name: str, folder: str) -> None:
     """Copy the job's output folder to the artifacts of its MLflow run, and write the result or the
     error into the tag MODEL_TAG.
     """
@@ -133,11 +133,11 @@ def copy_output(home: str, tracking_uri: str, run_id: str, name: str, folder: st
         outcome = f"not copied: {size_bytes} bytes in {output}"
     elif task is not None and _can_import("transformers"):
         outcome = _find_or_log_model(
-            client, tracking_uri, run_id, name, task, partial(_save_model, files, task)
+            client, tracking_uri, run_id, model_name, task, partial(_save_model, files, task)
         )
     elif _can_import("transformers", "peft") and (base := find_base_model(output)) is not None:
         outcome = _find_or_log_model(
-            client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base)
+            client, tracking_uri, run_id, model_name, base[1], partial(_save_adapters, files, *base)
         )
     else:
         for path in files:
@@ -156,7 +156,7 @@ def _find_or_log_model(
     client: MlflowClient,
     tracking_uri: str,
     run_id: str,
-    name: str,
+    model_name: str,
     task: str,
     save_model: Callable[[Path, Model], Path],
 ) -> str:
@@ -177,7 +177,10 @@ def _find_or_log_model(
             return str(existing.model_id)
         client.delete_logged_model(existing.model_id)
     model = client.create_logged_model(
-        experiment, name=re.sub(r"[^A-Za-z0-9_-]", "-", name), source_run_id=run_id, model_type=task
+        experiment,
+        name=re.sub(r"[^A-Za-z0-9_-]", "-", model_name),
+        source_run_id=run_id,
+        model_type=task,
     )
     with tempfile.TemporaryDirectory(prefix="orc-model-") as scratch:
         about: Any = Model(model_id=str(model.model_id), run_id=run_id)

@@ -115,7 +115,7 @@ class SimulatedBackend:
     def _start(self, process: SimulatedProcess) -> None:
         if process.evidence is None:
             process.started_at_s = self._now_s
-            self._tell(process.started())
+            self._tell(process.started_event())
 
     def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
         """End the attempt after `step`, and store the checkpoint from which a restart continues."""
@@ -134,7 +134,7 @@ class SimulatedBackend:
         process.evidence = self._evidence(
             process, ending, step=step, checkpoint_step=complete or None
         )
-        self._tell(process.finished())
+        self._tell(process.finished_event())
         self._after(self._release_s(process), partial(self._release, process))
 
     def _evidence(
@@ -159,7 +159,7 @@ class SimulatedBackend:
 
     def _release(self, process: SimulatedProcess) -> None:
         process.released_at_s = self._now_s
-        self._tell(process.released())
+        self._tell(process.released_event())
 
     def _tell(self, event: Event) -> None:
         self._outbox.append(event)

@@ -38,11 +38,11 @@ class SharedBackend(SimulatedBackend):
     `rate` of its speed.
     """
 
-    def __init__(self, cluster: ClusterSpec, rate: float) -> None:
+    def __init__(self, cluster: ClusterSpec, shared_card_rate: float) -> None:
         shared, self._cards = add_guests(cluster)
         super().__init__(shared)
         self._policy = shared.policy
-        self._rate = rate
+        self._rate = shared_card_rate
         self._nodes = idle_nodes(shared)
         self._used_bytes = Counter[Device]()  # as planned, by place
         self._training = dict[str, tuple[SimulatedProcess, Course]]()  # by attempt

@@ -140,11 +140,11 @@ def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evide
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_describe_next_action(failure),
-        you_can=_advise(failure, ends, paths),
+        you_can=_suggest_help(failure, ends, paths),
     )
 
 
-def export_test_case(client: Client, job_id: str, kind: FailureKind) -> str:
+def export_test_case(client: Client, job_id: str, failure_kind: FailureKind) -> str:
     """Return a job's last failed attempt as a test case in YAML, without private data. Raises
     SpecError where none failed.
     """
@@ -155,7 +155,7 @@ def export_test_case(client: Client, job_id: str, kind: FailureKind) -> str:
     codes = attempt["exit_codes"] or [None]
     names = [job["user"], *(part.partition("[")[0] for part in attempt["placement"].split(", "))]
     texts = [
-        redact(
+        remove_private_text(
             "\n".join(
                 select_error_lines(_iterate_job_log(client, job_id, attempt["number"], rank))
             ),
@@ -164,8 +164,8 @@ def export_test_case(client: Client, job_id: str, kind: FailureKind) -> str:
         for rank in range(len(codes))
     ]
     case: JsonObject = {
-        "id": redact(f"{job['name']}, attempt {attempt['number']}", names),
-        "expect": kind.value,
+        "id": remove_private_text(f"{job['name']}, attempt {attempt['number']}", names),
+        "expect": failure_kind.value,
     }
     case |= (
         {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
@@ -197,7 +197,7 @@ def select_error_lines(lines: Iterable[str]) -> list[str]:
     return [last] if calm > CALM_LINES or not head else [*head, *tail]
 
 
-def redact(text: str, private_names: Iterable[str] = ()) -> str:
+def remove_private_text(text: str, private_names: Iterable[str] = ()) -> str:
     """Return the text without secrets, addresses, hosts, users' folders and these names; patterns
     find them.
     """
@@ -304,7 +304,7 @@ def find_project(log_path: Path) -> Project | None:
     return None
 
 
-def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
+def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
     """Return what a person can do. Out of device memory in a known project, it is that project's
     own way to use less.
     """

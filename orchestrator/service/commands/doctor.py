@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.identity import ENTER, USERS
-from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
@@ -121,9 +121,9 @@ def _check_python() -> Result:
     return OK, f"{version} ({sys.executable})", ""
 
 
-def _check_package(name: str, purpose: str) -> Result:
+def _check_package(package: str, purpose: str) -> Result:
     try:
-        return OK, importlib.metadata.version(name), ""
+        return OK, importlib.metadata.version(package), ""
     except importlib.metadata.PackageNotFoundError:
         return BAD, "not installed", f"pip install orchestrator again: {purpose}"
 
@@ -214,7 +214,7 @@ def _check_nvme(home: Path) -> Result | None:
 
 
 def _check_host_memory() -> Result:
-    _, available_bytes = read_memory_bytes()
+    _, available_bytes = read_total_and_available_bytes()
     hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     observation = f"{format_bytes(available_bytes)} available"
     return _rate_bytes(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)

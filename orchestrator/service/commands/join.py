@@ -11,7 +11,7 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
-from orchestrator.service.client.join_token import FORM, split_join_token
+from orchestrator.service.client.join_token import FORM, split_secret_and_fingerprint
 from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
 from orchestrator.service.intake.cluster_file import load_joined_nodes
 from orchestrator.service.intake.detection import detect_machine
@@ -109,7 +109,7 @@ def _find_login(home: Path, service: str, token_file: Path | None) -> Login:
         token_file or home / TOKEN_FILE, must_exist=token_file is not None
     )
     if token:
-        secret, fingerprint = split_join_token(token)
+        secret, fingerprint = split_secret_and_fingerprint(token)
         return Login(url=url, token=secret, certificate=fetch_pinned_certificate(url, fingerprint))
     try:
         return find_login(url)

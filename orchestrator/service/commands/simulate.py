@@ -164,7 +164,7 @@ class NullJournal:
     def find_ended_job(self, job_id: str) -> Job | None:  # noqa: ARG002
         return None
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
     def began_at_s(self) -> float | None:

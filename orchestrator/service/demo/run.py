@@ -87,7 +87,7 @@ def run_jobs(
                 path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home
             )
             specs.append(spec.model_dump(mode="json"))
-        job_ids = client.submit_all(specs)["ids"]
+        job_ids = client.submit_jobs(specs)["ids"]
         jobs = _follow_jobs(client, job_ids, console)
     console.print()
     console.print(attempts_table(jobs, console.width))

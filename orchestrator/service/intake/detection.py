@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.notes import Notes
@@ -97,7 +97,7 @@ def _find_device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[Devic
 
 def read_host_bytes() -> int:
     """Return the bytes of memory of this machine, or of this process's container."""
-    all_bytes, _ = read_memory_bytes()
+    all_bytes, _ = read_total_and_available_bytes()
     limits = [all_bytes]
     for path in CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else ""

@@ -202,11 +202,11 @@ class Controller:
         """Return the job's current or final record; None for an unknown id."""
         return self._state.jobs.get(job_id) or self._journal.find_ended_job(job_id)
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` archived jobs, the latest end first; see
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` archived jobs, the latest end first; see
         `Journal.list_ended_jobs`.
         """
-        return self._journal.list_ended_jobs(limit, before)
+        return self._journal.list_ended_jobs(jobs_max, before_job_id)
 
     def report_start_s(self, requested_s: float) -> float:
         """Return the start of a report in seconds since 1970: the requested one, but not before the
@@ -228,17 +228,19 @@ class Controller:
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
     def submit(
-        self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None
+        self, spec: JobSpec, fault: Fault | None = None, idempotency_key: RequestKey | None = None
     ) -> str:
         """Submit a job, and return its id once it is in the journal. Raises ServiceError if it
         cannot be stored.
 
-        `fault` is a planned failure for tests; `key` is the request's idempotency key.
+        `fault` is a planned failure for tests; `idempotency_key` is the request's idempotency key.
         """
-        return self.submit_all([(spec, fault)], key)[0]
+        return self.submit_all([(spec, fault)], idempotency_key)[0]
 
     def submit_all(
-        self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None
+        self,
+        jobs: Sequence[tuple[JobSpec, Fault | None]],
+        idempotency_key: RequestKey | None = None,
     ) -> list[str]:
         """Submit jobs atomically, and return their ids once they are in the journal. Raises
         ServiceError if it cannot store them.
@@ -249,15 +251,17 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
-        return self._commit_request(SubmissionRequest(jobs, key))
+        return self._commit_request(SubmissionRequest(jobs, idempotency_key))
 
     def submit_retry(
-        self, job: Job, spec: JobSpec, start: Begin, key: RequestKey | None = None
+        self, job: Job, spec: JobSpec, start: Begin, idempotency_key: RequestKey | None = None
     ) -> str:
         """Submit an ended job again, as `submit` does, from the checkpoint that `start` names;
         return the new job's id.
         """
-        request = SubmissionRequest([(spec, None)], key, job.id, start.continues_from, start.step)
+        request = SubmissionRequest(
+            [(spec, None)], idempotency_key, job.id, start.continues_from, start.step
+        )
         return self._commit_request(request)[0]
 
     def _commit_request(self, request: SubmissionRequest) -> list[str]:

@@ -429,7 +429,7 @@ def _make_members(
         home,
         declared,
         own_ray.known_address,
-        backend.addresses,
+        backend.address_by_node,
         lambda cluster: backend.set_cluster(recall_cluster(cluster)),
     )
 

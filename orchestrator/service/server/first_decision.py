@@ -165,8 +165,10 @@ def _read_line(stream: IO[str], timeout_s: float) -> str:
 
 
 def serve_first_decisions() -> None:
-    """Run the child process: read jobs from standard input, decide on each, and print the results,
-    until the input ends.
+    """Run the child process: read jobs from standard input, let a scheduler decide on each, and
+    print the outcomes.
+
+    It ends with the input.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     cpu_s = float(sys.argv[1])

@@ -59,8 +59,10 @@ class JsonFormatter(logging.Formatter):
     """Log format in JSON: one ASCII object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON: time (RFC 3339, UTC), level, logger, message, the FIELDS that
-        it has, and a traceback.
+        """Return the log record as a JSON line: time (RFC 3339, UTC), level, logger, message, and
+        traceback if there is one.
+
+        It also has those of FIELDS that the record has.
         """
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {

@@ -109,7 +109,7 @@ class Metrics(Collector):
         yield from _iterate_job_metrics(figures)
         yield from _iterate_running_metrics(figures, live)
         yield from _iterate_device_metrics(figures.state)
-        yield from _iterate_totals(figures, live)
+        yield from _iterate_metrics_since_start(figures, live)
         records: Values = {
             (name,): float(rows) for name, rows in figures.totals.undelivered.items()
         }
@@ -219,7 +219,9 @@ def _iterate_device_metrics(state: State) -> Iterator[Metric]:
     yield _make_gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
 
 
-def _iterate_totals(figures: Figures, attempts: Sequence[RunningAttempt]) -> Iterator[Metric]:
+def _iterate_metrics_since_start(
+    figures: Figures, attempts: Sequence[RunningAttempt]
+) -> Iterator[Metric]:
     tally = figures.tally
     policy = figures.state.policy
     ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
@@ -256,12 +258,12 @@ def _iterate_totals(figures: Figures, attempts: Sequence[RunningAttempt]) -> Ite
     )
 
 
-def _make_gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _add_values(GaugeMetricFamily(name, help_text, labels=labels), values)
+def _make_gauge(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    return _add_values(GaugeMetricFamily(metric_name, help_text, labels=labels), values)
 
 
-def _make_counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _add_values(CounterMetricFamily(name, help_text, labels=labels), values)
+def _make_counter(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    return _add_values(CounterMetricFamily(metric_name, help_text, labels=labels), values)
 
 
 def _add_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
@@ -271,7 +273,7 @@ def _add_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values)
     return family
 
 
-def _make_histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
+def _make_histogram(metric_name: str, help_text: str, distribution: Distribution) -> Metric:
     buckets = []
     below = 0
     for bound, count in zip(
@@ -279,6 +281,6 @@ def _make_histogram(name: str, help_text: str, distribution: Distribution) -> Me
     ):
         below += count
         buckets.append((bound, float(below)))
-    family = HistogramMetricFamily(name, help_text)
+    family = HistogramMetricFamily(metric_name, help_text)
     family.add_metric([], buckets, distribution.sum)
     return family

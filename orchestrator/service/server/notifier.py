@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.backends.journal.outbox import Notices
-from orchestrator.backends.notify.notice import Notice, job_notice, make_notice
+from orchestrator.backends.notify.notice import Notice, make_job_notice, make_notice
 from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
@@ -174,4 +174,6 @@ class Notifier:
 
 
 def _make_late_notice(job: Job, at_s: float, reason: str) -> Notice:
-    return job_notice(NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {reason}")
+    return make_job_notice(
+        NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {reason}"
+    )

@@ -153,7 +153,7 @@ class Purger:
     def _plan_purge(self, pause: Callable[[], object]) -> Purge:
         self._check_may_purge()
         # before the live jobs: what has ended by then has ended for good
-        ends = self._journal.ends_by_job()
+        ends = self._journal.status_and_end_by_job()
         needed = self._reasons_to_keep(ends.keys())
         purge = Purge()
         spare = list[Part]()

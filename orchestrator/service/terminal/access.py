@@ -130,7 +130,7 @@ def remove_user(name: Name, home: Home = DEFAULT_HOME, as_json: AsJson = False) 
 @users.command("list")
 def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the users and their roles."""
-    rows = connect_client(home).users()
+    rows = connect_client(home).list_users()
     table = (
         _make_table("users", rows) if rows else "There are no users. `orc user set NAME` adds one."
     )
@@ -160,7 +160,7 @@ def create_token(
 @tokens.command("list")
 def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the tokens: user, expiry and last use of each."""
-    rows = connect_client(home).tokens()
+    rows = connect_client(home).list_tokens()
     table = (
         _make_table("tokens", rows)
         if rows

@@ -200,7 +200,7 @@ def _submit_comparison(
     (spec,) = read_and_upload_jobs(service, [file], overrides, home, only_one=True)
     choices = choose_strategies(spec, choice, *select_hardware(service, None), micro_batch_choice)
     specs = make_comparison_jobs(spec, choices, steps, repeats, learning_rates)
-    ids = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
+    ids = client.submit_jobs([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     rates = f", {len(learning_rates)} learning rates" if learning_rates else ""
@@ -241,14 +241,14 @@ def _wait_for_jobs(client: Client, ids: Sequence[str], timeout_s: float, as_json
 def _fetch_comparison(client: Client, job_id: str) -> ComparisonView:
     """Return the comparison, with the URL of its MLflow page if there is one in time."""
     until_s = time.monotonic() + LINK_S
-    view = client.comparison(job_id)
+    view = client.fetch_comparison(job_id)
     has_runs = (
         any(row["step_s"] is not None for row in view["rows"])
         and "mlflow" in client.fetch_cluster()["trackers"]
     )
     while view["complete"] and has_runs and view["mlflow"] is None and time.monotonic() < until_s:
         time.sleep(LINK_POLL_S)
-        view = client.comparison(job_id)
+        view = client.fetch_comparison(job_id)
     return view
 
 

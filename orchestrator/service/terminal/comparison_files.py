@@ -153,7 +153,7 @@ def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     rows = [
         row if row["outcome"] == "finished" else {**row, **NOT_MEASURED} for row in view["rows"]
     ]
-    unit, size = _choose_byte_unit([row["peak_bytes"] for row in rows])
+    unit, size = _choose_unit_and_bytes([row["peak_bytes"] for row in rows])
     has_tokens = any(row["tokens_per_s"] for row in rows)
     rate = "tokens_per_s" if has_tokens else "samples_per_s"
     precisions = [row["settings"].get("precision", "") for row in rows]
@@ -181,7 +181,7 @@ def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _choose_byte_unit(byte_counts: Sequence[int | None]) -> tuple[str, int]:
+def _choose_unit_and_bytes(byte_counts: Sequence[int | None]) -> tuple[str, int]:
     """Return (unit, its bytes) for a column of bytes: GiB if any number reaches it, else MiB."""
     name = (
         "GiB"

@@ -27,7 +27,9 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
     for device in dict.fromkeys(row["device"] for row in rows):
         by_way = {row["way"]: row for row in rows if row["device"] == device}
         has = format_bytes(by_way[ways[0]]["memory_bytes"])
-        table.add_row(device, has, *(_cell(by_way[way], with_step=len(ways) == 1) for way in ways))
+        table.add_row(
+            device, has, *(_fit_cell(by_way[way], with_step=len(ways) == 1) for way in ways)
+        )
     length = (
         f", {spec.data.sequence_length} tokens a sample" if spec.known_model is not None else ""
     )
@@ -65,7 +67,7 @@ def _reason_lines(rows: Sequence[FitRow]) -> list[Text]:
     ]
 
 
-def _cell(row: FitRow, *, with_step: bool) -> Text:
+def _fit_cell(row: FitRow, *, with_step: bool) -> Text:
     if row["devices"] is None or row["needed_bytes"] is None:
         return Text("-", style="red")
     step = f" {format_seconds(row['step_s'])}" if with_step and row["step_s"] is not None else ""

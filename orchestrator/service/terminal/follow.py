@@ -42,7 +42,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
             )
             print(notice, file=sys.stderr)
     fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
-    job_id = client.submit(spec.model_dump(mode="json"), fault_body)
+    job_id = client.submit_job(spec.model_dump(mode="json"), fault_body)
     try:
         job = follow_job(
             client,
@@ -85,7 +85,7 @@ def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool =
             printed_at_s = _show_progress(job, bar, task, console, printed_at_s)
             if job["asks"] and not may_ask:
                 with suppress(ServiceError):  # somebody else ended it meanwhile
-                    client.cancel([job_id], whole_arrays=False)
+                    client.cancel_jobs([job_id], whole_arrays=False)
     return job
 
 

@@ -11,8 +11,8 @@ from orchestrator.service.views.timeline import (
     BusySpan,
     add_ruler,
     block_character,
-    column_shares,
     draw_busy_lines,
+    iterate_columns_and_shares,
 )
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
@@ -39,7 +39,7 @@ def draw_gantt(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     lines = draw_busy_lines(nodes, spans, 0.0, end_s)
     waiting = [0.0] * COLUMNS
     for outcome in outcomes:
-        for column, share in column_shares(
+        for column, share in iterate_columns_and_shares(
             outcome.submitted_at_s,
             end_s if outcome.started_at_s is None else outcome.started_at_s,
             0.0,

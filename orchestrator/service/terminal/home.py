@@ -148,10 +148,10 @@ def doctor(
     from dataclasses import asdict
 
     if repair_rows or remove:
-        from orchestrator.service.commands.repair import repair_journal, rows_table
+        from orchestrator.service.commands.repair import repair_journal, unreadable_rows_table
 
         rows = repair_journal(home.expanduser(), remove or [])
-        print_answer({"rows": rows}, as_json, rows_table(rows))
+        print_answer({"rows": rows}, as_json, unreadable_rows_table(rows))
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings_table, run_checks
 

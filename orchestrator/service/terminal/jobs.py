@@ -47,7 +47,7 @@ def submit(
 
     specs = read_and_upload_jobs(select_service(home), files, read_options(settings, pins), home)
     client = connect_client(home)
-    batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    batch = client.submit_jobs([spec.model_dump(mode="json") for spec in specs])
     ids = batch["ids"]
     promises = batch["promises"]
     refused = batch["refused"]
@@ -132,8 +132,8 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
         print_answer(dict(launched), as_json, job_panel(launched, make_console(sys.stdout).width))
         return
     client = connect_client(home)
-    if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.sweeps()):
-        sweep = client.sweep(job_id)
+    if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.list_sweeps()):
+        sweep = client.fetch_sweep(job_id)
         print_answer(asdict(sweep), as_json, sweep_panel(sweep))
         return
     job, _ = client.fetch_job(job_id)
@@ -150,7 +150,7 @@ def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = Fa
         explanation = explain_folder(Path(job_id))
     else:
         with show_spinner("asking what would start it sooner"):
-            explanation = connect_client(home).explanation(job_id)
+            explanation = connect_client(home).fetch_explanation(job_id)
     print_answer(dict(explanation), as_json, explanation_panel(explanation))
 
 

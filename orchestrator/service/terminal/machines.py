@@ -151,6 +151,6 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show shares, use, quotas, running and waiting devices of each team and user."""
     from orchestrator.service.terminal.tables import teams_table
 
-    shared = connect_client(home).teams()
+    shared = connect_client(home).list_teams()
     message = "Nothing is shared: the cluster file's `policy` names no teams."
     print_answer({"teams": shared}, as_json, teams_table(shared) if shared else message)

@@ -27,7 +27,7 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove files of ended jobs as `keep` of the cluster file says. Exits with 1 where some cannot be removed."""
-    answer = connect_client(home).purge(dry_run=dry_run)
+    answer = connect_client(home).purge_files(dry_run=dry_run)
     print_answer(answer, as_json, _purge_tables(answer))
     raise typer.Exit(bool(answer["failed"] or answer["beyond_bytes"]))
 

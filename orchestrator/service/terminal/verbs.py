@@ -59,7 +59,7 @@ def queue(
     shown = {job["id"] for job in jobs}
     sweeps = [
         sweep
-        for sweep in client.sweeps()
+        for sweep in client.list_sweeps()
         if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
     rows: RenderableType = queue_table(jobs, make_console(sys.stdout).width)
@@ -132,7 +132,7 @@ def cancel(
                 f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?",
                 ids,
             )
-    cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
+    cancelled = client.cancel_jobs(ids, whole_arrays=whole_arrays) if ids else []
     are = "is" if len(cancelled) == 1 else "are"
     nothing = (
         "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."

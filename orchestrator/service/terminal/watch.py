@@ -59,8 +59,10 @@ def watch(
         return
 
 
-def _draw_screen(cluster: JsonObject, jobs: Sequence[JobView], rows: int | None) -> RenderableType:
-    """Return the whole screen of `orc watch`; `rows` is the number of jobs that fit, None: all."""
+def _draw_screen(
+    cluster: JsonObject, jobs: Sequence[JobView], rows_max: int | None
+) -> RenderableType:
+    """Return the whole screen of `orc watch`; `rows_max` is the number of jobs that fit, None: all."""
     from rich.console import Group
     from rich.text import Text
 
@@ -69,7 +71,7 @@ def _draw_screen(cluster: JsonObject, jobs: Sequence[JobView], rows: int | None)
     live = [job for job in jobs if job["status"] in count]
     ended = [job for job in jobs if job["status"] not in count]
     ordered = [*live, *reversed(ended)]
-    shown = ordered if rows is None else ordered[:rows]
+    shown = ordered if rows_max is None else ordered[:rows_max]
     problems = [Text(problem, style="red") for problem in cluster["problems"]]
     parts: list[RenderableType] = [
         Text(title, style="bold"),
@@ -139,6 +141,6 @@ def _format_steps(progress: ProgressView | None) -> str:
     return f"{_draw_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
 
 
-def _draw_bar(share: float) -> str:
-    full = round(BAR_WIDTH * min(1.0, share))
+def _draw_bar(fraction: float) -> str:
+    full = round(BAR_WIDTH * min(1.0, fraction))
     return "█" * full + "░" * (BAR_WIDTH - full)

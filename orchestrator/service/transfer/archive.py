@@ -284,9 +284,9 @@ class _Source:
         return chunk
 
 
-def _parse_manifest(line: bytes, limits: Limits) -> list[Entry]:
+def _parse_manifest(manifest_line: bytes, limits: Limits) -> list[Entry]:
     try:
-        rows = json.loads(line)
+        rows = json.loads(manifest_line)
         entries = [
             Entry(path=path, kind=Kind(kind), size=size, target=target)
             for path, kind, size, target in rows

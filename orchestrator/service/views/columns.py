@@ -222,7 +222,9 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
 }
 
 
-def columns_of(table: str, rows: Sequence[Row] = (), *, is_narrow: bool = False) -> list[Column]:
+def columns_of(
+    table_name: str, rows: Sequence[Row] = (), *, is_narrow: bool = False
+) -> list[Column]:
     """Return the columns of the table with this name. If rows are given, rare columns that no row
     has are left out.
     """
@@ -230,7 +232,7 @@ def columns_of(table: str, rows: Sequence[Row] = (), *, is_narrow: bool = False)
     for column in chain.from_iterable(COLUMNS.values()):
         is_missing = column.is_rare and rows and not any(row.get(column.key) for row in rows)
         if (
-            table in column.tables.split()
+            table_name in column.tables.split()
             and not is_missing
             and not (is_narrow and column.is_extra)
         ):

@@ -19,16 +19,16 @@ HOUR_S = 3600.0
 SHOWN_MAX = 200  # lines of a section; the rest is counted
 
 
-def parse_since(text: str, now_s: float) -> float:
+def parse_since(time_text: str, now_s: float) -> float:
     """Return the time that `18:00` (its last occurrence), `12h` or `2026-11-24 18:00` means, in
     seconds since 1970.
 
     Raises SpecError for other text, and for a future time.
     """
-    moment = _parse_moment(text, datetime.fromtimestamp(now_s))
+    moment = _parse_moment(time_text, datetime.fromtimestamp(now_s))
     if moment is None or moment.timestamp() > now_s:
         allowed = "a time of day as 18:00, a duration as 12h, or a past date as 2026-11-24 18:00"
-        raise SpecError("no moment in the past", source="--since", got=text, allowed=allowed)
+        raise SpecError("no moment in the past", source="--since", got=time_text, allowed=allowed)
     return moment.timestamp()
 
 
@@ -87,12 +87,12 @@ def report_sections(report: MorningReport) -> list[tuple[str, list[tuple[str, st
     return [(heading, rows) for heading, rows in sections_of_report if rows]
 
 
-def limit_rows(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def limit_rows(job_rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return at most SHOWN_MAX rows, followed by a row with the number of rows that are left
     out.
     """
-    rest = len(rows) - SHOWN_MAX
-    return [*rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
+    rest = len(job_rows) - SHOWN_MAX
+    return [*job_rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
 
 
 def describe_cost(report: MorningReport) -> str:
@@ -100,10 +100,10 @@ def describe_cost(report: MorningReport) -> str:
     return _load_template("cost", device_time=_format_device_time).render(report=report)
 
 
-def _load_template(name: str, **filters: Callable[..., object]) -> Template:
+def _load_template(template: str, **filters: Callable[..., object]) -> Template:
     from orchestrator.backends.text_templates import load_text_template  # Jinja takes 50 ms
 
-    return load_text_template("orchestrator.service.views", name, **filters)
+    return load_text_template("orchestrator.service.views", template, **filters)
 
 
 def _format_device_time(seconds: float) -> str:

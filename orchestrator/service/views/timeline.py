@@ -33,7 +33,7 @@ def draw_busy_lines(
         devices[rows[name]] += count
     busy = {label: [0.0] * COLUMNS for label in labels}
     for span in spans:
-        for column, share in column_shares(span.from_s, span.until_s, from_s, end_s):
+        for column, share in iterate_columns_and_shares(span.from_s, span.until_s, from_s, end_s):
             busy[rows[span.node]][column] += share * span.devices
     return {
         label: "".join(block_character(share / max(1, devices[label])) for share in busy[label])
@@ -67,7 +67,7 @@ def _row_labels(node_names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return rows, list(dict.fromkeys(rows.values()))
 
 
-def column_shares(
+def iterate_columns_and_shares(
     chart_from_s: float, chart_until_s: float, begin_s: float, end_s: float
 ) -> Iterator[tuple[int, float]]:
     """Yield (column of the chart, fraction of the column that the time span covers)."""

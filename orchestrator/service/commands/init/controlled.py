@@ -666,10 +666,10 @@ def _find_copied_config(
     framework: Framework | None,
     script: Script,
 ) -> Mapping[str, str] | None:
-    """Return {"file": ..., "flag": ...} of the settings file that each attempt copies, if knobs are
-    keys of it; else None.
+    """Return the settings file that each attempt copies, as {"file": path, "flag": flag that names
+    it}; None without one.
 
-    "flag" is absent where no flag names the file.
+    A file is copied if plans set some of its keys. "flag" is absent where no flag names the file.
     """
     files = [file for file in settings.files if file.can_be_copied]
     keys = any(

@@ -216,8 +216,8 @@ class Sweeper:
         if not live:
             self._end_sweep(sweep_id, FINISHED)
 
-    def _is_trial_over(self, sweep_id: str, number: int) -> bool:
-        return sweep_id in self._running and number in self._running[sweep_id].over
+    def _is_trial_over(self, sweep_id: str, trial_number: int) -> bool:
+        return sweep_id in self._running and trial_number in self._running[sweep_id].over
 
     def _resume_sweep(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
         first = self._controller.find_job(rows[0].job)
@@ -277,7 +277,7 @@ class Sweeper:
                 job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
             )
 
-    def _end_sweep(self, sweep_id: str, why: str) -> None:
-        self._sweeps.mark_ended(sweep_id, why)
+    def _end_sweep(self, sweep_id: str, reason: str) -> None:
+        self._sweeps.mark_ended(sweep_id, reason)
         self._running.pop(sweep_id, None)
-        log.info("sweep %s has ended: %s", sweep_id, why)
+        log.info("sweep %s has ended: %s", sweep_id, reason)
