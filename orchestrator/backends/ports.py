@@ -138,7 +138,7 @@ class EventLog(Protocol):
         yet to receive.
         """
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
 
 
@@ -151,7 +151,7 @@ class Receiver(Protocol[Sent]):
     address: str  # for people: a URL, a path or a word
     threads: int = 1  # that may call `send` at once, each with rows of another group
 
-    def group(self, body: Sent) -> str:
+    def group_name(self, body: Sent) -> str:
         """Return the name of the row's group; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
@@ -179,7 +179,7 @@ class Tracker(Receiver[Record], Protocol):
     Each row has the whole job with all attempts so far, so the last row includes the earlier ones.
     """
 
-    def group(self, body: Record) -> str:
+    def group_name(self, body: Record) -> str:
         """Return the id of the record's job."""
         return body.job.id
 

@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.log_model import (
     PENDING,
     copy_output,
     find_base_model,
-    find_task,
+    find_pipeline_task,
 )
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
@@ -237,13 +237,13 @@ def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_c
 ) -> None:
     whole = tmp_path / "whole"
     tiny_hf.model("llama").save_pretrained(whole)
-    assert find_task(whole) is None, "words need a tokenizer"
+    assert find_pipeline_task(whole) is None, "words need a tokenizer"
     tiny_hf.tokenizer().save_pretrained(whole)
-    assert find_task(whole) == "text-generation"
+    assert find_pipeline_task(whole) == "text-generation"
     (whole / "config.json").write_text('{"architectures": ["Mystery"]}')
-    assert find_task(whole) is None
+    assert find_pipeline_task(whole) is None
     (whole / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     for path in whole.glob("*.safetensors"):
         path.unlink()
-    assert find_task(whole) is None
-    assert find_task(tmp_path / "absent") is None
+    assert find_pipeline_task(whole) is None
+    assert find_pipeline_task(tmp_path / "absent") is None

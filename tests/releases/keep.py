@@ -101,7 +101,7 @@ def write_journal(path: Path) -> dict[str, Any]:
 def read_journal(path: Path) -> dict[str, Any]:
     """Return what a service of this version makes of a journal, and what it cannot read."""
     with closing(Journal(f"sqlite:///{path}")) as journal:
-        journal.find_unreadable_rows()
+        journal.set_aside_unreadable()
         backend = FaultyBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.current_time_s)
         live = {

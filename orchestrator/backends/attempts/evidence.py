@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from orchestrator.backends.attempts.durable import read_json, write_durably
-from orchestrator.backends.attempts.launch_request import started_ranks
+from orchestrator.backends.attempts.launch_request import list_started_ranks
 from orchestrator.backends.attempts.left_files import (
     LINE_BYTES_MAX,
     Problems,
@@ -134,7 +134,7 @@ def collect_evidence(
     """
     folder = job_folder.attempt(attempt.number)
     world_size = device_count(attempt.placement)
-    started = started_ranks(spec, attempt.placement)
+    started = list_started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
     files = [*map(folder.log, started), *map(folder.exit_code, started)]
     began = any(file.exists() for file in files)

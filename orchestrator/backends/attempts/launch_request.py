@@ -96,7 +96,7 @@ class LaunchRequest:
     secrets: tuple[str, ...]
 
 
-def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
+def list_started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
     """Return the numbers of the ranks whose processes the orchestrator starts itself.
 
     They are all ranks, or the first rank of each node where a launcher program (torchrun) starts
@@ -386,7 +386,7 @@ def _launcher_processes(
     The script is run under the guard, or inherits it.
     """
     gang = _rendezvous_variables(attempt, nodes, master_port)
-    firsts = started_ranks(spec, attempt.placement)
+    firsts = list_started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
         env = {

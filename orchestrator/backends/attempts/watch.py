@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.evidence import (
     write_ending,
 )
 from orchestrator.backends.attempts.identity import file_access
-from orchestrator.backends.attempts.launch_request import started_ranks
+from orchestrator.backends.attempts.launch_request import list_started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
@@ -159,7 +159,7 @@ class AttemptWatch:
         self._world = context
         self._jobs = JobFolder(context.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
-        self._started = started_ranks(job.spec, attempt.placement)
+        self._started = list_started_ranks(job.spec, attempt.placement)
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
         self._devices = devices_in(attempt.placement)
         self._stop_grace_s: float | None = None

@@ -112,7 +112,7 @@ class Journal:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         return Jobs(self._read_live_job(*entry) for entry in live)
 
-    def find_unreadable_rows(self) -> None:
+    def set_aside_unreadable(self) -> None:
         """Read every row once, so that each row that cannot be read is set aside."""
         self.load_state_and_events()
         for _ in self.iterate_history():
@@ -122,7 +122,7 @@ class Journal:
         for row in ended:
             self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
         for queue in (self.outbox, self.notices):
-            queue.find_unreadable_rows()
+            queue.set_aside_unreadable()
 
     def describe_unreadable_rows(self) -> str | None:
         """Return a sentence that counts the rows that cannot be read; None where all can be
@@ -277,7 +277,7 @@ class Journal:
         """Yield every event ever appended, oldest first."""
         return (event for event, _ in self.iterate_history())
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:

@@ -121,7 +121,7 @@ class Outbox(Generic[Body]):
             if readable or not rows:
                 return readable
 
-    def find_unreadable_rows(self) -> None:
+    def set_aside_unreadable(self) -> None:
         """Read every row once, so that each row that cannot be read is set aside."""
         with self.database.transaction() as connection:
             rows = connection.execute(sa.select(self._rows.c.id, self._rows.c.body)).all()

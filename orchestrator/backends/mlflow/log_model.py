@@ -61,12 +61,12 @@ def list_top_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def find_task(folder: Path) -> str | None:
+def find_pipeline_task(folder: Path) -> str | None:
     """Return the pipeline task (such as text-generation) of the transformers model in a folder.
 
     None where the folder has no model with such a task.
     """
-    return _read_task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
+    return _read_pipeline_task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
 
 
 def find_base_model(folder: Path) -> tuple[Path, str] | None:
@@ -81,11 +81,13 @@ def find_base_model(folder: Path) -> tuple[Path, str] | None:
     base = _find_local_model(name)
     if base is None or not _has_any(folder, ADAPTERS):
         return None
-    task = _read_task(base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER))
+    task = _read_pipeline_task(
+        base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER)
+    )
     return None if task is None else (base, task)
 
 
-def _read_task(folder: Path, *, has_tokenizer: bool) -> str | None:
+def _read_pipeline_task(folder: Path, *, has_tokenizer: bool) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         architecture = str(config["architectures"][0])
@@ -127,7 +129,7 @@ def copy_output(home: str, tracking_uri: str, run_id: str, model_name: str, fold
     client = MlflowClient(tracking_uri)
     output = Path(folder)
     files = list_top_files(output)
-    task = find_task(output)
+    task = find_pipeline_task(output)
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"

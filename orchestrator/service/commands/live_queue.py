@@ -150,7 +150,7 @@ class FutureSubmissions:
             self._begins.append(self._record_job(replace(event, spec=first)))
 
     def iterate_due(self, state: State) -> Iterator[Submitted]:
-        """Yield the submissions that are due in this state."""
+        """Yield the submissions that are due in this state of the scheduler."""
         begins = self._begins
         self._begins = []
         yield from begins
@@ -191,7 +191,7 @@ def _job_outcome(
     job: Job,
     stints: Sequence[Stint],
     now_s: float,
-    devices: int,
+    device_count: int,
     launch_cost_s: float,
     *,
     knows_end: bool,
@@ -218,7 +218,7 @@ def _job_outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + time_alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

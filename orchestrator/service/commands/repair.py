@@ -41,7 +41,7 @@ def repair_journal(home: Path, rows_to_delete: Sequence[str]) -> list[JsonObject
             client.delete_unreadable_row(table, row)
         return client.unreadable_rows()
     with closing(Journal(find_journal_url(home))) as journal:
-        journal.find_unreadable_rows()
+        journal.set_aside_unreadable()
         for table, row in keys:
             if journal.set_aside.delete_row(table, row) is None:
                 raise SpecError("no such row stands aside", source="--remove", got=f"{table}/{row}")

@@ -59,7 +59,7 @@ class Outcome:
     job_id: str = ""  # of a job of the live queue
 
     @property
-    def keeps_promise(self) -> bool:
+    def keeps_start_promise(self) -> bool:
         """Whether the job started in time, and no attempt trained slower than on the devices that
         it asked for, where known.
         """
@@ -167,7 +167,7 @@ class NullJournal:
     def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         return None
 
     def count_rows(self) -> Totals:
@@ -413,7 +413,7 @@ def make_report(
         ),
         guaranteed=sum(outcome.guaranteed for outcome in outcomes),
         promised=sum(outcome.starts_by_s is not None for outcome in outcomes),
-        promises_kept=sum(outcome.keeps_promise for outcome in outcomes),
+        promises_kept=sum(outcome.keeps_start_promise for outcome in outcomes),
         restarts=sum(max(0, len(outcome.attempts) - 1) for outcome in outcomes),
     )
 

@@ -50,7 +50,9 @@ def run_demo(folder: Path, home: Path, console: Console, *, all_jobs: bool) -> i
     )
     write_demo_files(folder)
     promises = {folder / name: PROMISES[name] for name in (PROMISES if all_jobs else SHORT)}
-    _, broken = run_jobs(promises, home, folder / CLUSTER, console, () if all_jobs else BRIEF)
+    _, broken = run_and_check_jobs(
+        promises, home, folder / CLUSTER, console, () if all_jobs else BRIEF
+    )
     console.print(f"\nThe service is still up. Go on with:\n\n  export ORC_HOME={home}")
     for command, meaning in (
         (
@@ -65,7 +67,7 @@ def run_demo(folder: Path, home: Path, console: Console, *, all_jobs: bool) -> i
     return 1 if broken else 0
 
 
-def run_jobs(
+def run_and_check_jobs(
     promise_by_file: Mapping[Path, Promise],
     home: Path,
     cluster_file: Path,

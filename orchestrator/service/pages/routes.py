@@ -86,8 +86,8 @@ from orchestrator.service.server.routes.dependencies import (
     Forbidden,
     Pages,
     Service,
+    address_for_sender,
     find_job,
-    sender_address,
 )
 from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.waits import Waits
@@ -324,7 +324,7 @@ class _Pages:
         if self._mlflow is None or job is None or not job.attempts:
             return None
         return safe_web_address(
-            sender_address(request, self._links.find_cached(self._mlflow, job.key, 1) or "")
+            address_for_sender(request, self._links.find_cached(self._mlflow, job.key, 1) or "")
         )
 
     def plan(self, request: Request) -> Response:

@@ -124,7 +124,7 @@ class Controller:
         # the journal may know what this process does not
         self._uncertain: UncertainError | None = None
         self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
-        self._began_at_s = journal.began_at_s()
+        self._began_at_s = journal.first_event_at_s()
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -213,7 +213,7 @@ class Controller:
         journal's first event.
         """
         if self._began_at_s is None:
-            self._began_at_s = self._journal.began_at_s()
+            self._began_at_s = self._journal.first_event_at_s()
         return requested_s if self._began_at_s is None else max(requested_s, self._began_at_s)
 
     def read_figures(self) -> Figures:

@@ -108,7 +108,7 @@ def iterate_log(
         count = len(job["attempts"])
         read = offset
         if current <= count or attempt_number is not None:
-            for text in _iterate_pieces(client, job_id, current, rank, offset, until_end):
+            for text in _iterate_log_bytes(client, job_id, current, rank, offset, until_end):
                 offset += len(text)
                 yield current, decoder.decode(text)
         if offset > read:
@@ -125,7 +125,7 @@ def iterate_log(
             client.fetch_job(job_id, version)  # which waits for the next attempt
 
 
-def _iterate_pieces(
+def _iterate_log_bytes(
     client: Client, job_id: str, attempt_number: int, rank: int, offset: int, until_end: bool
 ) -> Iterator[bytes]:
     if until_end:

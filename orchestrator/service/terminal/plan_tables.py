@@ -17,7 +17,7 @@ from orchestrator.service.terminal.tables import (
     causes_table,
     colour_picture,
     describe_guarantee,
-    is_known,
+    is_estimate_known,
     peaks_table,
 )
 from orchestrator.service.views.records import picture_from_view
@@ -64,7 +64,7 @@ def plan_panel(plans: JobPlans) -> RenderableType:
         parts += [Text(), _totals_table(plans, chosen, plans["steps"])]
     if plans["unsure"] is not None:
         parts += [Text(), Text(plans["unsure"], style="yellow")]
-    if is_known(candidate["estimate"]):
+    if is_estimate_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, peaks_table(candidate["estimate"], candidate["correction"])]
     if _is_timed(candidate):
@@ -117,7 +117,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
     """
     head = plain_grid()
     head.add_row("plan", Text(candidate["plan"], style="bold"))
-    if not is_known(candidate["estimate"]):
+    if not is_estimate_known(candidate["estimate"]):
         head.add_row(
             "memory",
             "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact",
@@ -172,7 +172,7 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
     for attempt, lessons in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + colour_status(attempt["outcome"])]
-        if is_known(attempt["estimate"]):
+        if is_estimate_known(attempt["estimate"]):
             parts += [Text("Bytes by cause", style="dim"), causes_table(attempt["estimate"])]
             title = "Bytes by moment of a step"
             parts += [
@@ -223,7 +223,7 @@ def _frontier_table(plans: JobPlans, centre_index: int) -> Table:
         mark = Text("→", style="bold green") if index == chosen else Text("")
         style = "" if candidate["rejected"] is None else "dim"
         kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
-        has_bytes = is_known(candidate["estimate"])
+        has_bytes = is_estimate_known(candidate["estimate"])
         step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if has_bytes else "-"
         share = "-" if candidate["band_bytes"] is None else "not measured"

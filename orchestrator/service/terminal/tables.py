@@ -154,7 +154,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
             Text("Why each attempt", style="bold"),
             reasons,
         ]
-        if is_known(last["estimate"]):
+        if is_estimate_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
             parts += [Text(), title, causes_table(last["estimate"])]
         parts += _failure_lines(last)
@@ -265,7 +265,7 @@ def format_time_left(progress: ProgressView | None) -> str:
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
-def is_known(estimate: EstimateView) -> bool:
+def is_estimate_known(estimate: EstimateView) -> bool:
     return estimate["source"] != Source.ASSUMED
 
 

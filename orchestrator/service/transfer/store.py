@@ -52,7 +52,7 @@ class Uploads:
         for at least GRACE_S seconds.
         """
         with self._lock:
-            return [digest for digest in digests if not self._touch(digest)]
+            return [digest for digest in digests if not self._mark_used(digest)]
 
     @contextmanager
     def incoming_path(self) -> Iterator[Path]:
@@ -107,10 +107,10 @@ class Uploads:
             )
             (folder / "size").write_text(str(size_bytes))
             with self._lock:
-                if not self._touch(digest):
-                    self._make_room(size_bytes)
+                if not self._mark_used(digest):
+                    self._free_space(size_bytes)
                     folder.rename(self._folder / digest)
-                    self._touch(digest)
+                    self._mark_used(digest)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise SpecError(f"the upload is no gzip stream: {error}") from None
         except OSError as error:
@@ -132,7 +132,7 @@ class Uploads:
         if ".." in inner.split("/") or inner.startswith("/"):
             raise SpecError("the path leaves its upload", path=job_key, got=path)
         with self._lock:
-            if not self._touch(digest):
+            if not self._mark_used(digest):
                 raise SpecError(
                     "there is no such upload",
                     path=job_key,
@@ -141,7 +141,7 @@ class Uploads:
                 )
         return str(self._folder / digest / "files" / inner)
 
-    def _touch(self, digest: str) -> bool:
+    def _mark_used(self, digest: str) -> bool:
         _check_digest(digest)
         try:
             os.utime(self._folder / digest, (now_s := self._clock(), now_s))
@@ -149,7 +149,7 @@ class Uploads:
             return False
         return True
 
-    def _make_room(self, needed_bytes: int) -> None:
+    def _free_space(self, needed_bytes: int) -> None:
         """Remove uploads that no live job names: those unused for long, and the oldest ones until
         there is enough space.
         """

@@ -327,9 +327,9 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     )
 
 
-def _find_module_framework(name: str) -> Framework | None:
+def _find_module_framework(module: str) -> Framework | None:
     frameworks = {"llamafactory.launcher": "llamafactory", "axolotl.cli.train": "axolotl"}
-    return "trl" if name.startswith("trl.scripts.") else frameworks.get(name)  # type: ignore[return-value]
+    return "trl" if module.startswith("trl.scripts.") else frameworks.get(module)  # type: ignore[return-value]
 
 
 def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> TypedCommand:

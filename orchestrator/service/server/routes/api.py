@@ -68,7 +68,7 @@ from orchestrator.service.server.routes.dependencies import (
     NameObjects,
     Sender,
     Service,
-    sender_address,
+    address_for_sender,
 )
 from orchestrator.service.server.routes.job_routes import (
     add_file_routes,
@@ -319,7 +319,8 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         return {
             "name": service.cluster,
             "trackers": {
-                name: sender_address(request, address) for name, address in service.trackers.items()
+                name: address_for_sender(request, address)
+                for name, address in service.trackers.items()
             },
             "problems": controller.health.list_problems(),
             "nodes": [node_view(node, job_ids, state) for node in state.nodes],

@@ -96,7 +96,7 @@ Sender = Annotated[Principal, Depends(_find_sender)]
 NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_audit_recorder)]
 
 
-def sender_address(request: Request, address: str) -> str:
+def address_for_sender(request: Request, address: str) -> str:
     """Return a URL as the request's sender reaches it: the home's own MLflow is a path on this
     service.
     """

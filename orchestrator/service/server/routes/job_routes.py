@@ -47,8 +47,8 @@ from orchestrator.service.server.routes.dependencies import (
     NameObjects,
     Sender,
     Service,
+    address_for_sender,
     find_job,
-    sender_address,
 )
 from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.requests import (
@@ -219,7 +219,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
         link = links.find_cached(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return comparison_view(strategies, link and sender_address(request, link))
+        return comparison_view(strategies, link and address_for_sender(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
