@@ -13,7 +13,7 @@ from orchestrator.backends.ports import Body, Receiver
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.group_values import group_values
 
-POLL_S = 0.5  # how long a row can wait without `notify`
+POLL_S = 0.5  # how long a row can wait without `wake`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
 # back-off, doubled after each failure of a receiver that is away
 RETRY_FIRST_S = 0.5

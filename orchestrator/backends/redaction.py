@@ -36,7 +36,7 @@ def without_secrets(evidence: Evidence, spec: JobSpec, environment: Env) -> Evid
 
 
 def list_secret_values(spec: JobSpec, environment: Env) -> tuple[bytes, ...]:
-    """Return the values of the job's secrets as bytes, for `mask`."""
+    """Return the values of the job's secrets as bytes, for `mask_secrets`."""
     values = {
         value.encode(errors="surrogateescape")
         for value, _ in _list_values_and_names(spec, environment)

@@ -13,8 +13,8 @@ def load_text_template(package: str, template: str, **filters: Callable[..., obj
     """Return the Jinja template `NAME.jinja` of a package. Nothing is escaped; an undefined
     variable raises an error.
 
-    It has the filters in `filters` and two more, `bytes` and `seconds`, which show None as `-` or
-    as their argument.
+    Its filters are `filters`, and two that format numbers: `bytes` and `seconds`. Both show None as
+    their argument, by default `-`.
     """
     environment = Environment(
         loader=PackageLoader(package, ""),

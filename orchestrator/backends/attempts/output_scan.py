@@ -63,7 +63,9 @@ class SearchBudget:
     until_s: float = field(default_factory=lambda: time.monotonic() + SEARCH_S_MAX)
 
     def count_entry(self) -> None:
-        """Count one name. Raises OutOfBounds."""
+        """Subtract a directory entry from the budget. Raises OutOfBounds once the entries or the
+        time are used up.
+        """
         self.entries -= 1
         if self.entries < 0:
             raise OutOfBounds(f"more than {ENTRIES_MAX:,} names")

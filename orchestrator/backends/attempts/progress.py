@@ -86,7 +86,7 @@ class Progress:
         tells_peak: bool = False,
         access: FileAccess = OWN_ACCESS,
     ) -> None:
-        """Watch an attempt. With `tells_peak`, `pace` includes the peak memory once, after
+        """Watch an attempt. With `tells_peak`, `changed_pace` includes the peak memory once, after
         LEARNED_STEPS.
 
         `started` are the ranks whose processes the orchestrator starts itself; `output` is the

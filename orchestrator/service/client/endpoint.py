@@ -163,7 +163,7 @@ def load_endpoint(home: Path) -> Endpoint | None:
 
 
 def parse_endpoint(endpoint_text: str) -> Endpoint | None:
-    """Return the endpoint from the text of `format_endpoint`; None for an empty text."""
+    """Return the endpoint from the text of `endpoint_text`; None for an empty text."""
     if not endpoint_text:
         return None
     fields = json.loads(endpoint_text)

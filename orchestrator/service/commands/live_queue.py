@@ -35,14 +35,14 @@ def simulate_queue(
     coming_trials: ToCome,
     home: Path,
 ) -> Simulated:
-    """Simulate the live jobs and the jobs in `more_jobs`, submitted now; return the result, in seconds
-    from now.
+    """Simulate the live jobs together with `more_jobs`, submitted now; return the result, with
+    times in seconds from now.
 
-    Running jobs keep their progress; usage, age, drains, maintenance and guarantees are those of
+    Running jobs keep their progress; usage, age, drains, maintenance and guarantees are taken from
     the state. With `is_live` the nodes are those of the state, and `cluster` gives only the policy.
     Else running jobs on devices that the cluster lacks end, and resume from their saved step.
-    `coming_trials` are trials that live sweeps have yet to submit. A job whose end depends on an unknown
-    duration has no end in the result. Raises SpecError where no job is live.
+    `coming_trials` are trials that live sweeps have yet to submit. A job whose end depends on an
+    unknown duration has no end in the result. Raises SpecError where no job is live.
     """
     live = sorted(state.live_jobs, key=lambda job: job.order)
     if not live and not more_jobs:
@@ -116,7 +116,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs submitted during a simulation: `more` at its start, and trials as soon as their sweeps
+    """Jobs submitted during a simulation: `more_jobs` at its start, and trials as soon as their sweeps
     allow them.
     """
 

@@ -2,7 +2,7 @@
 
 `clean_streams` is the one door to a terminal: whatever a command writes into standard output or error passes it, also
 errors of the command line and tracebacks. Control sequences in it become readable escapes. Tables and panels have
-sequences of their own: `console_on` cleans their texts, and writes behind the door. Only `write_log` passes more.
+sequences of their own: `make_console` cleans their texts, and writes behind the door. Only `write_log` passes more.
 """
 
 from __future__ import annotations

@@ -543,7 +543,10 @@ def _is_typer_run(call: ast.Call) -> bool:
 def _iterate_parameter_flags(
     function: ast.FunctionDef, constants: Constants, separator: str = "-"
 ) -> Iterator[Flag]:
-    """Yield the flags made of a function's parameters; in their names `separator` replaces `_`."""
+    """Yield the command-line flag of each of a function's parameters.
+
+    In a flag's name `separator` replaces each `_` of the parameter's name.
+    """
     for argument, value in iterate_parameters(function.args):
         if argument.arg in ("self", "cls"):
             continue

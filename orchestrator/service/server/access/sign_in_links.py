@@ -25,7 +25,7 @@ class SignInLinks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_session(self, cookie: str) -> str:
-        """Store a session's cookie, and return a new code with which `claim` returns it, once and
+        """Store a session's cookie, and return a new code with which `claim_session` returns it, once and
         within LIFETIME_S seconds.
         """
         code = secrets.token_urlsafe(32)

@@ -82,8 +82,9 @@ def _find_sender(request: Request) -> Principal:
 
 
 def _audit_recorder(request: Request) -> Callable[[Iterable[str]], None]:
-    """Return a function that adds ids and names to the request's row of the audit log, besides
-    those in its path.
+    """Return a function that adds ids and names to the request's row of the audit log.
+
+    The row has the ids in the request's path without that.
     """
 
     def name_objects(names: Iterable[str]) -> None:

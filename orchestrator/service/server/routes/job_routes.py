@@ -83,7 +83,7 @@ from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 LIVE_MAX = 500  # live jobs in a response
-PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
+PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `display_key` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
