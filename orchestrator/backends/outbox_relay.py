@@ -105,8 +105,8 @@ class OutboxRelay(Generic[Body]):
             if self._stop.is_set() or any(isinstance(error, OSError) for error in errors):
                 return
             try:
-                self._outbox.database.confirm(
-                    asks=False
+                self._outbox.database.confirm_ownership(
+                    may_wait=False
                 )  # a service that was frozen sends nothing old
                 self._send_group(group, groups[group])
             except Exception as error:  # a receiver's fault: other groups go on

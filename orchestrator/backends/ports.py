@@ -109,10 +109,10 @@ class EventLog(Protocol):
         exception does not tell that either.
         """
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false the call never waits, and raises in doubt.
+        With `may_wait` false the call never waits, and raises in doubt.
         """
 
     def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:

@@ -10,11 +10,11 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def load_text_template(package: str, template: str, **filters: Callable[..., object]) -> Template:
-    """Return the Jinja template `NAME.jinja` of a package. Nothing is escaped; an undefined
+    """Return the Jinja template `TEMPLATE.jinja` of a package. Nothing is escaped; an undefined
     variable raises an error.
 
     Its filters are `filters`, and two that format numbers: `bytes` and `seconds`. Both show None as
-    their argument, by default `-`.
+    `-`; `bytes` takes another text for that.
     """
     environment = Environment(
         loader=PackageLoader(package, ""),

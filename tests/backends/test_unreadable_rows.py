@@ -231,7 +231,7 @@ def test_where_the_tail_cannot_be_repeated_the_service_shows_what_it_has_and_dec
         with pytest.raises(ReadOnlyError):
             controller.cancel_jobs(["third-3"])
         with pytest.raises(ReadOnlyError):
-            controller.confirm()
+            controller.confirm_ownership()
         assert journal.list_ended_jobs(9) == []
 
 

@@ -51,7 +51,7 @@ class MemoryJournal:
         state, count = self.newest or (None, 0)
         return state, list(zip(self.events, self.decided, strict=True))[count:]
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:

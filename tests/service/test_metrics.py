@@ -216,7 +216,7 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
         controller.run_once(0.0)
         controller.submit_all([(script("lm", gpus=1), None)] * QUEUED)
         controller.run_once(0.0)
-        metrics = Metrics(controller.read_figures, controller.confirm, lambda _: [])
+        metrics = Metrics(controller.read_figures, controller.confirm_ownership, lambda _: [])
         took_s = []
         for _ in range(10):
             began_s = time.process_time()

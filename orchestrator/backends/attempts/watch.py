@@ -101,10 +101,10 @@ class Ownership(Protocol):
         kernel locks.
         """
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this service owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false, only local knowledge is checked: the call never waits, and raises in
+        With `may_wait` false, only local knowledge is checked: the call never waits, and raises in
         doubt.
         """
 
@@ -284,7 +284,7 @@ class AttemptWatch:
         service may act instead.
         """
         try:
-            self._world.ownership.confirm(asks=False)
+            self._world.ownership.confirm_ownership(may_wait=False)
         except ServiceError as error:
             raise ClusterAway(str(error)) from None
 
@@ -347,7 +347,7 @@ class AttemptWatch:
             folder.mkdir(parents=True, exist_ok=True)
         copy_upload(self._asked, self._world.home)
         write_durably(self._jobs.epoch, str(self._attempt.number))
-        self._free_before_bytes = self._world.nodes.free_bytes_before(self._devices)
+        self._free_before_bytes = self._world.nodes.free_bytes_when_idle(self._devices)
         placed = self._world.launchers.create_launchers(self._attempt, self._jobs, live)
         return Ending(launch_error=placed) if isinstance(placed, str) else placed
 

@@ -92,14 +92,14 @@ class Database:
         """
         return self._owned.fence if isinstance(self._owned, Lease) else None
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false, only local knowledge is checked, so that the call never waits for the
+        With `may_wait` false, only local knowledge is checked, so that the call never waits for the
         database.
         """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
-            if not asks:
+            if not may_wait:
                 raise ServiceError(
                     f"journal {self.name} has not answered for a while: another service may own it."
                 )

@@ -313,11 +313,11 @@ class Journal:
         """
         return self.database.fence
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
-        See `Database.confirm`.
+        See `Database.confirm_ownership`.
         """
-        self.database.confirm(asks=asks)
+        self.database.confirm_ownership(may_wait=may_wait)
 
     def close(self) -> None:
         """Close the journal, so that another process may open it. Every later call is refused."""

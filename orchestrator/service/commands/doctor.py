@@ -84,7 +84,7 @@ def run_checks(home: Path) -> list[Finding]:
         ("journal", lambda: _check_journal(home)),
         ("service", lambda: _check_service(home)),
         ("records", lambda: _check_records(home)),
-        ("starts", lambda: _check_starts(home)),
+        ("starts", lambda: _check_rank_starts(home)),
     ]
     return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
@@ -296,7 +296,7 @@ def _check_records(home: Path) -> Result | None:
     return OK, f"MLflow serves {server.folder} on a socket file", ""
 
 
-def _check_starts(home: Path) -> Result | None:
+def _check_rank_starts(home: Path) -> Result | None:
     """Return how the newest ranks of this home were started (forked or not), as a check's result;
     None without any rank.
     """

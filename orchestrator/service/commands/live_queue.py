@@ -15,7 +15,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
 from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
-from orchestrator.service.server.sweeps.trials import ToCome, list_remaining_trials
+from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -32,7 +32,7 @@ def simulate_queue(
     *,
     is_live: bool,
     more_jobs: Sequence[JobSpec] = (),
-    coming_trials: ToCome,
+    coming_trials: ComingTrials,
     home: Path,
 ) -> Simulated:
     """Simulate the live jobs together with `more_jobs`, submitted now; return the result, with
@@ -124,7 +124,7 @@ class FutureSubmissions:
         self,
         state: State,
         more_jobs: Sequence[JobSpec],
-        coming_trials: ToCome,
+        coming_trials: ComingTrials,
         home: Path,
     ) -> None:
         """Prepare the submissions. Raises SpecError for a job in `more_jobs` of unknown duration, or

@@ -314,7 +314,7 @@ def _plan_on_kind(
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
-        else _rivals_note(candidates, views, chosen),
+        else _note_on_similar_plans(candidates, views, chosen),
     )
     return _KindPlans(answer, hardware, candidates, calibrated)
 
@@ -397,7 +397,7 @@ def _choose_plans(
     return _ChosenPlans(best, chosen, why_passed_over(choice(chosen), choice(fastest)))
 
 
-def _rivals_note(
+def _note_on_similar_plans(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
     """Return a note on other strategies with as many devices and nearly the same predicted step

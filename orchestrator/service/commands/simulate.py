@@ -140,7 +140,7 @@ class NullJournal:
     def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[Decided]) -> None:

@@ -166,7 +166,7 @@ def _select_visible(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     if variable is None:
         return _split_mig_devices(devices)
     entries = [word.strip() for word in variable.split(",")]
-    _check_order(entries, devices)
+    _check_device_order(entries, devices)
     visible = tuple(_find_device(word, devices) for word in entries)
     if len({*visible}) < len(visible):
         raise SpecError("CUDA_VISIBLE_DEVICES names a device twice", source=SOURCE, got=variable)
@@ -183,7 +183,7 @@ def _split_mig_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     return tuple(parts)
 
 
-def _check_order(entries: Sequence[str], devices: Devices) -> None:
+def _check_device_order(entries: Sequence[str], devices: Devices) -> None:
     """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
     kinds = {device.name for device in devices if not device.error}
     is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

@@ -17,7 +17,7 @@ from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.log_lines import log_fields, log_line
 from orchestrator.service.server.logs import job_log_fields
-from orchestrator.service.server.retry import Begin
+from orchestrator.service.server.retry import RetryStart
 from orchestrator.service.server.submissions import (
     GROUP,
     SubmissionQueue,
@@ -180,12 +180,12 @@ class Controller:
         with self._changed:
             return self._scheduler.wake_at_s()
 
-    def confirm(self) -> None:
+    def confirm_ownership(self) -> None:
         """Return None if this service owns its journal and decides; raise ServiceError otherwise.
         Never waits.
         """
         self._check_decides()
-        self._journal.confirm(asks=False)
+        self._journal.confirm_ownership(may_wait=False)
 
     def _check_decides(self) -> None:
         """Raise ReadOnlyError while this service makes no decisions."""
@@ -254,7 +254,7 @@ class Controller:
         return self._commit_request(SubmissionRequest(jobs, idempotency_key))
 
     def submit_retry(
-        self, job: Job, spec: JobSpec, start: Begin, idempotency_key: RequestKey | None = None
+        self, job: Job, spec: JobSpec, start: RetryStart, idempotency_key: RequestKey | None = None
     ) -> str:
         """Submit an ended job again, as `submit` does, from the checkpoint that `start` names;
         return the new job's id.
@@ -410,7 +410,7 @@ class Controller:
         """
         if self._uncertain is not None:
             raise self._uncertain
-        self._journal.confirm()
+        self._journal.confirm_ownership()
         if self._read_only is not None:
             time.sleep(min(wait_s, POLL_S))
             return
@@ -438,7 +438,7 @@ class Controller:
             if self._storage_problem is not None:
                 raise StorageError(self._storage_problem)
 
-    def _record_storage(self, problem: str | None) -> None:
+    def _record_storage_problem(self, problem: str | None) -> None:
         """Record whether the journal can be written (None) or why not, and log each change."""
         if (problem is None) != (self._storage_problem is None):
             log.error("%s", problem) if problem is not None else log.info(
@@ -504,10 +504,10 @@ class Controller:
                 commit = f"commit of {len(decisions_made)} events"
                 self._under_way = commit, commit, time.monotonic()
                 self._journal.append(decisions_made)
-                self._record_storage(None)
+                self._record_storage_problem(None)
             except BaseException as error:  # noted, and raised again below
                 if isinstance(error, StorageError):
-                    self._record_storage(str(error))
+                    self._record_storage_problem(str(error))
                 if isinstance(error, UncertainError):
                     self._uncertain = error
                 self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
@@ -553,17 +553,17 @@ class Controller:
         try:
             self._journal.store_snapshot(self._state)
         except StorageError as error:
-            self._record_storage(str(error))
+            self._record_storage_problem(str(error))
         except UncertainError as error:
             # what was appended is kept: whoever waits for that has an answer
             self._uncertain = error
         else:
             self._unsaved_events = 0
-            self._record_storage(None)
+            self._record_storage_problem(None)
 
     def _perform_actions(self) -> None:
         while self._pending:
-            self._journal.confirm()
+            self._journal.confirm_ownership()
             action = self._pending.popleft()
             log.info("action %s", log_line(action), extra=log_fields(action))
             if isinstance(action, Launch):

@@ -298,7 +298,7 @@ class Purger:
         return needed
 
     def _check_may_purge(self) -> None:
-        self._controller.confirm()
+        self._controller.confirm_ownership()
         if (problem := self._controller.describe_unreadable_rows()) is not None:
             raise ServiceError(
                 f"nothing is removed while it is not known which files jobs need: {problem}"

@@ -57,7 +57,7 @@ OF_THE_OLD = {
 }  # of its array, sweep and probes
 
 
-class Begin(NamedTuple):
+class RetryStart(NamedTuple):
     """The start of a retry: the job whose checkpoint it continues (None: from scratch), the
     checkpoint's step, and why.
     """
@@ -101,7 +101,7 @@ def make_retry_spec(job: Job, settings: Sequence[Override], option_name: str) ->
     )
 
 
-def choose_start(job: Job, spec: JobSpec, changed_keys: Sequence[str]) -> Begin:
+def choose_start(job: Job, spec: JobSpec, changed_keys: Sequence[str]) -> RetryStart:
     """Return where a retry with these changed keys starts: from a checkpoint, or from scratch; and
     why.
     """
@@ -123,8 +123,10 @@ def choose_start(job: Job, spec: JobSpec, changed_keys: Sequence[str]) -> Begin:
     elif spec.is_script and (spec.knobs.resume_from is None or spec.knobs.output_dir is None):
         why = "nothing tells its script another folder to resume from: `knobs.resume_from` and `knobs.output_dir` do"
     else:
-        return Begin(source, step, f"continues from step {step}, the newest checkpoint of {source}")
-    return Begin(None, 0, f"starts over: {why}")
+        return RetryStart(
+            source, step, f"continues from step {step}, the newest checkpoint of {source}"
+        )
+    return RetryStart(None, 0, f"starts over: {why}")
 
 
 def list_changed_files(job: Job, spec: JobSpec) -> list[str]:

@@ -420,10 +420,10 @@ def sort_jobs(jobs: Iterable[Job]) -> list[Job]:
     """Return jobs in the order of display: ended, then running, then waiting by priority, newest
     last.
     """
-    return sorted(jobs, key=display_key)
+    return sorted(jobs, key=display_sort_key)
 
 
-def display_key(job: Job) -> tuple[int, int, int]:
+def display_sort_key(job: Job) -> tuple[int, int, int]:
     """Return the key that sorts jobs in the order of display."""
     if job.status.ended:
         return 0, 0, job.order

@@ -281,7 +281,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
         nodes jobs are accepted, and wait.
         """
         try:
-            controller.confirm()
+            controller.confirm_ownership()
         except ServiceError as error:
             return make_refusal(503, str(error))
         problems = controller.health.list_problems()
@@ -296,7 +296,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
 
     metrics = Metrics(
         controller.read_figures,
-        controller.confirm,
+        controller.confirm_ownership,
         lambda job: read_newest_heartbeats(service.home, job).reports,
     )
 

@@ -65,7 +65,7 @@ from orchestrator.service.views.comparison import ComparisonView, comparison_vie
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
-    display_key,
+    display_sort_key,
     explanation_view,
     promise_view,
     sort_jobs,
@@ -167,7 +167,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         live = sort_jobs(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
-            live = [job for job in live if display_key(job) > place]
+            live = [job for job in live if display_sort_key(job) > place]
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
             shown |= {
@@ -180,7 +180,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         more = len(live) > LIVE_MAX
         return {
             "jobs": views,
-            "next": ",".join(map(str, display_key(live[LIVE_MAX - 1]))) if more else None,
+            "next": ",".join(map(str, display_sort_key(live[LIVE_MAX - 1]))) if more else None,
         }
 
     @app.get("/jobs/{job_id}", **document_answer(JobAnswer))

@@ -18,7 +18,7 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.service.server.sweeps.trial_curve import MetricCurve
-from orchestrator.service.server.sweeps.trials import ToCome, list_coming_trials, trace_trial
+from orchestrator.service.server.sweeps.trials import ComingTrials, list_coming_trials, trace_trial
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -181,7 +181,7 @@ class Sweeper:
         }
         return reports
 
-    def list_coming_trials(self) -> ToCome:
+    def list_coming_trials(self) -> ComingTrials:
         """Return {id of open sweep: trials that it has yet to submit}."""
         return list_coming_trials(self._sweeps, self._controller.find_job, self._home)
 

@@ -14,7 +14,9 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import trial_of
 
-ToCome = Mapping[str, Sequence[JobSpec]]  # trials still to submit, by the id of their open sweep
+ComingTrials = Mapping[
+    str, Sequence[JobSpec]
+]  # trials still to submit, by the id of their open sweep
 
 
 def trace_trial(spec: JobSpec, home: Path) -> JobSpec:
@@ -56,7 +58,9 @@ def list_remaining_trials(
     return tuple(specs)
 
 
-def list_coming_trials(sweeps: Sweeps, find_job: Callable[[str], Job | None], home: Path) -> ToCome:
+def list_coming_trials(
+    sweeps: Sweeps, find_job: Callable[[str], Job | None], home: Path
+) -> ComingTrials:
     """Return {id of open sweep: trials that it has yet to submit}."""
     trials = {}
     for sweep_id in sweeps.list_open_sweeps():
