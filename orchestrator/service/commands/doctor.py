@@ -297,8 +297,10 @@ def _check_records(home: Path) -> Result | None:
 
 
 def _check_rank_starts(home: Path) -> Result | None:
-    """Return how the newest ranks of this home were started (forked or not), as a check's result;
-    None without any rank.
+    """Return as a check's result how the home's newest ranks were started: forked or as new
+    interpreters.
+
+    None where no rank was started.
     """
     paths = sorted(home.glob("jobs/*/attempts/*/starts"), key=os.path.getmtime)
     if not paths:

@@ -231,7 +231,7 @@ def retry(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
+    """Submit an ended job again, or allow a job to change its training as it asks."""
     from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
     overrides = add_time_zones(read_overrides(settings))
