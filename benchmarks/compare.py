@@ -193,7 +193,7 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
             (spec,) = make_comparison_jobs(
                 read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS
             )
-            (job_id,) = client.submit_all([spec.model_dump(mode="json")])["ids"]
+            (job_id,) = client.submit_jobs([spec.model_dump(mode="json")])["ids"]
             job, seen = client.fetch_job(job_id)
             until_s = time.monotonic() + JOB_S
             while job["status"] in ("queued", "running") and time.monotonic() < until_s:

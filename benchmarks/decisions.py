@@ -96,12 +96,12 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
             return actions
 
     controller = Controller(NullJournal(), backend, backend.current_time_s, Timed)
-    controller.turn(0.0)
+    controller.run_once(0.0)
     for _ in range(pending + RUNNING):
         controller.submit(next(coming).spec)
     while len(taken_s) < decisions:
         before = ended
-        controller.turn(FOREVER_S)
+        controller.run_once(FOREVER_S)
         for _ in range(ended - before):
             controller.submit(next(coming).spec)
     running = sum(job.status is JobStatus.RUNNING for job in controller.state.jobs.values())

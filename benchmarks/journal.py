@@ -108,7 +108,7 @@ def _admissions(folder: Path) -> list[Figure]:
     """Jobs submitted in batches, run to their ends, and archived."""
     with closing(Journal(f"sqlite:///{folder}/admissions.sqlite")) as journal:
         controller = Controller(journal, Instant(WIDE), time.time)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         began_s, cpu_s = time.perf_counter(), time.process_time()
         _through(controller, ADMITTED)
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
@@ -138,10 +138,10 @@ def _admissions(folder: Path) -> list[Figure]:
 def _through(controller: Controller, jobs: int) -> None:
     for _ in range(jobs // BATCH):
         controller.submit_all([(SPEC, None)] * BATCH)
-        controller.turn(0.0)
+        controller.run_once(0.0)
     turns = 0
     while controller.state.jobs:
-        controller.turn(0.0)
+        controller.run_once(0.0)
         turns += 1
         assert turns < jobs, controller.state.jobs
 
@@ -151,7 +151,7 @@ def _restart(folder: Path) -> list[Figure]:
     url = f"sqlite:///{folder}/restart.sqlite"
     with closing(Journal(url)) as journal:
         controller = Controller(journal, Idle(NARROW), time.time)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         for _ in range(QUEUED // BATCH):
             controller.submit_all([(SPEC, None)] * BATCH)
     began_s = time.perf_counter()

@@ -38,16 +38,16 @@ class Arrival(traces.Arrival):
 class PacedBackend(SimulatedBackend):
     """A simulated cluster whose attempts report their pace, where it is another than was predicted."""
 
-    def _start(self, process: SimulatedProcess) -> None:
-        super()._start(process)
+    def _start_attempt(self, process: SimulatedProcess) -> None:
+        super()._start_attempt(process)
         planned_s = process.attempt.step_s
         is_as_planned = 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE
         if process.evidence is None and not is_as_planned:
-            self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
+            self._schedule(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
 
     def _pace(self, process: SimulatedProcess, steps_done: int) -> None:
         if process.evidence is None:
-            self._tell(self._paced(process, steps_done))
+            self._emit(self._paced(process, steps_done))
 
     def _paced(self, process: SimulatedProcess, steps_done: int) -> PaceReported:
         return PaceReported(

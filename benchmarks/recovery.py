@@ -70,7 +70,7 @@ def _round(home: Path, job_file: Path) -> tuple[float, float, float, float]:
     """Seconds of submit, of a bare start of that attempt, of recovery, and of a bare start of the next."""
     client = Client(home)
     began_s = time.time()
-    job_id = client.submit(read_job(job_file).model_dump(mode="json"), FAULT)
+    job_id = client.submit_job(read_job(job_file).model_dump(mode="json"), FAULT)
     first, second = (JobFolder(home, job_id).attempt(number) for number in (1, 2))
     submit_s = _when(partial(_trains, first)) - began_s
     recover_s = _when(partial(_trains, second)) - first.oom(0).stat().st_mtime

@@ -25,7 +25,7 @@ from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.endpoint import make_endpoint
 from orchestrator.service.client.logins import Login
 from orchestrator.service.client.sending import read_and_upload_jobs
-from orchestrator.service.terminal.follow import log_lines
+from orchestrator.service.terminal.follow import iterate_log
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
 from tests.service.test_reach import free_port
@@ -95,7 +95,7 @@ def _holder(client: Client) -> str:
         global_batch_size=2,
         launch="self",
     )
-    job_id = client.submit({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
+    job_id = client.submit_job({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
     until_s = time.monotonic() + PATIENCE_S
     while not client.fetch_job(job_id)[0]["attempts"] or not client.read_log(job_id, 1, 0, 0)[0]:
         assert time.monotonic() < until_s, client.fetch_job(job_id)[0]
@@ -120,12 +120,12 @@ def _submits(client: Client, login: Login, holder: str, jobs: list[JobSpec]) -> 
     with _reading(login, holder) as read_s:
         for _ in range(QUEUED // BATCH):
             began_s = time.perf_counter()
-            client.submit_all(specs)
+            client.submit_jobs(specs)
             took_s.append(time.perf_counter() - began_s)
     with _reading(login, holder) as read_beside_single_s:
         began_s = time.perf_counter()
         for spec in specs:
-            client.submit(spec)
+            client.submit_job(spec)
         single_s = (time.perf_counter() - began_s) / BATCH
     return [
         at_least(
@@ -173,7 +173,7 @@ def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figu
         "a job": lambda: client.fetch_job(holder),
         "a queued job": lambda: client.fetch_job("lm-2"),
         "the cluster": client.fetch_cluster,
-        "the teams": client.teams,
+        "the teams": client.list_teams,
         "a log": lambda: client.read_log(holder, 1, 0, 0),
         "the whole queue": client.list_jobs,
     }
@@ -226,11 +226,11 @@ def _ends(client: Client, jobs: list[JobSpec]) -> None:
     waiting = [job["id"] for job in client.list_jobs(0) if job["status"] == "queued"]
     ended = 0
     while True:
-        client.cancel(waiting, whole_arrays=False)
+        client.cancel_jobs(waiting, whole_arrays=False)
         ended += len(waiting)
         if ended >= ENDED:
             return
-        waiting = client.submit_all([spec.model_dump(mode="json") for spec in jobs])["ids"]
+        waiting = client.submit_jobs([spec.model_dump(mode="json") for spec in jobs])["ids"]
 
 
 def _resident_mib(home: Path) -> float:
@@ -248,7 +248,7 @@ def _follow(file: Path, job_id: str) -> None:
 
     def one() -> None:
         with closing(Client(login)) as client, suppress(ServiceError):
-            lines = log_lines(client, job_id, None, 0, to_the_end=True)
+            lines = iterate_log(client, job_id, None, 0, until_end=True)
             next(lines)
             begun.wait()
             for _ in lines:

@@ -67,7 +67,7 @@ ON_THIS_MACHINE = (
 )
 
 
-def _say_version(shown: bool) -> None:
+def _print_version(shown: bool) -> None:
     if shown:
         from importlib.metadata import version
 
@@ -90,7 +90,7 @@ def before_a_command(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_say_version, help="Say the version, and end."
+            "--version", is_eager=True, callback=_print_version, help="Say the version, and end."
         ),
     ] = False,
 ) -> None:
@@ -107,10 +107,10 @@ def before_a_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     with clean_streams():
-        _run(arguments)
+        _run_command(arguments)
 
 
-def _run(arguments: Sequence[str] | None) -> None:
+def _run_command(arguments: Sequence[str] | None) -> None:
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for word in command_line:
@@ -120,14 +120,14 @@ def _run(arguments: Sequence[str] | None) -> None:
                 )
         app(args=arguments)
     except OrchestratorError as error:
-        _refuse(error, as_json="--json" in command_line)
+        _exit_with_error(error, as_json="--json" in command_line)
     except OSError as error:  # of a path that was typed, or of this machine
         reason = error.strerror or str(error)
         text = reason if error.filename is None else f"{str(error.filename)[:GIVEN_MAX]}: {reason}"
-        _refuse(ServiceError(text), as_json="--json" in command_line)
+        _exit_with_error(ServiceError(text), as_json="--json" in command_line)
 
 
-def _refuse(error: OrchestratorError, *, as_json: bool) -> Never:
+def _exit_with_error(error: OrchestratorError, *, as_json: bool) -> Never:
     print(json.dumps(error_view(error)) if as_json else error, file=sys.stderr)
     sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 

@@ -29,7 +29,7 @@ from orchestrator.service.client.client import Client as Connection
 from orchestrator.service.client.logins import Login, find_login
 from orchestrator.service.client.sending import read_and_upload_jobs
 from orchestrator.service.intake.intake import JobSource, add_time_zones
-from orchestrator.service.terminal.follow import ENDS, log_lines
+from orchestrator.service.terminal.follow import ENDS, iterate_log
 from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -63,10 +63,12 @@ JobInput = str | Path | Mapping[str, Any]  # a job file's path, or its content
 def plan(
     job: JobInput, *, gpu: str | None = None, cluster: str | Path | None = None, **overrides: Any
 ) -> JobPlans:
-    """Return the plan that a job would get, its frontier and what would fit: the JSON of `orc plan`.
+    """Return the plan that a job would get, its frontier, and what would fit: the JSON of `orc
+    plan`.
 
-    `gpu` names cards of the catalogue, such as `2xa100-80gb`; `cluster` a cluster file. Without both it is the live
-    cluster, or this machine. Raises SpecError for bad input and for too few devices.
+    `gpu` names cards of the catalogue, such as `2xa100-80gb`; `cluster` a cluster file. Without
+    both, the hardware is the live cluster, or this machine. Raises SpecError for bad input and for
+    too few devices.
     """
     from orchestrator.service.commands.plan import plan_job
 
@@ -82,9 +84,11 @@ def export(
     cluster: str | Path | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write the plan that a script's job would get as files that run without this service; return their `run.sh`.
+    """Write the plan that a script's job would get as files that run without this service; return
+    the path of their `run.sh`.
 
-    The hardware is that of `plan`. Raises SpecError where no plan fits, and for a folder that has files.
+    The hardware is selected as in `plan`. Raises SpecError where no plan fits, and for a folder
+    that has files.
     """
     from orchestrator.service.commands.plan import export_job
 
@@ -99,48 +103,50 @@ def estimate(
     gpu: str | None = None,
     cluster: str | Path | None = None,
 ) -> CandidateView:
-    """Return bytes and seconds of one plan, such as `{"zero_stage": 3, "dp": 8}`: the JSON of `orc estimate`.
+    """Return the bytes and seconds of one plan, such as `{"zero_stage": 3, "dp": 8}`: the JSON of
+    `orc estimate`.
 
-    The hardware is that of `plan`. Raises SpecError for a plan that the job cannot have.
+    The hardware is selected as in `plan`. Raises SpecError for a plan that the job cannot have.
     """
     from orchestrator.service.commands.plan import estimate_plan
 
     spec, nodes, observations = _read_to_plan(job, gpu, cluster, {})
-    return estimate_plan(spec, _overrides(settings), nodes, observations)
+    return estimate_plan(spec, _format_overrides(settings), nodes, observations)
 
 
 def fit(job: JobInput, **overrides: Any) -> list[FitRow]:
-    """Return on which cards of the catalogue a job has a plan, and on how few: the rows of `orc fit`.
+    """Return the rows of `orc fit`: on which cards of the catalogue a job has a plan, and on how
+    few cards.
 
     `hf:NAME` is a transformers model. Raises SpecError for bad input.
     """
     from orchestrator.service.commands.fit import fit_job
 
-    source = job if isinstance(job, str) and job.startswith("hf:") else _source(job)
-    return fit_job(source, _overrides(overrides))[1]
+    source = job if isinstance(job, str) and job.startswith("hf:") else _job_source(job)
+    return fit_job(source, _format_overrides(overrides))[1]
 
 
 def _read_to_plan(
     job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
-    """Return (job, nodes, observations of them)."""
+    """Return (job, nodes to plan for, observations made on them)."""
     from orchestrator.service.commands.hardware import select_hardware
     from orchestrator.service.commands.plan import trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
-    nodes, observations = select_hardware(_service(None), path, gpu)
+    nodes, observations = select_hardware(_select_service(None), path, gpu)
     scope = partial(trace_scope, nodes)
-    spec = read_job(_source(job), _overrides(overrides), to_run=False, trace_scope=scope)
+    spec = read_job(_job_source(job), _format_overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
 
 
-def _source(job: JobInput) -> JobSource:
+def _job_source(job: JobInput) -> JobSource:
     return Path(job).expanduser() if isinstance(job, str) else job
 
 
 class JobFailed(OrchestratorError):
-    """A job that ended without success: `job` is its record."""
+    """A job that ended without success; the attribute `job` is its record."""
 
     def __init__(self, job: JobView) -> None:
         self.job = job
@@ -150,13 +156,15 @@ class JobFailed(OrchestratorError):
 
 
 class Client:
-    """A client of the service at a URL (after `orc login`) or of a home folder; None: of ORC_SERVER or ORC_HOME.
+    """A client of the service at a URL (after `orc login`) or of a home folder; None: that of
+    ORC_SERVER or ORC_HOME.
 
-    Several threads may use it, but a batch belongs to one. Raises ServiceError where the service does not answer.
+    Several threads may use it, but a batch belongs to one thread. Raises ServiceError where the
+    service does not answer.
     """
 
     def __init__(self, service: str | Path | None = None) -> None:
-        self._service = _service(service)
+        self._service = _select_service(service)
         self._connection = Connection(self._service)
         self._batch: list[tuple[JobSpec, Job]] | None = None
 
@@ -184,7 +192,9 @@ class Client:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Submit the jobs of the `with` block together at its end, all or none; none after an exception."""
+        """Submit the jobs of the `with` block together at its end, all or none; after an exception
+        none is submitted.
+        """
         if self._batch is not None:
             raise ServiceError("a batch is open already: end it first")
         collected: list[tuple[JobSpec, Job]] = []
@@ -205,15 +215,19 @@ class Client:
         return Job(self._connection, job_id)
 
     def queue(self, ended: int = 100) -> list[JobView]:
-        """Return the live jobs in the order of `orc queue`, and as many that have ended."""
+        """Return the records of all live jobs, in the order of `orc queue`, and of at most `ended`
+        jobs that ended last.
+        """
         return self._connection.list_jobs(ended)
 
     def report(self, since_s: float) -> MorningReport:
-        """Return what happened since a time in seconds since 1970, as `orc report` tells it."""
+        """Return the morning report since `since_s` (seconds since 1970), the JSON of `orc
+        report`.
+        """
         return self._connection.fetch_morning_report(since_s)
 
     def close(self) -> None:
-        """Close the connection; jobs go on."""
+        """Close the connection; submitted jobs continue."""
         self._connection.close()
 
     def __enter__(self) -> Client:
@@ -231,8 +245,8 @@ class Client:
         self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool
     ) -> list[JobSpec]:
         home = self._service if isinstance(self._service, Path) else None
-        sources = [_source(job)]
-        settings = _overrides(overrides)
+        sources = [_job_source(job)]
+        settings = _format_overrides(overrides)
         return read_and_upload_jobs(self._service, sources, settings, home, only_one=only_one)
 
     def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
@@ -243,7 +257,7 @@ class Client:
         return [Job(self._connection, job_id) for job_id in self._send(specs)]
 
     def _send(self, specs: Sequence[JobSpec]) -> list[str]:
-        return self._connection.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
+        return self._connection.submit_jobs([spec.model_dump(mode="json") for spec in specs])["ids"]
 
 
 class Job:
@@ -261,15 +275,19 @@ class Job:
         return self._id
 
     def info(self) -> JobView:
-        """Return the job's record: status, reason, attempts with plan, prediction and measurement."""
+        """Return the job's record: its status, its reason, and its attempts with plan, prediction
+        and measurement.
+        """
         return self._connection.fetch_job(self.id)[0]
 
     def status(self) -> str:
-        """Return `queued`, `running`, `succeeded`, `failed`, `refused` or `cancelled`."""
+        """Return the job's status: `queued`, `running`, `succeeded`, `failed`, `refused` or
+        `cancelled`.
+        """
         return self.info()["status"]
 
     def done(self) -> bool:
-        """Return whether the job has ended, in whatever way."""
+        """Return whether the job has ended, with or without success."""
         return self.status() in ENDS
 
     def wait(self, timeout: float | None = None) -> JobView:
@@ -292,50 +310,60 @@ class Job:
 
     def cancel(self) -> None:
         """Request the job's cancellation. Raises ServiceError where it has ended."""
-        self._connection.cancel([self.id], whole_arrays=False)
+        self._connection.cancel_jobs([self.id], whole_arrays=False)
 
     def hold(self) -> None:
-        """Keep the job from starting. Raises ServiceError where it runs or has ended."""
+        """Keep the waiting job from starting until `release`. Raises ServiceError where it runs or
+        has ended.
+        """
         self._connection.change_jobs("hold", [self.id])
 
     def release(self) -> None:
-        """Let the job start. Raises ServiceError where it has ended."""
+        """Let the held job start. Raises ServiceError where it has ended."""
         self._connection.change_jobs("release", [self.id])
 
     def suspend(self) -> None:
-        """Make the job save, leave its devices, and wait for `resume`. Raises ServiceError where it has ended."""
+        """Make the job save a checkpoint, release its devices, and wait for `resume`. Raises
+        ServiceError where it has ended.
+        """
         self._connection.change_jobs("suspend", [self.id])
 
     def resume(self) -> None:
-        """Let the job go on. Raises ServiceError where it has ended."""
+        """Let the suspended job continue. Raises ServiceError where it has ended."""
         self._connection.change_jobs("resume", [self.id])
 
     def update(self, **settings: Any) -> None:
-        """Change `priority`, `deadline` or `time_limit`. Raises SpecError for others, ServiceError where it ended."""
-        self._connection.update_job(self.id, add_time_zones(_overrides(settings)))
+        """Change the job's `priority`, `deadline` or `time_limit`. Raises SpecError for other keys,
+        ServiceError after its end.
+        """
+        self._connection.update_job(self.id, add_time_zones(_format_overrides(settings)))
 
     def retry(self, **overrides: Any) -> Job:
-        """Submit it again, as `Client.submit` has overrides; returns the new job. Raises ServiceError before its end.
+        """Submit the ended job again, with overrides as in `Client.submit`; return the new job.
+        Raises ServiceError before its end.
 
-        It continues from its newest checkpoint unless the overrides change the training; `info()` says so.
+        It continues from its newest checkpoint unless the overrides change the training; `info()`
+        says whether it does.
         """
-        answer = self._connection.retry_job(self.id, add_time_zones(_overrides(overrides)))
+        answer = self._connection.retry_job(self.id, add_time_zones(_format_overrides(overrides)))
         return Job(self._connection, answer["id"])
 
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:
-        """Return the log of a rank so far: of one attempt, counted from 1, or of the last one."""
+        """Return the log of a rank so far: of the attempt with this number, counted from 1, or of
+        the last attempt.
+        """
         return "".join(
             text
-            for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False)
+            for _, text in iterate_log(self._connection, self.id, attempt, rank, until_end=False)
         )
 
     def follow(self, rank: int = 0) -> Iterator[str]:
-        """Yield the log of a rank in pieces, over all attempts that come, until the job ends."""
-        for _, text in log_lines(self._connection, self.id, None, rank, to_the_end=True):
+        """Yield the log of a rank in pieces, over all attempts, until the job ends."""
+        for _, text in iterate_log(self._connection, self.id, None, rank, until_end=True):
             yield text
 
     def fetch(self, to: str | Path) -> Path:
-        """Download the job's output to a new folder, all or nothing; return that folder."""
+        """Download the job's output to the new folder `to`, all or nothing; return that folder."""
         folder = Path(to).expanduser()
         self._connection.fetch_output(self.id, folder)
         return folder
@@ -344,7 +372,9 @@ class Job:
 def _in_thread(
     method: Callable[Concatenate[Any, Arguments], Answer], attribute: str
 ) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]]:
-    """Return the method of an attribute as a coroutine that runs it in a thread."""
+    """Return a coroutine function that runs this method of the object in `self.<attribute>` in a
+    thread.
+    """
 
     @wraps(method)
     async def call(own: Any, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
@@ -354,7 +384,7 @@ def _in_thread(
 
 
 class AsyncClient:
-    """`Client` with coroutines; each request runs in a thread."""
+    """The same client as `Client`, with coroutines; each request runs in a thread."""
 
     queue = _in_thread(Client.queue, "_client")
     report = _in_thread(Client.report, "_client")
@@ -403,7 +433,7 @@ class AsyncClient:
 
 
 class AsyncJob:
-    """`Job` with coroutines."""
+    """The same job as `Job`, with coroutines."""
 
     info = _in_thread(Job.info, "_job")
     status = _in_thread(Job.status, "_job")
@@ -425,7 +455,9 @@ class AsyncJob:
         return self._job.id
 
     async def wait(self, timeout: float | None = None) -> JobView:
-        """Wait for the end, as `Job.wait` does. A cancelled task stops waiting; the job goes on."""
+        """Wait until the job ends, as `Job.wait` does. Cancelling the task stops the wait; the job
+        continues.
+        """
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
         while True:  # in pieces, so that no thread outlives a cancelled task for long
             left_s = until_s - time.monotonic()
@@ -448,8 +480,8 @@ class AsyncJob:
         return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
 
 
-def _service(service: str | Path | None) -> Path | Login:
-    """A home folder, or the login of a URL."""
+def _select_service(service: str | Path | None) -> Path | Login:
+    """Return the home folder, or the stored login where a URL is given."""
     target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
     return (
         find_login(target)
@@ -458,8 +490,8 @@ def _service(service: str | Path | None) -> Path | Login:
     )
 
 
-def _overrides(overrides: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Return overrides in the form of `--set`. JSON is YAML."""
+def _format_overrides(overrides: Mapping[str, Any]) -> tuple[Override, ...]:
+    """Return overrides in the form of `--set`: (dotted key, value as JSON text). JSON is YAML."""
     try:
         return tuple((key, json.dumps(value)) for key, value in overrides.items())
     except (TypeError, ValueError) as error:

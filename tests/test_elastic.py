@@ -50,7 +50,7 @@ class Night:
         file = self.folder / f"{name}.yaml"
         training = f"{{max_steps: {steps}, checkpoint_every_steps: {steps}}}"
         file.write_text(f"name: {name}\ngpus: {gpus}\n{MODEL}training: {training}\n")
-        return self.client.submit(read_job(file).model_dump(mode="json"))
+        return self.client.submit_job(read_job(file).model_dump(mode="json"))
 
     def job(self, job_id: str) -> Job:
         return dict(self.client.fetch_job(job_id)[0])
@@ -88,7 +88,7 @@ def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: 
     night.trains(blocking, 1)
     moving = night.submit("moving", "{min: 1, max: 2}", STEPS)
     night.trains(moving, 1)
-    night.client.cancel([blocking], whole_arrays=False)
+    night.client.cancel_jobs([blocking], whole_arrays=False)
     night.trains(moving, 2)
     short = night.submit("short", "1", 5)
     assert night.ends(short)["status"] == "succeeded"

@@ -105,7 +105,7 @@ def test_bad_input_is_one_spec_error_and_nothing_is_submitted(client: Client, wo
 def test_an_array_has_a_job_for_each_row_of_values(client: Client, world: World) -> None:
     jobs = client.map_array(_with_placeholders(), seed=[5, 6], rate=[0.1, 0.2])
     assert [job.result(60)["name"] for job in jobs] == ["lm-5", "lm-6"]
-    records = [world.controller.job(job.id) for job in jobs]
+    records = [world.controller.find_job(job.id) for job in jobs]
     assert [record.spec.training.learning_rate for record in records if record] == [0.1, 0.2]
     assert len({record.array for record in records if record}) == 1
 

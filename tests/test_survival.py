@@ -73,7 +73,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
         lifecycle.start_service(self.home, cluster, None)
 
     def submit(self) -> str:
-        return self.client().submit(read_job(self.job_file).model_dump(mode="json"))
+        return self.client().submit_job(read_job(self.job_file).model_dump(mode="json"))
 
     def client(self) -> Client:
         return Client(self.home)
@@ -219,7 +219,7 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
         for job in jobs
         for attempt in job["attempts"]
     }
-    mlflow = MlflowClient(MlflowServer(orchestra.home).uri)
+    mlflow = MlflowClient(MlflowServer(orchestra.home).tracking_uri)
 
     def recorded() -> dict[str, str]:
         (experiment,) = [e for e in mlflow.search_experiments() if e.name != "Default"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jobs.audio import orpheus
 from orchestrator.service.demo.promises import Promise, has_fitted, has_recovered
-from orchestrator.service.demo.run import run_jobs
-from orchestrator.service.terminal.output import console_on
+from orchestrator.service.demo.run import run_and_check_jobs
+from orchestrator.service.terminal.output import make_console
 
 FOLDER = Path(__file__).parent
 CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
@@ -47,7 +47,7 @@ PROMISES: dict[str, Promise] = {
 def main() -> int:
     orpheus.write(FOLDER / "cache")
     promises = {FOLDER / name: promise for name, promise in PROMISES.items()}
-    jobs, broken = run_jobs(promises, HOME, CLUSTER, console_on(sys.stdout))
+    jobs, broken = run_and_check_jobs(promises, HOME, CLUSTER, make_console(sys.stdout))
     print(
         f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it."
     )

@@ -13,7 +13,7 @@ from orchestrator.backends.ports import Body, Receiver
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.group_values import group_values
 
-POLL_S = 0.5  # how long a row can wait without `notify`
+POLL_S = 0.5  # how long a row can wait without `wake`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
 # back-off, doubled after each failure of a receiver that is away
 RETRY_FIRST_S = 0.5
@@ -95,7 +95,7 @@ class OutboxRelay(Generic[Body]):
         wait.
         """
         rows = self._outbox.list_pending(self._name, ROWS)
-        groups = group_values((self._receiver.group(row[1]), row) for row in rows)
+        groups = group_values((self._receiver.group_name(row[1]), row) for row in rows)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
         sent = list[int]()
@@ -105,8 +105,8 @@ class OutboxRelay(Generic[Body]):
             if self._stop.is_set() or any(isinstance(error, OSError) for error in errors):
                 return
             try:
-                self._outbox.database.confirm(
-                    asks=False
+                self._outbox.database.confirm_ownership(
+                    may_wait=False
                 )  # a service that was frozen sends nothing old
                 self._send_group(group, groups[group])
             except Exception as error:  # a receiver's fault: other groups go on

@@ -109,10 +109,10 @@ class EventLog(Protocol):
         exception does not tell that either.
         """
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false the call never waits, and raises in doubt.
+        With `may_wait` false the call never waits, and raises in doubt.
         """
 
     def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:
@@ -128,8 +128,8 @@ class EventLog(Protocol):
     def find_ended_job(self, job_id: str) -> Job | None:
         """Return an ended job that is no longer in the state; None where there is no such job."""
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` ended jobs, latest end first. With the job id `before_job_id`, only jobs
         that ended before that job.
         """
 
@@ -138,7 +138,7 @@ class EventLog(Protocol):
         yet to receive.
         """
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
 
 
@@ -151,7 +151,7 @@ class Receiver(Protocol[Sent]):
     address: str  # for people: a URL, a path or a word
     threads: int = 1  # that may call `send` at once, each with rows of another group
 
-    def group(self, body: Sent) -> str:
+    def group_name(self, body: Sent) -> str:
         """Return the name of the row's group; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
@@ -179,7 +179,7 @@ class Tracker(Receiver[Record], Protocol):
     Each row has the whole job with all attempts so far, so the last row includes the earlier ones.
     """
 
-    def group(self, body: Record) -> str:
+    def group_name(self, body: Record) -> str:
         """Return the id of the record's job."""
         return body.job.id
 

@@ -24,7 +24,7 @@ def make_hider(spec: JobSpec, environment: Env) -> Hide:
     names.
     """
     return _make_replacer(
-        [*_list_secrets(spec, environment), *((value, name) for name, value in spec.env)]
+        [*_list_values_and_names(spec, environment), *((value, name) for name, value in spec.env)]
     )
 
 
@@ -32,13 +32,14 @@ def without_secrets(evidence: Evidence, spec: JobSpec, environment: Env) -> Evid
     """Return the evidence with the values of the job's secrets replaced by their variables'
     names.
     """
-    return _hide_in_value(evidence, _make_replacer(_list_secrets(spec, environment)))
+    return _hide_in_value(evidence, _make_replacer(_list_values_and_names(spec, environment)))
 
 
 def list_secret_values(spec: JobSpec, environment: Env) -> tuple[bytes, ...]:
-    """Return the values of the job's secrets as bytes, for `mask`."""
+    """Return the values of the job's secrets as bytes, for `mask_secrets`."""
     values = {
-        value.encode(errors="surrogateescape") for value, _ in _list_secrets(spec, environment)
+        value.encode(errors="surrogateescape")
+        for value, _ in _list_values_and_names(spec, environment)
     }
     return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
 
@@ -59,7 +60,7 @@ def mask_secrets(text: bytes, secret_values: Sequence[bytes]) -> bytes:
     return text
 
 
-def _list_secrets(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
+def _list_values_and_names(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
     """Return (value, name) of the job's declared secrets, and of every variable with the name of a
     secret.
 
@@ -88,12 +89,13 @@ def _hide_in_value(value: Any, hide: Hide) -> Any:
     return value
 
 
-def _make_replacer(values: list[tuple[str, str]]) -> Hide:
-    values = values + [
-        (json.dumps(value)[1:-1], name) for value, name in values
+def _make_replacer(values_and_names: list[tuple[str, str]]) -> Hide:
+    values_and_names = values_and_names + [
+        (json.dumps(value)[1:-1], name) for value, name in values_and_names
     ]  # as they stand in JSON
     longest_first = sorted(
-        (pair for pair in values if len(pair[0]) >= SHORTEST_HIDDEN), key=lambda p: -len(p[0])
+        (pair for pair in values_and_names if len(pair[0]) >= SHORTEST_HIDDEN),
+        key=lambda p: -len(p[0]),
     )
 
     def hide(text: str) -> str:

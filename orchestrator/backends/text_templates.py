@@ -9,12 +9,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from orchestrator.specs.units import format_bytes, format_seconds
 
 
-def load_text_template(package: str, name: str, **filters: Callable[..., object]) -> Template:
-    """Return the Jinja template `NAME.jinja` of a package. Nothing is escaped; an undefined
+def load_text_template(package: str, template: str, **filters: Callable[..., object]) -> Template:
+    """Return the Jinja template `TEMPLATE.jinja` of a package. Nothing is escaped; an undefined
     variable raises an error.
 
-    It has the filters in `filters` and two more, `bytes` and `seconds`, which show None as `-` or
-    as their argument.
+    Its filters are `filters`, and two that format numbers: `bytes` and `seconds`. Both show None as
+    `-`; `bytes` takes another text for that.
     """
     environment = Environment(
         loader=PackageLoader(package, ""),
@@ -22,13 +22,13 @@ def load_text_template(package: str, name: str, **filters: Callable[..., object]
         autoescape=False,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"bytes": _bytes, "seconds": _seconds, **filters}
-    return environment.get_template(f"{name}.jinja")
+    environment.filters |= {"bytes": _format_bytes, "seconds": _format_seconds, **filters}
+    return environment.get_template(f"{template}.jinja")
 
 
-def _bytes(count: int | None, unknown: str = "-") -> str:
+def _format_bytes(count: int | None, unknown: str = "-") -> str:
     return unknown if count is None else format_bytes(count)
 
 
-def _seconds(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)

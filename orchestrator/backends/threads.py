@@ -59,8 +59,8 @@ class ThreadFaults:
         return "; ".join(sentences) or None
 
 
-def _describe_fault(name: str, fault: ThreadFault) -> str:
-    what = f"the thread {name} of the service ended unexpectedly: {fault.error}"
+def _describe_fault(thread_name: str, fault: ThreadFault) -> str:
+    what = f"the thread {thread_name} of the service ended unexpectedly: {fault.error}"
     if fault.is_running:
         return f"{what}; it was started again ({fault.times} times)"
     return f"{what}; `orc down` and `orc up` start it again, and jobs that run go on"

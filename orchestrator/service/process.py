@@ -9,6 +9,6 @@ if __name__ == "__main__":
     from orchestrator.service.pages.routes import (
         PAGES_OF_SERVICE,
     )  # seconds: once, not before and after
-    from orchestrator.service.server.daemon import main
+    from orchestrator.service.server.daemon import run_daemon
 
-    main(PAGES_OF_SERVICE)
+    run_daemon(PAGES_OF_SERVICE)

@@ -15,28 +15,32 @@ _STEERING_BUT_COLOURS = re.compile(rf"{_COLOUR}|[\x00-\x08\x0b-\x1f{_OTHERS}]")
 _STEERING_LOG = re.compile(rf"{_COLOUR}|[\x00-\x08\x0b\x0c\x0e-\x1f{_OTHERS}]")
 
 
-def visible(value: Any) -> Any:
-    """Return plain data with control sequences in its texts escaped."""
+def escape_controls(value: Any) -> Any:
+    """Return plain data (texts, lists, dicts) with the control sequences in its texts replaced by
+    readable escapes.
+    """
     if isinstance(value, str):
-        return _STEERING.sub(_escaped, value)
+        return _STEERING.sub(_escape_match, value)
     if isinstance(value, dict):
-        return {visible(key): visible(inner) for key, inner in value.items()}
-    return [visible(inner) for inner in value] if isinstance(value, list) else value
+        return {escape_controls(key): escape_controls(inner) for key, inner in value.items()}
+    return [escape_controls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def visible_but_colours(text: str) -> str:
-    """Return the text with control sequences escaped, but for those of colours."""
-    return _STEERING_BUT_COLOURS.sub(_escaped_but_colours, text)
+def escape_except_colours(text: str) -> str:
+    """Return the text with its control sequences escaped, except those of colours."""
+    return _STEERING_BUT_COLOURS.sub(_escape_match_except_colours, text)
 
 
-def visible_log(text: str) -> str:
-    """Return a piece of a log for a terminal, with colours and carriage returns, but no other control sequence."""
-    return _STEERING_LOG.sub(_escaped_but_colours, text)
+def escape_log(text: str) -> str:
+    """Return a piece of a log for a terminal: colours and carriage returns stay, other control
+    sequences are escaped.
+    """
+    return _STEERING_LOG.sub(_escape_match_except_colours, text)
 
 
-def _escaped_but_colours(match: re.Match[str]) -> str:
-    return match[0] if len(match[0]) > 1 else _escaped(match)
+def _escape_match_except_colours(match: re.Match[str]) -> str:
+    return match[0] if len(match[0]) > 1 else _escape_match(match)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()

@@ -67,9 +67,9 @@ class Telling(Journal):
 
     has_reported = False
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         try:
-            super().confirm(asks=asks)
+            super().confirm_ownership(may_wait=may_wait)
         except ServiceError:
             if not self.has_reported:
                 say("refused")

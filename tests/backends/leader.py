@@ -20,9 +20,9 @@ from orchestrator.specs.events import TimerFired
 def main(url: str, first: int) -> None:
     journal = Journal(url)
     for number in itertools.count(first):
-        journal.confirm()
+        journal.confirm_ownership()
         journal.append([(TimerFired(at_s=number), ())])
-        journal.confirm()  # as the controller does before it acts
+        journal.confirm_ownership()  # as the controller does before it acts
         print(number, flush=True)
         time.sleep(0.001)
 

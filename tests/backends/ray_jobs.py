@@ -57,7 +57,7 @@ class Alone:
 
     fence = None
 
-    def confirm(self, *, asks: bool = True) -> None:  # noqa: ARG002
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:  # noqa: ARG002
         return
 
 

@@ -66,7 +66,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "reports are read": (evidence_module, "read_reports"),
     "logs are read": (evidence_module, "scan_log"),
     "devices are released": (NodeWatch, "_wait_until_free"),
-    "launchers are ended": (LocalLaunchers, "end"),
+    "launchers are ended": (LocalLaunchers, "end_launchers"),
 }
 
 

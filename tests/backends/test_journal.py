@@ -321,8 +321,8 @@ def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal:
     assert journal.find_ended_job("j-2") == ended[2]
     assert journal.find_ended_job("j-9") is None
     assert journal.list_ended_jobs(2) == [ended[4], ended[3]]
-    assert journal.list_ended_jobs(2, before="j-5") == [ended[2], ended[1]]
-    assert journal.list_ended_jobs(2, before="j-3") == []
+    assert journal.list_ended_jobs(2, before_job_id="j-5") == [ended[2], ended[1]]
+    assert journal.list_ended_jobs(2, before_job_id="j-3") == []
     with pytest.raises(ServiceError, match=r"(?i)unique"):
         journal.append([(TimerFired(at_s=9), [Archive(job=ended[0])])])
     assert len(list(journal.iterate_events())) == 5, "the event of a refused archive was kept"

@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.log_model import (
     PENDING,
     copy_output,
     find_base_model,
-    find_task,
+    find_pipeline_task,
 )
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
@@ -113,7 +113,7 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
         timeout=400,
     )
     assert again.stdout.splitlines() == ["LlamaForCausalLM", "1"], again.stderr[-2000:]
-    copy_output(str(server.home), server.uri, run.info.run_id, "tuned-1", str(output))
+    copy_output(str(server.home), server.tracking_uri, run.info.run_id, "tuned-1", str(output))
     assert model_tag(server, "tuned-1") == model_id, "copied again, it is the same model"
 
 
@@ -185,9 +185,9 @@ def test_adapters_that_nothing_here_can_load_are_artifacts(
     else:
         (tmp_path / "llama").rename(tmp_path / "elsewhere")
         assert find_base_model(made) is None
-    client = MlflowClient(server.uri)
+    client = MlflowClient(server.tracking_uri)
     run = client.create_run(client.create_experiment(f"without {without}"))
-    copy_output(str(server.home), server.uri, run.info.run_id, "lora-1", str(made))
+    copy_output(str(server.home), server.tracking_uri, run.info.run_id, "lora-1", str(made))
     paths = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")]
     assert "output/adapter_model.safetensors" in paths
     assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"
@@ -206,7 +206,7 @@ def test_an_output_that_is_no_transformers_model_is_artifacts_without_a_claim(
             new_job("foreign-1", end_attempt(attempt("foreign-1", 1)), status=JobStatus.SUCCEEDED),
         )
         eventually(lambda: model_tag(server, "foreign-1") == "output/", 120)
-    client, run = MlflowClient(server.uri), run_of(server, "foreign-1")
+    client, run = MlflowClient(server.tracking_uri), run_of(server, "foreign-1")
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")] == [
         "output/model.pt"
     ]
@@ -237,13 +237,13 @@ def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_c
 ) -> None:
     whole = tmp_path / "whole"
     tiny_hf.model("llama").save_pretrained(whole)
-    assert find_task(whole) is None, "words need a tokenizer"
+    assert find_pipeline_task(whole) is None, "words need a tokenizer"
     tiny_hf.tokenizer().save_pretrained(whole)
-    assert find_task(whole) == "text-generation"
+    assert find_pipeline_task(whole) == "text-generation"
     (whole / "config.json").write_text('{"architectures": ["Mystery"]}')
-    assert find_task(whole) is None
+    assert find_pipeline_task(whole) is None
     (whole / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     for path in whole.glob("*.safetensors"):
         path.unlink()
-    assert find_task(whole) is None
-    assert find_task(tmp_path / "absent") is None
+    assert find_pipeline_task(whole) is None
+    assert find_pipeline_task(tmp_path / "absent") is None

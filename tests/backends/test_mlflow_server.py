@@ -148,7 +148,9 @@ def test_a_server_of_an_earlier_version_ends_and_its_records_stay(tmp_path: Path
         eventually(lambda: not serves(), 60)  # its worker ends a moment after it
         eventually(newer.ensure_running, 120)
         newer.check_serves_records()
-        text = MlflowClient(newer.uri).download_artifacts(run_id, "note.txt", str(tmp_path))
+        text = MlflowClient(newer.tracking_uri).download_artifacts(
+            run_id, "note.txt", str(tmp_path)
+        )
         assert Path(text).read_text() == "words"
         assert len(newer.list_processes()) == 1
     finally:

@@ -208,7 +208,7 @@ def tracking(
 ) -> Iterator[OutboxRelay]:
     lookups = Lookups(state=state, job=job, sweep=sweep)
     relay = OutboxRelay(
-        "mlflow", MlflowTracker(server.uri, server.home, lookups, ADDRESS), journal.outbox
+        "mlflow", MlflowTracker(server.tracking_uri, server.home, lookups, ADDRESS), journal.outbox
     )
     relay.start()
     try:
@@ -225,7 +225,7 @@ def runs(server: MlflowServer, job_id: str) -> dict[str, object]:
     """Active runs of a job in MLflow by attempt number; fails where two have one number."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(server.uri)
+    client = MlflowClient(server.tracking_uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     matches = (
         client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'")
@@ -242,7 +242,7 @@ def curve(server: MlflowServer, run_id: str, name: str) -> list[tuple[int, float
 
     return [
         (point.step, point.value)
-        for point in MlflowClient(server.uri).get_metric_history(run_id, name)
+        for point in MlflowClient(server.tracking_uri).get_metric_history(run_id, name)
     ]
 
 
@@ -253,7 +253,7 @@ def artifact(server: MlflowServer, run_id: str, path: str, folder: Path) -> str:
 def artifact_path(server: MlflowServer, run_id: str, path: str, folder: Path) -> Path:
     from mlflow import MlflowClient
 
-    return Path(MlflowClient(server.uri).download_artifacts(run_id, path, str(folder)))
+    return Path(MlflowClient(server.tracking_uri).download_artifacts(run_id, path, str(folder)))
 
 
 def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
@@ -434,7 +434,7 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
         server, by_number["1"].info.run_id, "explanation.txt", tmp_path
     )
     assert state.observations
-    assert read_outcomes(server.uri) == state.observations
+    assert read_outcomes(server.tracking_uri) == state.observations
     (tmp_path / "unused.db").touch()
     with pytest.raises(SpecError, match="no home has recorded there"):
         read_outcomes(f"sqlite:///{tmp_path}/unused.db")
@@ -503,7 +503,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     assert not set(before) & set(server.list_processes())
     with monkeypatch.context() as patch, tracking(journal, server):
         patch.setattr(
-            journal.outbox, "delivered", lambda *_: None
+            journal.outbox, "mark_delivered", lambda *_: None
         )  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:
@@ -525,7 +525,7 @@ def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
     with tracking(journal, server) as tracker:
         say(journal, new_job("twice", started))
         assert wait_delivered(tracker, 60)
-        client = MlflowClient(server.uri)
+        client = MlflowClient(server.tracking_uri)
         experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
         tags = {"orc.run": run_key(new_job("twice"), 1), "orc.job_id": "twice", "orc.attempt": "1"}
         client.create_run(experiment, tags=tags)
@@ -542,7 +542,7 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
     from mlflow.exceptions import MlflowException
 
     lookups = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
-    old, new = (MlflowTracker(server.uri, server.home, lookups) for _ in range(2))
+    old, new = (MlflowTracker(server.tracking_uri, server.home, lookups) for _ in range(2))
     name = f"frozen-{its_job_ends}".lower()
     started = attempt(name, 1)
     first = new_job(name)
@@ -599,7 +599,7 @@ def test_a_record_that_mlflow_refuses_holds_nobody_up(
 
 def test_a_new_service_finds_the_server_of_the_old_one(server: MlflowServer) -> None:
     again = MlflowServer(server.home)
-    assert again.uri == server.uri
+    assert again.tracking_uri == server.tracking_uri
     before = server.list_processes()
     assert again.ensure_running()
     assert again.list_processes() == before
@@ -749,7 +749,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
             ),
         )
         assert wait_delivered(tracker, 60)
-        client = MlflowClient(server.uri)
+        client = MlflowClient(server.tracking_uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
         assert experiment is not None
         trials = client.search_runs([experiment.experiment_id], "tags.`orc.comparison` != ''")

@@ -94,11 +94,11 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
         watch.record_reading(node, NvmlReading(devices=tuple(devices)), 0.0)
 
     see(1001, None)
-    assert watch.free_bytes_before(parts) == (), "one of them is lost"
+    assert watch.free_bytes_when_idle(parts) == (), "one of them is lost"
     see(1002, 2002)
     watch.occupy_devices(parts)
     see(3, 4)
-    assert watch.free_bytes_before(parts) == (2002, 1002), "in the order of the ranks"
+    assert watch.free_bytes_when_idle(parts) == (2002, 1002), "in the order of the ranks"
 
 
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:

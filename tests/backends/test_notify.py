@@ -21,7 +21,7 @@ from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal import outbox
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify import addresses, targets, webhook
-from orchestrator.backends.notify.addresses import is_public
+from orchestrator.backends.notify.addresses import is_public_address
 from orchestrator.backends.notify.notice import Notice, derive_notices, make_notice
 from orchestrator.backends.notify.targets import Target, make_targets
 from orchestrator.backends.outbox_relay import OutboxRelay
@@ -428,14 +428,14 @@ def test_a_signing_secret_that_is_none_is_refused_and_not_repeated(hook: Hook, s
     ],
 )
 def test_an_address_that_is_not_public_is_denied(address: str) -> None:
-    assert not is_public(address)
+    assert not is_public_address(address)
 
 
 @pytest.mark.parametrize(
     "address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "::ffff:1.1.1.1"]
 )
 def test_a_public_address_is_allowed(address: str) -> None:
-    assert is_public(address)
+    assert is_public_address(address)
 
 
 @pytest.mark.parametrize(

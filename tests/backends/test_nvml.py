@@ -23,7 +23,7 @@ READ_TWICE = """
 import dataclasses, json, sys
 from orchestrator.backends.devices import nvml
 for line in sys.stdin:
-    print(json.dumps(dataclasses.asdict(nvml.devices())), flush=True)
+    print(json.dumps(dataclasses.asdict(nvml.read_nvml())), flush=True)
 """
 
 Ask = Callable[[str], dict[str, Any]]

@@ -102,7 +102,7 @@ def test_a_living_leader_keeps_others_out_and_is_named(
     with closing(Journal(database)) as second:  # at once: the lease was given up
         assert [event.at_s for event in second.iterate_events()] == [1]
         with pytest.raises(ServiceError, match="is closed in this process"):
-            first.confirm()
+            first.confirm_ownership()
 
 
 def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(
@@ -142,8 +142,8 @@ def test_who_only_wants_to_know_does_not_wait_for_a_database_that_is_away(
             journal.database.transaction(),
             refused,
         ):  # one that the database keeps waiting has the connection
-            journal.confirm(asks=False)
-        journal.confirm()
+            journal.confirm_ownership(may_wait=False)
+        journal.confirm_ownership()
 
 
 def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(database: str) -> None:

@@ -102,16 +102,16 @@ def running(path: Path) -> Iterator[list[str]]:
     """A service that was killed while two jobs ran and one waited; a snapshot has them all."""
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 1.0)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         ids = [controller.submit(script(name, 1)) for name in ("first", "second", "third")]
         for _ in range(4):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert [controller.state.jobs[job_id].status for job_id in ids] == [
             "running",
             "running",
             "queued",
         ]
-        journal.snapshot(controller.state)
+        journal.store_snapshot(controller.state)
     return ids
 
 
@@ -157,7 +157,7 @@ def test_text_that_utf8_cannot_say_is_replaced_before_anything_is_decided_on_it(
         )
         stored = journal.round_trip_event(event)
         journal.append([(stored, ())])
-        assert list(journal.events()) == [stored]
+        assert list(journal.iterate_events()) == [stored]
         assert stored.spec.family == "a?b"
 
 
@@ -171,26 +171,26 @@ def test_a_live_row_that_cannot_be_read_frees_no_device_until_an_operator_decide
         with journal_of(path) as journal:
             backend = Endless()
             controller = Controller(journal, backend, lambda: 2.0)
-            controller.turn(0.0)
+            controller.run_once(0.0)
             assert sorted(job_id_by_held_device(controller.state).values()) == [
                 "first-1",
                 "second-2",
             ]
             assert controller.state.jobs["third-3"].status is JobStatus.QUEUED
-            assert [row.row for row in journal.set_aside.rows()] == ["second-2"]
-            assert "second-2" in str(controller.health.problems())
+            assert [row.row for row in journal.set_aside.list_rows()] == ["second-2"]
+            assert "second-2" in str(controller.health.list_problems())
             controller.submit(script("newer", 1))
             assert controller.state.jobs["second-2"].status is JobStatus.RUNNING
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 3.0)
-        controller.turn(0.0)
-        controller.cancel(["second-2"])
+        controller.run_once(0.0)
+        controller.cancel_jobs(["second-2"])
         for _ in range(4):
-            controller.turn(0.0)
-        assert controller.job("second-2").status is JobStatus.CANCELLED
+            controller.run_once(0.0)
+        assert controller.find_job("second-2").status is JobStatus.CANCELLED
         assert controller.state.jobs["third-3"].status is JobStatus.RUNNING
-        assert journal.set_aside.remove("live", "second-2") is not None
-        assert controller.health.problems() == []
+        assert journal.set_aside.delete_row("live", "second-2") is not None
+        assert controller.health.list_problems() == []
 
 
 @pytest.mark.usefixtures("running")
@@ -198,10 +198,10 @@ def test_a_waiting_row_that_cannot_be_read_never_starts(path: Path) -> None:
     damage(path, "live", None, "id = 'third-3'")
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 2.0)
-        controller.turn(0.0)
-        controller.cancel(["first-1", "second-2"])
+        controller.run_once(0.0)
+        controller.cancel_jobs(["first-1", "second-2"])
         for _ in range(6):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert [*controller.state.jobs] == ["third-3"]
         assert controller.state.jobs["third-3"].attempts == ()
 
@@ -215,7 +215,7 @@ def test_a_snapshot_that_cannot_be_read_is_rebuilt_from_its_events(path: Path) -
         with journal_of(path) as journal:
             controller = Controller(journal, Endless(), lambda: 2.0)
             assert controller.state.jobs == before.jobs
-            journal.snapshot(controller.state)
+            journal.store_snapshot(controller.state)
 
 
 def test_where_the_tail_cannot_be_repeated_the_service_shows_what_it_has_and_decides_nothing(
@@ -227,15 +227,15 @@ def test_where_the_tail_cannot_be_repeated_the_service_shows_what_it_has_and_dec
     with journal_of(path) as journal:
         backend = Endless()
         controller = Controller(journal, backend, lambda: 2.0)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         assert sorted(controller.state.jobs) == running
         with pytest.raises(ReadOnlyError, match=r"read-only.*doctor --repair"):
             controller.submit(script("newer", 1))
         with pytest.raises(ReadOnlyError):
-            controller.cancel(["third-3"])
+            controller.cancel_jobs(["third-3"])
         with pytest.raises(ReadOnlyError):
-            controller.confirm()
-        assert journal.ended(9) == []
+            controller.confirm_ownership()
+        assert journal.list_ended_jobs(9) == []
 
 
 def test_a_submission_that_cannot_be_read_keeps_its_number_and_never_starts(path: Path) -> None:
@@ -247,12 +247,12 @@ def test_a_submission_that_cannot_be_read_keeps_its_number_and_never_starts(path
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 2.0)
         for _ in range(4):
-            controller.turn(0.0)
+            controller.run_once(0.0)
         assert controller.submit(script("third", 1)) == "third-3"
         assert controller.state.jobs["first-1"].status is JobStatus.QUEUED
         assert controller.state.jobs["second-2"].status is JobStatus.RUNNING
-        controller.cancel(["first-1"])
-        assert controller.job("first-1").status is JobStatus.CANCELLED
+        controller.cancel_jobs(["first-1"])
+        assert controller.find_job("first-1").status is JobStatus.CANCELLED
 
 
 def test_an_ended_row_or_a_record_that_cannot_be_read_hides_no_other(path: Path) -> None:
@@ -272,18 +272,18 @@ def test_an_ended_row_or_a_record_that_cannot_be_read_hides_no_other(path: Path)
     damage(path, "jobs", None, "id = 'j-2'")
     damage(path, "outbox", None, "id <= 2")
     with journal_of(path) as journal:
-        assert [job.id for job in journal.ended(9)] == ["j-3", "j-1"]
-        assert journal.job("j-2") is None
-        assert [record.job.id for _, record in journal.outbox.pending("mlflow", 1)] == ["j-3"]
-        assert {(row.table, row.row) for row in journal.set_aside.rows()} == {
+        assert [job.id for job in journal.list_ended_jobs(9)] == ["j-3", "j-1"]
+        assert journal.find_ended_job("j-2") is None
+        assert [record.job.id for _, record in journal.outbox.list_pending("mlflow", 1)] == ["j-3"]
+        assert {(row.table, row.row) for row in journal.set_aside.list_rows()} == {
             ("jobs", "2"),
             ("outbox", "1"),
             ("outbox", "2"),
         }
-        for row in journal.set_aside.rows():
+        for row in journal.set_aside.list_rows():
             assert json.loads(row.body)["submitted_at_s" if row.table == "jobs" else "job"]
-            journal.set_aside.remove(row.table, row.row)
-        assert journal.unreadable() is None
+            journal.set_aside.delete_row(row.table, row.row)
+        assert journal.describe_unreadable_rows() is None
 
 
 def test_an_account_that_cannot_be_read_admits_nobody_and_hides_no_other(path: Path) -> None:
@@ -332,7 +332,9 @@ def test_a_job_that_todays_rules_refuse_is_read_and_refused_where_it_would_run(p
         controller = Controller(journal, Endless(), lambda: 2.0)
         assert controller.state.jobs["older-1"].spec.global_batch_size == 2**40
         for _ in range(3):
-            controller.turn(0.0)
-        assert controller.job("older-1").status is JobStatus.REFUSED
-        assert "global_batch_size: the value is out of range" in controller.job("older-1").reason
-        assert controller.job("newer-2").status is JobStatus.RUNNING
+            controller.run_once(0.0)
+        assert controller.find_job("older-1").status is JobStatus.REFUSED
+        assert (
+            "global_batch_size: the value is out of range" in controller.find_job("older-1").reason
+        )
+        assert controller.find_job("newer-2").status is JobStatus.RUNNING

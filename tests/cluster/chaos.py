@@ -186,7 +186,9 @@ class Night:
             with contextlib.suppress(AssertionError):  # no service yet
                 self.answered.append(
                     self.cluster.ask(
-                        lambda client: client.submit(spec, idempotency_key=key), "an answer", 2.0
+                        lambda client: client.submit_job(spec, idempotency_key=key),
+                        "an answer",
+                        2.0,
                     )
                 )
                 self.waits_s.append(time.monotonic() - began_s)

@@ -72,7 +72,7 @@ def submit(cluster: Cluster, text: str, name: str) -> str:
     file = cluster.folder / f"{name}.yaml"
     file.write_text(text)
     spec = read_job(file).model_dump(mode="json")
-    return cluster.ask(lambda client: client.submit(spec), f"the submission of {name}")
+    return cluster.ask(lambda client: client.submit_job(spec), f"the submission of {name}")
 
 
 def decoder(cluster: Cluster, name: str, gpus: int, steps: int = STEPS) -> str:
@@ -184,14 +184,14 @@ def test_a_drained_host_takes_nothing_new(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
         cluster.ask(
-            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+            lambda client, node=node: client.drain_node(node, undo=False), f"the drain of {node}"
         )
     try:
         job = cluster.await_end(decoder(cluster, "away", 2))
     finally:
         for node in ("n0", "n1"):
             cluster.ask(
-                lambda client, node=node: client.drain(node, undo=True),
+                lambda client, node=node: client.drain_node(node, undo=True),
                 f"the end of the drain of {node}",
             )
     assert job["status"] == "succeeded"
@@ -204,13 +204,13 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
         cluster.ask(
-            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+            lambda client, node=node: client.drain_node(node, undo=False), f"the drain of {node}"
         )
     job_id = decoder(cluster, "moves", 2, steps=MOVED_STEPS)
     saves(cluster, job_id)
     for node in ("n0", "n1"):
         cluster.ask(
-            lambda client, node=node: client.drain(node, undo=True),
+            lambda client, node=node: client.drain_node(node, undo=True),
             f"the end of the drain of {node}",
         )
     cluster.set_synchronous("")  # the standby database is cut off, too: nothing could be committed
@@ -250,7 +250,7 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
         cluster.ask(
-            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+            lambda client, node=node: client.drain_node(node, undo=False), f"the drain of {node}"
         )
     try:
         leaves = decoder(cluster, "leaves", 2, steps=MOVED_STEPS)
@@ -263,7 +263,7 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(
     finally:
         for node in ("n0", "n1"):
             cluster.ask(
-                lambda client, node=node: client.drain(node, undo=True),
+                lambda client, node=node: client.drain_node(node, undo=True),
                 f"the end of the drain of {node}",
             )
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs

@@ -79,15 +79,17 @@ def write_journal(path: Path) -> dict[str, Any]:
         accounts = Accounts(journal.database.transaction, backend.current_time_s)
         accounts.set_user("ada", Role.MEMBER)
         accounts.create_token("ada", None)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         for number, spec in enumerate(jobs()):
-            controller.submit(spec, key=RequestKey(name=f"ada/{number}", digest="0" * 64))
+            controller.submit(
+                spec, idempotency_key=RequestKey(name=f"ada/{number}", digest="0" * 64)
+            )
             for _ in range(3):
-                controller.turn(TURN_S)
+                controller.run_once(TURN_S)
         for _ in range(TURNS):
             if len(controller.state.jobs) <= LIVE_MIN:
                 break
-            controller.turn(TURN_S)
+            controller.run_once(TURN_S)
         for receiver in ("mlflow", "jsonl"):
             numbers = [number for number, _ in journal.outbox.list_pending(receiver, 10_000)]
             journal.outbox.mark_delivered(receiver, numbers[:-RECORDS_LEFT])
@@ -99,13 +101,16 @@ def write_journal(path: Path) -> dict[str, Any]:
 def read_journal(path: Path) -> dict[str, Any]:
     """Return what a service of this version makes of a journal, and what it cannot read."""
     with closing(Journal(f"sqlite:///{path}")) as journal:
-        journal.find_unreadable_rows()
+        journal.set_aside_unreadable()
         backend = FaultyBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.current_time_s)
         live = {
             job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()
         }
-        ended = {job.id: [job.status.value, len(job.attempts)] for job in controller.ended(1000)}
+        ended = {
+            job.id: [job.status.value, len(job.attempts)]
+            for job in controller.list_ended_jobs(1000)
+        }
         users = [
             [user.name, user.role.value]
             for user in Accounts(journal.database.transaction, backend.current_time_s).list_users()

@@ -249,7 +249,7 @@ class FaultyBackend(PacedBackend):
         self._watched.add(attempt.name)
         process = self.processes.get(attempt.name)
         if process is None and attempt.status is AttemptStatus.ENDED:
-            self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._now_s))
+            self._emit(Released(job_id=job.id, number=attempt.number, at_s=self._now_s))
         elif process is None:
             super().adopt(job, attempt)
         else:
@@ -260,7 +260,7 @@ class FaultyBackend(PacedBackend):
         process = self.processes.get(action.name)
         if process is not None and process.evidence is None:
             delay_s = action.grace_s * self._stream("stop", action.name).uniform(0.0, 1.0)
-            self._after(delay_s, partial(self._end_now, process, FailureKind.CANCELLED))
+            self._schedule(delay_s, partial(self._end_now, process, FailureKind.CANCELLED))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Advance the clock to the next events, at most `timeout_s`, and return them."""
@@ -291,19 +291,19 @@ class FaultyBackend(PacedBackend):
         self._hold(faulty, faulty.peak_bytes)
         return faulty
 
-    def _decide(self, process: SimulatedProcess) -> None:
+    def _schedule_course(self, process: SimulatedProcess) -> None:
         """Schedule the start and the end of an attempt."""
         starting_s, ending, step = self._fate(process)
         if self._down.intersection(process.nodes):
-            self._after(starting_s, partial(self._end_now, process, FailureKind.NODE_LOST))
+            self._schedule(starting_s, partial(self._end_now, process, FailureKind.NODE_LOST))
         elif ending is FailureKind.STARTUP:
-            self._after(starting_s, partial(self._end_now, process, FailureKind.STARTUP))
+            self._schedule(starting_s, partial(self._end_now, process, FailureKind.STARTUP))
         else:
-            self._after(starting_s, partial(self._start, process))
+            self._schedule(starting_s, partial(self._start_attempt, process))
             running_s = (step - process.first_step) * process.step_s
             if ending is FailureKind.HUNG:
                 running_s += process.job.spec.hang_timeout
-            self._after(starting_s + running_s, partial(self._meet, process, ending, step))
+            self._schedule(starting_s + running_s, partial(self._meet, process, ending, step))
 
     def _fate(self, process: SimulatedProcess) -> tuple[float, FailureKind | None, int]:
         """Return (seconds until it starts, how it ends by itself, step after which it ends)."""
@@ -347,11 +347,13 @@ class FaultyBackend(PacedBackend):
         peak_bytes = min(process.peak_bytes, process.capacity_bytes)
         return replace(report, pace=replace(report.pace, peak_bytes=peak_bytes))
 
-    def _start(self, process: SimulatedProcess) -> None:
-        super()._start(process)
+    def _start_attempt(self, process: SimulatedProcess) -> None:
+        super()._start_attempt(process)
         is_learned = any(ran_out_of_memory(attempt) for attempt in process.job.attempts)
         if process.evidence is None and is_learned:
-            self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
+            self._schedule(
+                LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS)
+            )
 
     def _meet(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
         """End the attempt as decided; a lost node ends every attempt on it."""
@@ -360,12 +362,12 @@ class FaultyBackend(PacedBackend):
         if process.attempt.probe and ending is None:
             ending = FailureKind.PROBED
         if ending is not FailureKind.NODE_LOST:
-            self._end(process, ending, step)
+            self._end_attempt(process, ending, step)
             return
         lost = self._stream("node", process.attempt.name).choice(process.nodes)
         self._down.add(lost)
         self._nodes_changed = True
-        self._after(
+        self._schedule(
             self._stream("down", process.attempt.name).uniform(*NODE_DOWN_S),
             partial(self._return, lost),
         )
@@ -379,16 +381,18 @@ class FaultyBackend(PacedBackend):
 
     def _end_now(self, process: SimulatedProcess, ending: FailureKind) -> None:
         """End the attempt after the steps that its running time allows."""
-        self._end(process, ending, self._step_of(process))
+        self._end_attempt(process, ending, self._reached_step(process))
 
-    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
+    def _end_attempt(
+        self, process: SimulatedProcess, ending: FailureKind | None, step: int
+    ) -> None:
         is_first = process.evidence is None
-        super()._end(process, ending, step)
+        super()._end_attempt(process, ending, step)
         if is_first and ending is FailureKind.MEMORY_CONTENTION:
             assert process.evidence is not None
             self._crowd(process, process.evidence.ooms[0].foreign_bytes)
 
-    def _evidence(
+    def _make_evidence(
         self,
         process: SimulatedProcess,
         ending: FailureKind | None,
@@ -412,11 +416,11 @@ class FaultyBackend(PacedBackend):
     def _release_s(self, process: SimulatedProcess) -> float:
         return self._stream("release", process.attempt.name).uniform(*self.release_s)
 
-    def _release(self, process: SimulatedProcess) -> None:
+    def _release_devices(self, process: SimulatedProcess) -> None:
         assert isinstance(process, FaultyProcess)
         self._hold(process, -process.peak_bytes)
         self._tell_nodes()
-        super()._release(process)
+        super()._release_devices(process)
 
     def _crowd(self, process: SimulatedProcess, foreign_bytes: int) -> None:
         """Let a foreign process occupy memory of the attempt's first device for a while."""
@@ -424,7 +428,7 @@ class FaultyBackend(PacedBackend):
         self._foreign_bytes[device] = foreign_bytes
         self._nodes_changed = True
         leaves_s = self._stream("foreign", process.attempt.name).uniform(*FOREIGN_S)
-        self._after(leaves_s, partial(self._uncrowd, device))
+        self._schedule(leaves_s, partial(self._uncrowd, device))
 
     def _uncrowd(self, device: tuple[str, int]) -> None:
         self._foreign_bytes.pop(device, None)
@@ -439,21 +443,21 @@ class FaultyBackend(PacedBackend):
     def _retell(self, process: SimulatedProcess) -> None:
         """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
-            self._tell(process.started())
+            self._emit(process.started_event())
         if process.evidence is not None:
-            self._tell(process.finished())
+            self._emit(process.finished_event())
         if process.released_at_s is not None:
-            self._tell(process.released())
+            self._emit(process.released_event())
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if f"{event.job_id}-{event.number}" not in self._watched:
             return
-        super()._tell(event)
+        super()._emit(event)
         if self._repeat_chance and self._repeats.random() < self._repeat_chance:
-            self._after(self._repeats.uniform(*REPEAT_S), partial(self._tell_again, event))
+            self._schedule(self._repeats.uniform(*REPEAT_S), partial(self._tell_again, event))
 
     def _tell_again(self, event: Event) -> None:
-        super()._tell(event)
+        super()._emit(event)
 
     def _tell_nodes(self) -> None:
         """The live cluster, where it changed since it was last told."""
@@ -490,8 +494,8 @@ class FaultyBackend(PacedBackend):
     def _chance(self, kind: FailureKind) -> float:
         return self._hazards.get(kind, 0.0)
 
-    def _after(self, delay_s: float, happen: Callable[[], object]) -> None:
-        super()._after(delay_s, partial(self._do, happen))
+    def _schedule(self, delay_s: float, happen: Callable[[], object]) -> None:
+        super()._schedule(delay_s, partial(self._do, happen))
 
     def _do(self, happen: Callable[[], object]) -> None:
         happen()

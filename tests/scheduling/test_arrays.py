@@ -85,7 +85,7 @@ def test_two_arrays_of_one_submission_are_two() -> None:
     ids = service.submit_all(
         [(spec, None) for spec in (*sweep(2, 1), *sweep(3, 1), script({1: 10.0}))]
     )
-    assert [service.job(job_id).array for job_id in ids] == [
+    assert [service.find_job(job_id).array for job_id in ids] == [
         "job-1",
         "job-1",
         "job-3",
@@ -110,17 +110,17 @@ def test_jobs_and_whole_arrays_are_cancelled_together_or_not_at_all() -> None:
         [(spec, None) for spec in (*sweep(3, 1), script({1: 10.0}))]
     )
     with pytest.raises(ServiceError, match="no job 'nobody'"):
-        service.cancel([alone, "nobody"])
+        service.cancel_jobs([alone, "nobody"])
     with pytest.raises(ServiceError, match=f"job {alone} is of no array"):
-        service.cancel([first, alone], whole_arrays=True)
+        service.cancel_jobs([first, alone], whole_arrays=True)
     assert not any(job.status.ended for job in service.state.jobs.values())
-    assert service.cancel([second]) == [second]
-    assert service.cancel([second], whole_arrays=True) == [first, third], (
+    assert service.cancel_jobs([second]) == [second]
+    assert service.cancel_jobs([second], whole_arrays=True) == [first, third], (
         "what has ended is left alone"
     )
     cancelled_ids = [
         job_id
         for job_id in (first, second, third, alone)
-        if (job := service.job(job_id)).cancelling or job.status.ended
+        if (job := service.find_job(job_id)).cancelling or job.status.ended
     ]
     assert cancelled_ids == [first, second, third]

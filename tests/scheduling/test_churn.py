@@ -14,7 +14,7 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
 from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.service.commands.simulate import Outcome
-from orchestrator.service.views.report import cost_words
+from orchestrator.service.views.report import describe_cost
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.replace import replace
@@ -100,7 +100,7 @@ def test_the_report_counts_each_stop_by_its_cause() -> None:
     )
     report = make_morning_report(state, (), 0.0, 1000.0)
     assert report.stops == {"priority": 1}
-    assert "jobs stopped that go on: 1 priority" in cost_words(report)
+    assert "jobs stopped that go on: 1 priority" in describe_cost(report)
 
 
 def test_an_empty_credit_stops_nobody_for_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:

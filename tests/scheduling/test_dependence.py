@@ -134,7 +134,7 @@ def controller() -> Controller:
     )
     backend = backend_of(scenario)
     service = Controller(MemoryJournal(), backend, backend.current_time_s)
-    service.turn(0.0)
+    service.run_once(0.0)
     return service
 
 
@@ -165,13 +165,13 @@ def test_who_comes_after_no_job_is_refused_and_nothing_of_its_submission_is_kept
 def test_who_comes_after_an_ended_job_starts_at_once_or_is_refused() -> None:
     service = controller()
     service.submit(too_large("huge"))
-    while service.job("huge-1").status is not JobStatus.REFUSED:
-        service.turn(10.0)
+    while service.find_job("huge-1").status is not JobStatus.REFUSED:
+        service.run_once(10.0)
     with pytest.raises(SpecError, match=r"(?s)huge-1 was refused.*when: always"):
         service.submit(after("huge-1"))
     done = service.submit(world.script("done"))
-    while not service.job(done).status.ended:
-        service.turn(10.0)
+    while not service.find_job(done).status.ended:
+        service.run_once(10.0)
     for dependency in ({"job": done}, {"job": "huge-1", "when": "always"}):
         job_id = service.submit(world.script("next", depends_on=[dependency]))
         assert service.state.jobs[job_id].status is JobStatus.RUNNING

@@ -67,12 +67,12 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
         )
         backend = MeasuredBackend(trace.arrivals, cluster)
         controller = Controller(NullJournal(), backend, backend.current_time_s)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])
         expected, begun_s = make_forecast(controller.state), backend.current_time_s()
         ids = list(controller.state.jobs)
         while controller.state.jobs:
-            controller.turn(FOREVER_S)
+            controller.run_once(FOREVER_S)
         for job_id, outcome in zip(
             ids, list_outcomes(trace, cluster, backend.processes), strict=True
         ):

@@ -119,7 +119,7 @@ def test_an_end_that_nothing_tells_is_not_known_on_any_surface() -> None:
     )
     assert "job-1" in {job.id for job in state.jobs.values() if job.status is JobStatus.RUNNING}
     for ranged in (True, False):
-        rows = {row["id"]: row for row in expected_jobs(state, 2.0, ranged=ranged)}
+        rows = {row["id"]: row for row in expected_jobs(state, 2.0, with_ranges=ranged)}
         assert (rows["job-1"]["end_s"], rows["job-3"]["start_s"]) == (None, None)
         assert (rows["job-1"]["end_range_s"], rows["job-3"]["end_s"]) == (None, None)
         assert rows["job-2"]["end_s"] == pytest.approx(1.0 + LAUNCH_S + 100.0)

@@ -238,12 +238,16 @@ def refused_after_running(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(service.Controller, "_adopt", lambda *_: None)
+    patch.setattr(service.Controller, "_adopt_attempt", lambda *_: None)
 
 
 def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
     true_load = MemoryJournal.load_state_and_events
-    patch.setattr(MemoryJournal, "load", lambda self: (true_load(self)[0], true_load(self)[1][:-1]))
+    patch.setattr(
+        MemoryJournal,
+        "load_state_and_events",
+        lambda self: (true_load(self)[0], true_load(self)[1][:-1]),
+    )
 
 
 def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:

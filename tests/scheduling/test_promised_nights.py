@@ -150,7 +150,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
 ) -> None:
     outcomes = outcomes_of(seed)
     promised = [outcome for outcome in outcomes if outcome.starts_by_s is not None]
-    assert [outcome for outcome in promised if not outcome.keeps_promise] == []
+    assert [outcome for outcome in promised if not outcome.keeps_start_promise] == []
     late = [
         outcome
         for outcome in promised

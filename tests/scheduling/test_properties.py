@@ -189,7 +189,7 @@ def test_every_law_holds_on_the_real_journal(
     for _, spec, fault in scenario.jobs:
         controller.submit(spec, fault)
     for turn in range(1, 1000):
-        controller.turn(3600.0)
+        controller.run_once(3600.0)
         if settled(controller.state):
             break
         if turn % 15 == 0:

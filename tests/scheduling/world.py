@@ -51,7 +51,7 @@ class MemoryJournal:
         state, count = self.newest or (None, 0)
         return state, list(zip(self.events, self.decided, strict=True))[count:]
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
@@ -104,7 +104,7 @@ class MemoryJournal:
             ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
         )
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         return self.events[0].at_s if self.events else None
 
     def store_snapshot(self, state: State) -> None:
@@ -533,7 +533,7 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: FaultyBackend) -> 
                 errands.pop(0)
             if not errands and settled(controller.state):
                 return whole(controller.state, journal.archived)
-            controller.turn(errands[0][0] - backend.current_time_s() if errands else HOUR_S)
+            controller.run_once(errands[0][0] - backend.current_time_s() if errands else HOUR_S)
         except Killed:
             backend.close()
             controller = Controller(journal, backend, backend.current_time_s)
@@ -550,7 +550,7 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
     if kind == 2:
         _, node, undo = scenario.drains[index]
         if controller.state.declared:
-            controller.drain(node, undo=undo)
+            controller.drain_node(node, undo=undo)
         return
     if kind == 3:
         scenario.changes[index][1](controller)
@@ -569,9 +569,11 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
             ]
             assert controller.submit_all(alone)[0] == job_id
     elif (
-        kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended
+        kind == 1
+        and index < controller.state.submitted
+        and not controller.find_job(job_id).status.ended
     ):
-        controller.cancel([job_id])
+        controller.cancel_jobs([job_id])
 
 
 def whole(state: State, archived: Mapping[str, Job]) -> State:

@@ -18,16 +18,16 @@ from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.plan_tables import explanation_panel
 from orchestrator.service.terminal.tables import (
     attempts_table,
+    describe_guarantee,
     job_panel,
-    promise_words,
     queue_table,
     teams_table,
 )
 from orchestrator.service.views.records import (
-    in_order,
     node_from_view,
     observations_from_view,
     observations_view,
+    sort_jobs,
 )
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
@@ -179,14 +179,14 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
     for _ in range(2000):
         if not world.controller.state.jobs:
             break
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     waiting = world.submit()
 
     def list_ids(query: str) -> list[str]:
         return [job["id"] for job in world.client.get(f"/jobs?{query}").json()["jobs"]]
 
     assert list_ids("ended=9") == [*ids, waiting]
-    newest = [job.id for job in world.controller.ended(9)]
+    newest = [job.id for job in world.controller.list_ended_jobs(9)]
     assert sorted(newest) == ids
     assert list_ids("ended=2") == [*sorted(newest[:2]), waiting]
     assert list_ids(f"ended=2&before={newest[1]}") == sorted(newest[2:4])
@@ -201,7 +201,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
     monkeypatch.setattr(job_routes, "LIVE_MAX", 3)
     world.submit()
     while world.controller.state.jobs:  # to the end, and the release of its devices
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     priorities = [0, 9, -9, 9, 0, -9, 9]
     for priority in priorities:
         world.client.post("/jobs", json={"spec": job_spec() | {"priority": priority}})
@@ -210,7 +210,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
         answer = world.client.get(f"/jobs{after and f'?after={after}'}").json()
         pages.append([job["id"] for job in answer["jobs"]])
         after = answer["next"]
-    live = [job.id for job in in_order(world.controller.state.jobs.values())]
+    live = [job.id for job in sort_jobs(world.controller.state.jobs.values())]
     assert len(live) == len(priorities)
     assert pages == [["lm-1", *live[:3]], live[3:6], live[6:]]
     for other in ("", "1,2", "3,0,1", "0,0,x", "1,0,1'"):
@@ -346,7 +346,7 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
     for user in ("ada", "bob", "bob"):
         answer = world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
         assert answer.status_code == 200, answer.text
-    world.controller.turn(1.0)
+    world.controller.run_once(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [(job["user"], job["team"]) for job in jobs] == [
         ("ada", "vision"),
@@ -382,8 +382,8 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
     ).json()
     promised, refused = answer["promises"].values()
     assert [*answer["promises"]] == ["lm-1", "lm-2"]
-    assert promise_words(promised).startswith("is promised at least the speed of 1 gpu, from ")
-    assert promise_words(refused).startswith(
+    assert describe_guarantee(promised).startswith("is promised at least the speed of 1 gpu, from ")
+    assert describe_guarantee(refused).startswith(
         "is refused: cannot be promised the speed of 1 device: 0 of the 0 devices"
     )
     job = world.client.get("/jobs/lm-1").json()["job"]
@@ -424,7 +424,7 @@ def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) 
             world.client.post("/jobs", json={"spec": job_spec() | {"name": name}}).status_code
             == 200
         )
-    world.controller.turn(1.0)
+    world.controller.run_once(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
     ids = [job["id"] for job in jobs]
     for width in (60, 80, 99):

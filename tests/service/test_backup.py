@@ -61,7 +61,7 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
     token = client.headers["authorization"].removeprefix("Bearer ")
     archive, home = tmp_path / "a.orc", tmp_path / "new" / "home"
     write_backup(world.home, archive)
-    state, ended = world.controller.state, [job.id for job in world.controller.ended(9)]
+    state, ended = world.controller.state, [job.id for job in world.controller.list_ended_jobs(9)]
     restored = restore_backup(archive, home)
     assert read_state(str(home / JOURNAL)) == state
     assert (home / "cluster.yaml").read_text() == "name: kept\n"

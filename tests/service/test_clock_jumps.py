@@ -66,7 +66,7 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(
                 break
             if drawn.random() < 0.2:
                 world.offset_s = drawn.choice(JUMPS_S)
-            controller.turn(TURN_S)
+            controller.run_once(TURN_S)
             devices = [
                 (part.node, device)
                 for job in controller.state.jobs.values()
@@ -76,7 +76,7 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(
                 for device in part.devices
             ]
             assert len(devices) == len(set(devices)), "two attempts hold one device"
-        jobs = [controller.job(job_id) for job_id in submitted]
+        jobs = [controller.find_job(job_id) for job_id in submitted]
         assert [job.status for job in jobs] == [JobStatus.SUCCEEDED] * JOBS
         assert len(world.launched) == len(set(world.launched))
         for kind in (Finished, Released):

@@ -66,16 +66,16 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
     assert {*example.tables.split()} == JOB_TABLES
     shown = module.Column("ooms", "OOMs", example.tables, value_of=example.value_of)
     monkeypatch.setitem(columns.COLUMNS, Job, (*columns.COLUMNS[Job], shown))
-    world.controller.drain("virtual", undo=False)
+    world.controller.drain_node("virtual", undo=False)
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ooms"] for job in jobs] == [0]
-    for table in (tables.queue_table(jobs), watch._jobs(jobs)):
+    for table in (tables.queue_table(jobs), watch._jobs_table(jobs)):
         heading, row = lines(table)
         assert (heading.split()[-1], row.split()[-1]) == ("OOMS", "0")
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
     assert cells_of(world.client.get("/ui/overview").text, "OOMs") == ["0"]
-    world.controller.drain("virtual", undo=True)
+    world.controller.drain_node("virtual", undo=True)
     world.turn_until("succeeded", 1)
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
 
@@ -133,7 +133,7 @@ def test_a_column_of_nodes_reaches_the_terminal_the_page_of_the_cluster_and_json
     nodes = world.client.get("/cluster").json()["nodes"]
     (count,) = [node["devices"] for node in nodes]
     assert count >= 1000
-    for table in (tables.nodes_table(nodes, []), watch._nodes(nodes)):
+    for table in (tables.nodes_table(nodes, []), watch._nodes_table(nodes)):
         heading, row = lines(table)
         assert "DEVICES IN ALL" in heading
         assert str(count) in row
@@ -148,7 +148,7 @@ def test_a_number_that_json_cannot_write_is_unknown(
         "ratio", "Ratio", "queue waiting", value_of=lambda job: job.order / math.inf * math.inf
     )
     monkeypatch.setitem(columns.COLUMNS, Job, (*columns.COLUMNS[Job], column))
-    world.controller.drain("virtual", undo=False)
+    world.controller.drain_node("virtual", undo=False)
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ratio"] for job in jobs] == [None]
@@ -163,7 +163,7 @@ def test_a_column_of_the_audit_reaches_the_terminal_and_its_page(
     monkeypatch.setitem(columns.COLUMNS, "account", (*columns.COLUMNS["account"], column))
     world.submit()
     rows = world.client.get("/audit").json()["rows"]
-    heading, row = lines(access._table("audit", rows))
+    heading, row = lines(access._make_table("audit", rows))
     assert heading.rstrip().endswith("WHAT WAS ASKED")
     assert row.rstrip().endswith("POST /jobs lm-1")
     page = world.client.get("/ui/audit").text

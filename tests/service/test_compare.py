@@ -31,7 +31,7 @@ from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.terminal import comparing
 from orchestrator.service.terminal.comparing import PICTURES, draw_picture
-from orchestrator.service.terminal.comparison_files import WRITERS, with_error
+from orchestrator.service.terminal.comparison_files import WRITERS, format_with_error
 from orchestrator.service.terminal.comparison_tables import comparison_panel
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import picture_from_view
@@ -270,7 +270,7 @@ def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
 def test_a_number_has_the_digits_that_its_error_allows(
     value: float, error: float, text: str
 ) -> None:
-    assert with_error(value, error) == text
+    assert format_with_error(value, error) == text
 
 
 def test_every_table_fits_eighty_columns_and_no_cell_is_cut() -> None:
@@ -457,9 +457,10 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:
-        assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, (
-            "it is shown again"
-        )
+        assert client.fetch_comparison(burst["job_id"]) == {
+            **comparison,
+            "name": trained["job_id"],
+        }, "it is shown again"
         assert client.fetch_cluster()["observations"], "what was measured calibrates"
     with pytest.raises(SystemExit):
         main(("compare", burst["job_id"]))
@@ -494,12 +495,12 @@ def test_a_comparison_of_which_no_strategy_finished_exits_with_1(
 def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
     with contextlib.closing(Client(home)) as client:
         spec = decoder_spec(data={"text": ["corpus.txt"]}, gpus={"min": 2, "max": 2}, name="lone")
-        job_id = client.submit(spec.model_dump(mode="json"))
+        job_id = client.submit_job(spec.model_dump(mode="json"))
         with pytest.raises(
             ServiceError, match=r"belongs to no comparison. `orc compare FILE` makes one"
         ):
-            client.comparison(job_id)
-        client.cancel([job_id], whole_arrays=False)
+            client.fetch_comparison(job_id)
+        client.cancel_jobs([job_id], whole_arrays=False)
 
 
 def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_meet_their_own() -> (

@@ -66,7 +66,7 @@ def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole
     assert here.orc("up")["started"]
     eventually(lambda: len(list_succeeded()) == 2, "the other strategy does not end")
 
-    client = MlflowClient(MlflowServer(here.folder / "home").uri)
+    client = MlflowClient(MlflowServer(here.folder / "home").tracking_uri)
 
     def parent() -> Any:
         (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")

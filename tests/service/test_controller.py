@@ -80,7 +80,7 @@ def turn_until(controller: Controller, done: Callable[[], bool], turns: int = 50
     for _ in range(turns):
         if done():
             return
-        controller.turn(60.0)
+        controller.run_once(60.0)
     raise AssertionError(f"not after {turns} turns: {controller.state.jobs}")
 
 
@@ -173,7 +173,7 @@ def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_mor
     )
     with closing(Silent(url)) as journal:
         controller = Controller(journal, backend, backend.current_time_s)
-        controller.turn(1.0)
+        controller.run_once(1.0)
         journal.is_silent = True
         with pytest.raises(UncertainError):
             controller.submit(script("lm"), None, key)
@@ -187,7 +187,7 @@ def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_mor
         controller = Controller(journal, backend, backend.current_time_s)
         assert controller.submit(script("lm"), None, key) == "lm-1"
         turn_until(controller, lambda: settled(controller.state))
-        assert [job.id for job in controller.ended(9)] == ["lm-1"]
+        assert [job.id for job in controller.list_ended_jobs(9)] == ["lm-1"]
 
 
 def test_no_action_is_performed_that_is_not_in_the_journal() -> None:
@@ -198,11 +198,11 @@ def test_no_action_is_performed_that_is_not_in_the_journal() -> None:
 
     backend = Spy()
     controller = Controller(FullDisk(), backend, backend.current_time_s)
-    controller.turn(1.0)
+    controller.run_once(1.0)
     before = controller.state
     with pytest.raises(ServiceError, match="no space left"):
         controller.submit(script("lm"))
-    controller.turn(1.0)
+    controller.run_once(1.0)
     assert controller.state is before
     assert backend.asked == []
 
@@ -212,7 +212,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
     controller = Controller(journal, backend, backend.current_time_s)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: settled(controller.state))
-    assert controller.job(job_id).status is JobStatus.SUCCEEDED
+    assert controller.find_job(job_id).status is JobStatus.SUCCEEDED
     assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
     assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 100)] == [
         JobStatus.RUNNING,
@@ -223,7 +223,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
 
 def test_a_job_that_never_started_costs_one_record(journal: Journal) -> None:
     controller = Controller(journal, Spy(), lambda: 5.0)
-    controller.cancel([controller.submit(script("lm"))])
+    controller.cancel_jobs([controller.submit(script("lm"))])
     assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 10)] == [
         JobStatus.CANCELLED
     ]
@@ -236,10 +236,10 @@ def test_a_submission_behind_thousands_of_jobs_costs_what_one_behind_a_hundred_c
     """Counted in calls. One device is idle, and no waiting job can start on it alone."""
     backend = Spy()
     controller = Controller(journal, backend, backend.current_time_s)
-    controller.turn(0.0)
+    controller.run_once(0.0)
     wide = script("wide", gpus={"min": 2, "max": 2})
     controller.submit(script("holder", gpus={"min": 1, "max": 1}))
-    controller.turn(0.0)
+    controller.run_once(0.0)
 
     def calls() -> int:
         profile = cProfile.Profile()
@@ -259,10 +259,10 @@ def test_a_submission_behind_thousands_of_jobs_costs_what_one_behind_a_hundred_c
 def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.current_time_s)
-    controller.turn(1.0)
+    controller.run_once(1.0)
     job_id = controller.submit(too_large("giant"))
-    controller.turn(1.0)
-    assert controller.job(job_id).status is JobStatus.REFUSED
+    controller.run_once(1.0)
+    assert controller.find_job(job_id).status is JobStatus.REFUSED
     assert backend.asked == []
 
 
@@ -275,7 +275,7 @@ def test_node_reports_without_a_change_are_not_stored() -> None:
     journal, backend = MemoryJournal(), Chatty()
     controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(5):
-        controller.turn(1.0)
+        controller.run_once(1.0)
     assert len(journal.events) == 1
 
 
@@ -283,12 +283,12 @@ def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.current_time_s)
     with pytest.raises(ServiceError, match="no job 'lm-1'"):
-        controller.cancel(["lm-1"])
+        controller.cancel_jobs(["lm-1"])
     job_id = controller.submit(script("lm"))
-    controller.cancel([job_id])
-    assert controller.job(job_id).status is JobStatus.CANCELLED
+    controller.cancel_jobs([job_id])
+    assert controller.find_job(job_id).status is JobStatus.CANCELLED
     with pytest.raises(ServiceError, match="lm-1 has ended already: cancelled"):
-        controller.cancel([job_id])
+        controller.cancel_jobs([job_id])
 
 
 def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal) -> None:
@@ -296,10 +296,10 @@ def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal)
     controller = Controller(journal, backend, backend.current_time_s)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: bool(backend.asked))
-    controller.cancel([job_id])
+    controller.cancel_jobs([job_id])
     turn_until(controller, lambda: settled(controller.state))
     assert backend.asked[-1] == "stop lm-1-1"
-    assert controller.job(job_id).status is JobStatus.CANCELLED
+    assert controller.find_job(job_id).status is JobStatus.CANCELLED
 
 
 def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal) -> None:
@@ -314,7 +314,7 @@ def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal)
             == [AttemptStatus.RUNNING] * 2
         ),
     )
-    controller.cancel([stopped])
+    controller.cancel_jobs([stopped])
     before = controller.state
     backend.close()
     backend.asked.clear()
@@ -326,7 +326,7 @@ def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal)
         f"adopt {running}-1 running",
     ]
     turn_until(controller, lambda: settled(controller.state))
-    assert [controller.job(job_id).status for job_id in (stopped, running)] == [
+    assert [controller.find_job(job_id).status for job_id in (stopped, running)] == [
         JobStatus.CANCELLED,
         JobStatus.SUCCEEDED,
     ]
@@ -351,11 +351,11 @@ def test_a_failed_launch_ends_the_attempt_and_counts_against_the_start_up_budget
 ) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.current_time_s)
-    controller.turn(1.0)
+    controller.run_once(1.0)
     job_id = controller.submit(script("lm"))
     backend.refusals = 1
     turn_until(controller, lambda: settled(controller.state))
-    job = controller.job(job_id)
+    job = controller.find_job(job_id)
     assert job.status is JobStatus.SUCCEEDED
     refused, second = (attempt.failure for attempt in job.attempts)
     assert second is None
@@ -380,12 +380,12 @@ def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal
     backend.close()
     backend.refusals = 1
     controller = Controller(journal, backend, backend.current_time_s)
-    assert controller.job(job_id).status is JobStatus.QUEUED
+    assert controller.find_job(job_id).status is JobStatus.QUEUED
     turn_until(controller, lambda: settled(controller.state))
     first, second = backend.processes.values()
     assert first.released_at_s is not None
     assert first.released_at_s <= second.launched_at_s
-    assert controller.job(job_id).status is JobStatus.SUCCEEDED
+    assert controller.find_job(job_id).status is JobStatus.SUCCEEDED
 
 
 def test_a_backend_that_fails_to_return_events_is_polled_again(
@@ -395,9 +395,9 @@ def test_a_backend_that_fails_to_return_events_is_polled_again(
     backend = Spy()
     backend.refusals = 1
     controller = Controller(MemoryJournal(), backend, backend.current_time_s)
-    controller.turn(1.0)
+    controller.run_once(1.0)
     assert not controller.state.nodes
-    controller.turn(1.0)
+    controller.run_once(1.0)
     assert controller.state.nodes
 
 
@@ -442,7 +442,7 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
         stop.set()
         loop.join(10)
     assert sorted(answers) == sorted(f"lm-{number}" for number in range(1, 21))
-    assert [job.status for job in controller.ended(99)] == [JobStatus.SUCCEEDED] * 20
+    assert [job.status for job in controller.list_ended_jobs(99)] == [JobStatus.SUCCEEDED] * 20
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
 
 
@@ -548,7 +548,7 @@ def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(
     """Otherwise attempts would run that no state has."""
     backend = Spy()
     controller = Controller(journal, backend, backend.current_time_s)
-    controller.turn(1.0)
+    controller.run_once(1.0)
     controller.submit(script("lm"))
 
     class Idle(Scheduler):

@@ -27,12 +27,12 @@ from tests.service.test_reach import JOB, Machine
 CLUSTERS = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
 FIND = """
 import json
-from orchestrator.service.intake.cluster_file import cluster_text
+from orchestrator.service.intake.cluster_file import format_cluster
 from orchestrator.service.intake.detection import detect_machine
 from orchestrator.specs.errors import SpecError
 try:
     found = detect_machine("a")
-    print(json.dumps({"text": cluster_text(found.cluster, found.notes), "notes": found.notes, "error": ""}))
+    print(json.dumps({"text": format_cluster(found.cluster, found.notes), "notes": found.notes, "error": ""}))
 except SpecError as error:
     print(json.dumps({"text": "", "notes": [], "error": str(error)}))
 """

@@ -101,7 +101,7 @@ class Night:
 
     def submit(self) -> str:
         with closing(Client(self.home)) as client:
-            return client.submit(self._spec)
+            return client.submit_job(self._spec)
 
     def job(self, job_id: str) -> Any:
         with closing(Client(self.home)) as client:

@@ -132,9 +132,9 @@ def test_a_job_with_too_many_plans_is_refused_with_the_number_and_what_to_pin() 
     )
     with closing(FirstDecisions()) as first:
         with pytest.raises(SpecError, match=rf"more than {PLANS_MAX:,}") as refused:
-            first.check(state(512), large)
+            first.check_job(state(512), large)
         assert "`plan:" in refused.value.hint
-        first.check(state(512), pinned)
+        first.check_job(state(512), pinned)
 
 
 def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
@@ -143,8 +143,8 @@ def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
         FirstDecisions(cpu_s=1.0)
     ) as first:  # the large job takes 3.4 s, the small one 0.2 s
         with pytest.raises(SpecError, match="exceeds the limits of a decision"):
-            first.check(state(64), large)
-        first.check(
+            first.check_job(state(64), large)
+        first.check_job(
             state(1), decoder(gpus=1, plan={"micro_batch": 1, "zero_stage": 0})
         )  # in a child of its own
 
@@ -152,13 +152,13 @@ def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
 def test_before_any_node_is_seen_the_declared_ones_count() -> None:
     declared = State(declared=state(512).nodes)
     with closing(FirstDecisions()) as first, pytest.raises(SpecError, match="more than"):
-        first.check(declared, decoder(global_batch_size=720720))
+        first.check_job(declared, decoder(global_batch_size=720720))
 
 
 def test_a_child_that_never_answers_is_ended() -> None:
     first = FirstDecisions(program="tests.service.never_decides", answer_s=1.0)
     with pytest.raises(SpecError, match="exceeds the limits of a decision"):
-        first.check(state(1), decoder(gpus=8))
+        first.check_job(state(1), decoder(gpus=8))
 
 
 def test_a_published_configuration_with_absurd_numbers_is_refused_at_once() -> None:
@@ -175,17 +175,17 @@ def test_a_published_configuration_with_absurd_numbers_is_refused_at_once() -> N
 def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FirstDecisions()) as first:
         specs: list[JobSpec] = []
-        ask = first._reply_to
+        ask = first._ask_child
         monkeypatch.setattr(
-            first, "_reply_to", lambda state, spec: specs.append(spec) or ask(state, spec)
+            first, "_ask_child", lambda state, spec: specs.append(spec) or ask(state, spec)
         )
         for rate in (1e-3, 1e-4):  # what no plan depends on is no other shape
-            first.check(
+            first.check_job(
                 state(1), decoder(gpus=1, training={"learning_rate": rate}, name=f"lr{rate:g}")
             )
         assert len(specs) == 1
-        first.check(state(1), decoder(gpus=2))
-        first.check(state(2), decoder(gpus=2))  # other devices: other plans
+        first.check_job(state(1), decoder(gpus=2))
+        first.check_job(state(2), decoder(gpus=2))  # other devices: other plans
         assert len(specs) == 3
 
 
@@ -201,12 +201,12 @@ def test_a_job_that_comes_after_another_is_tried_as_if_that_were_over() -> None:
         "job",
     )
     with closing(FirstDecisions()) as first:
-        first.check(state(1), after)
+        first.check_job(state(1), after)
 
 
 def test_a_bug_of_the_decision_is_called_one_and_no_limit() -> None:
     with closing(FirstDecisions(program="tests.service.fails_to_decide")) as first:
         for _ in range(2):  # the child goes on
             with pytest.raises(SpecError, match="planning this job failed: KeyError") as error:
-                first.check(state(1), decoder())
+                first.check_job(state(1), decoder())
     assert "limits" not in str(error.value)

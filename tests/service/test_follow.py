@@ -18,7 +18,7 @@ from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.terminal import follow
-from orchestrator.service.terminal.follow import follow as follow_job
+from orchestrator.service.terminal.follow import follow_job as follow_job
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.parse import parse_job
@@ -75,7 +75,7 @@ def shown(world: World, wanted: str, *, is_terminal: bool) -> str:
         following = threading.Thread(target=follow_job, args=(client, "lm-1", console), daemon=True)
         following.start()
         until(lambda: wanted in printed.getvalue(), wanted, SEEN_S)
-        world.controller.cancel(["lm-1"])
+        world.controller.cancel_jobs(["lm-1"])
         world.turn_until("cancelled")
         following.join(SEEN_S)
         assert not following.is_alive()
@@ -106,8 +106,8 @@ def turn_until_it_asks(world: World) -> None:
     """Play the world until lm-1 is submitted, has run out of memory, and asks."""
 
     def asks() -> bool:
-        world.controller.turn(10.0)
-        job = world.controller.job("lm-1")
+        world.controller.run_once(10.0)
+        job = world.controller.find_job("lm-1")
         return job is not None and bool(job.asks)
 
     until(asks, "lm-1 asks", SEEN_S)
@@ -134,7 +134,7 @@ def test_a_rehearsal_ends_with_its_verdict_where_the_job_asks(
 
 def test_a_run_says_once_that_its_job_waits_for_an_answer_and_goes_on(idle_world: World) -> None:
     with closing(Client(idle_world.home)) as client:
-        client.submit(
+        client.submit_job(
             parse_job(ASKING, "job.yaml").model_dump(mode="json"), dataclasses.asdict(FAULT)
         )
     turn_until_it_asks(idle_world)
@@ -152,7 +152,7 @@ def test_a_second_run_of_a_live_job_is_told_of_the_first(
 ) -> None:
     spec = parse_job(ASKING, "job.yaml")
     with closing(Client(idle_world.home)) as client:
-        client.submit(spec.model_dump(mode="json"), dataclasses.asdict(FAULT))
+        client.submit_job(spec.model_dump(mode="json"), dataclasses.asdict(FAULT))
     turn_until_it_asks(idle_world)
     second = threading.Thread(
         target=follow.run_to_end, args=(spec, FAULT, idle_world.home, False), daemon=True
@@ -160,8 +160,8 @@ def test_a_second_run_of_a_live_job_is_told_of_the_first(
     second.start()
 
     def has_second() -> bool:
-        idle_world.controller.turn(10.0)
-        return idle_world.controller.job("lm-2") is not None
+        idle_world.controller.run_once(10.0)
+        return idle_world.controller.find_job("lm-2") is not None
 
     until(has_second, "lm-2 is submitted", SEEN_S)
     printed = capsys.readouterr().err

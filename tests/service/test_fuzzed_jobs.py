@@ -156,7 +156,7 @@ def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[o
     if (audited, len(submitted)) != (count - count % BATCHED, taken) or not 0 < taken < count:
         broken.append(f"{count} sent, {audited} audited, {taken} taken, {len(submitted)} stored")
     broken += [event.spec for event in submitted if world.journal.round_trip_event(event) != event]
-    world.journal.find_unreadable_rows()
+    world.journal.set_aside_unreadable()
     return [*broken, *world.journal.set_aside.list_rows()]
 
 

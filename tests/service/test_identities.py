@@ -22,7 +22,7 @@ from orchestrator.service.client.client import Client, process_is_alive, user_na
 from orchestrator.service.client.lifecycle import prepare_home, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import load_attempt_curves
-from orchestrator.service.server.routes.attempt_files import read_from
+from orchestrator.service.server.routes.attempt_files import read_masked
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until
@@ -90,7 +90,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
     )
     spec = {**read_job(file).model_dump(mode="json"), "user": user, "name": user}
     with closing(Client(home)) as client:
-        return client.submit(spec)
+        return client.submit_job(spec)
 
 
 def show(home: Path, job_id: str) -> Any:
@@ -194,7 +194,7 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
             file.symlink_to(secret) if planted is link else os.mkfifo(file)
         assert load_attempt_curves(tmp_path, "lm-1", 1).loss == []
         assert read_exit_code(folder, 0) is None
-        assert read_from(planted, 0, ()) == b""
+        assert read_masked(planted, 0, ()) == b""
         assert read_log_tail(planted) == ""
         with pytest.raises(OSError, match=r"Too many levels|No such device"):
             open_to_append(planted)
@@ -208,8 +208,10 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
 def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
     """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
     starts = (
-        "import subprocess, sys; from orchestrator.backends.attempts.launcher import dies_with_parent, run_as; "
-        f"rank = subprocess.Popen(['sleep', '600'], preexec_fn=dies_with_parent(), **run_as('{ADA}:{ADA}')); "
+        "import subprocess, sys; "
+        "from orchestrator.backends.attempts.launcher import die_with_parent_hook, user_arguments; "
+        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), "
+        f"**user_arguments('{ADA}:{ADA}')); "
         "print(rank.pid, flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

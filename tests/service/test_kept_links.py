@@ -26,10 +26,10 @@ def test_a_port_stays_over_starts_and_another_is_taken_where_somebody_has_it() -
 
 def test_a_problem_that_delays_no_job_is_told_and_stands_in_no_reason() -> None:
     health = Health()
-    health.watch(lambda: "no notice reaches desk", delays_jobs=False)
-    health.watch(lambda: "the disk is full", is_fatal=True)
-    assert health.problems() == ["no notice reaches desk", "the disk is full"]
-    assert health.delays() == health.failures() == ["the disk is full"]
+    health.register_source(lambda: "no notice reaches desk", delays_jobs=False)
+    health.register_source(lambda: "the disk is full", is_fatal=True)
+    assert health.list_problems() == ["no notice reaches desk", "the disk is full"]
+    assert health.list_delays() == health.list_failures() == ["the disk is full"]
 
 
 def test_a_cancelled_attempt_is_no_loss_by_failure() -> None:

@@ -91,7 +91,9 @@ class Mortal:
         while not self._full.wait(PAUSE_S):
             try:
                 client = client or Client(self.home)
-                ids.append(client.submit(SPEC))  # sent again where it was killed before it answered
+                ids.append(
+                    client.submit_job(SPEC)
+                )  # sent again where it was killed before it answered
             except ServiceError as error:  # it is dead
                 client = None
                 self.unanswered += str(error).startswith("no service answered")

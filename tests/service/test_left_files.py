@@ -126,7 +126,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
     with closing(Journal(f"sqlite:///{path}")) as journal:
         backend = FaultyBackend(CLUSTERS[2], seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.current_time_s)
-        jobs = [*controller.state.jobs.values(), *controller.ended(100)]
+        jobs = [*controller.state.jobs.values(), *controller.list_ended_jobs(100)]
         assert len(jobs) == 10
         for job in jobs:
             json.dumps(job_view(job), allow_nan=False)
@@ -141,7 +141,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
 
 def test_a_thread_that_ends_unexpectedly_is_named(world: World) -> None:
     faults = ThreadFaults()
-    world.controller.health.watch(faults.problem)
+    world.controller.health.register_source(faults.problem)
     assert world.client.get("/readyz").json()["problems"] == []
     faults.record_fault("sweeps", LookupError("planted"))
     assert world.client.get("/readyz").json()["problems"] == [

@@ -6,7 +6,7 @@ import threading
 import time
 
 from orchestrator.service.server.routes import links as links_module
-from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.links import MlflowLinks
 
 
 def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
@@ -17,14 +17,14 @@ def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
         assert may.wait(60.0)
         return None if len(keys) == 1 else f"http://mlflow/{key}"
 
-    links = Links(look)
+    links = MlflowLinks(look)
     began_s = time.perf_counter()
-    assert [links.of("http://mlflow", "a", 2) for _ in range(50)] == [None] * 50
+    assert [links.find_cached("http://mlflow", "a", 2) for _ in range(50)] == [None] * 50
     assert time.perf_counter() - began_s < 30.0, "each lookup waits 60 s"
     may.set()
     deadline_s = time.monotonic() + 60.0
     while (
-        links.of("http://mlflow", "a", 2) != "http://mlflow/a"
+        links.find_cached("http://mlflow", "a", 2) != "http://mlflow/a"
     ):  # there was no page at first: it is sought again
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -40,8 +40,8 @@ def test_a_look_that_fails_is_repeated() -> None:
             raise RuntimeError("MLflow is odd")
         return "http://mlflow/x"
 
-    links, deadline_s = Links(look), time.monotonic() + 60.0
-    while links.of("u", "k", 1) is None:
+    links, deadline_s = MlflowLinks(look), time.monotonic() + 60.0
+    while links.find_cached("u", "k", 1) is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert len(tries) == 2

@@ -67,7 +67,7 @@ def log_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     before = root.handlers[:], root.level
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    logs.configure("json")
+    logs.configure_logging("json")
     yield stream
     root.handlers[:], root.level = before
     sys.excepthook, logs.threading.excepthook = hooks
@@ -160,7 +160,7 @@ def test_a_header_cannot_be_split(tmp_path: Path) -> None:
 
 
 def test_what_nobody_catches_is_one_record_too() -> None:
-    program = "from orchestrator.service.server import logs; logs.configure('json'); raise ValueError('a\\nb')"
+    program = "from orchestrator.service.server import logs; logs.configure_logging('json'); raise ValueError('a\\nb')"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )

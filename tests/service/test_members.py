@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.client.join_token import FILE, split_join_token
+from orchestrator.service.client.join_token import FILE, split_secret_and_fingerprint
 from orchestrator.service.intake.cluster_file import load_cluster, select_local_nodes
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.service.server.members import Machine, Members, check_alike, machine
+from orchestrator.service.server.members import (
+    MachineProperties,
+    Members,
+    check_compatible,
+    read_machine_properties,
+)
 from orchestrator.service.server.routes.api import JOINING, ROLES, create_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -46,32 +51,32 @@ def names(cluster: ClusterSpec) -> list[str]:
 
 def test_a_member_is_declared_at_once_and_after_a_restart_until_it_leaves(tmp_path: Path) -> None:
     joined = Joined(tmp_path)
-    joined.members.add(node("a"), "10.0.0.2")
-    joined.members.add(node("a"), "10.0.0.2")
+    joined.members.add_machine(node("a"), "10.0.0.2")
+    joined.members.add_machine(node("a"), "10.0.0.2")
     assert [names(cluster) for cluster in joined.told] == [["virtual", "a"]]
     assert names(load_cluster(tmp_path)) == ["virtual", "a"]
     joined.live = {"a": "10.0.0.2"}
     with pytest.raises(ServiceError, match="a still runs"):
-        joined.members.remove("a")
+        joined.members.remove_machine("a")
     joined.live = {}
-    joined.members.remove("a")
-    joined.members.add(node("b"), "10.0.0.3")
+    joined.members.remove_machine("a")
+    joined.members.add_machine(node("b"), "10.0.0.3")
     with pytest.raises(UnknownError, match=r"no machine 'a' has joined; those that have: b"):
-        joined.members.remove("a")
-    joined.members.remove("b")
+        joined.members.remove_machine("a")
+    joined.members.remove_machine("b")
     assert names(load_cluster(tmp_path)) == names(joined.told[-1]) == ["virtual"]
 
 
 def test_a_name_is_of_one_machine_and_a_node_that_runs_keeps_its_devices(tmp_path: Path) -> None:
     joined = Joined(tmp_path)
-    joined.members.add(node("a"), "10.0.0.2")
+    joined.members.add_machine(node("a"), "10.0.0.2")
     joined.live = {"a": "10.0.0.2"}
     with pytest.raises(ServiceError, match=r"at 10.0.0.2: `orc join --name NAME`"):
-        joined.members.add(node("a"), "10.0.0.3")
+        joined.members.add_machine(node("a"), "10.0.0.3")
     with pytest.raises(ServiceError, match="have changed"):
-        joined.members.add(node("a", 4), "10.0.0.2")
+        joined.members.add_machine(node("a", 4), "10.0.0.2")
     joined.live = {}
-    joined.members.add(node("a", 4), "10.0.0.2")
+    joined.members.add_machine(node("a", 4), "10.0.0.2")
     assert joined.told[-1].nodes[-1].devices == 4
 
 
@@ -80,15 +85,15 @@ def test_a_node_that_the_file_names_is_as_the_file_says_and_must_have_that(tmp_p
     with pytest.raises(
         ServiceError, match=r"says that n1 has 8 x h100-80gb; the machine has 2 x virtual-256MiB"
     ):
-        joined.members.add(node("n1"), "10.0.0.2")
+        joined.members.add_machine(node("n1"), "10.0.0.2")
     node_spec = parse_cluster(TWO, "two").nodes[0].model_copy(update={"name": "n1", "count": 1})
-    joined.members.add(node_spec, "10.0.0.2")
+    joined.members.add_machine(node_spec, "10.0.0.2")
     assert names(joined.told[-1]) == ["n0", "n1"]
 
 
 def test_on_the_loopback_no_machine_joins(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="orc up --listen"):
-        Joined(tmp_path, ray_address="127.0.0.1:6379").members.add(node("a"), "10.0.0.2")
+        Joined(tmp_path, ray_address="127.0.0.1:6379").members.add_machine(node("a"), "10.0.0.2")
 
 
 def test_of_nodes_with_gpus_the_one_of_this_name_is_here_and_members_are_not() -> None:
@@ -105,23 +110,25 @@ def test_of_nodes_with_gpus_the_one_of_this_name_is_here_and_members_are_not() -
 
 @pytest.mark.parametrize("name", ["python", "interpreter", "ray", "orchestrator", "home"])
 def test_each_difference_is_an_error_with_both_values(tmp_path: Path, name: str) -> None:
-    here = machine(tmp_path)
+    here = read_machine_properties(tmp_path)
     service = replace(here, **{name: "what-the-service-has"})
     with pytest.raises(SpecError) as refused:
-        check_alike(service, here)
+        check_compatible(service, here)
     assert "what-the-service-has" in str(refused.value)
     assert repr(getattr(here, name)) in str(refused.value)
     assert "to do:" in str(refused.value)
 
 
 def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
-    service: Machine = replace(machine(tmp_path), home_mark="of the service")
+    service: MachineProperties = replace(
+        read_machine_properties(tmp_path), home_mark="of the service"
+    )
     with pytest.raises(SpecError, match="the service's home is not here"):
-        check_alike(service, machine(tmp_path))
+        check_compatible(service, read_machine_properties(tmp_path))
     (tmp_path / "token").write_text("another one")
     with pytest.raises(SpecError, match="this folder is not the service's home"):
-        check_alike(service, machine(tmp_path))
-    check_alike(machine(tmp_path), machine(tmp_path))
+        check_compatible(service, read_machine_properties(tmp_path))
+    check_compatible(read_machine_properties(tmp_path), read_machine_properties(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +136,9 @@ def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
 )
 def test_what_is_no_token_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(SpecError) as refused:
-        split_join_token(text)
+        split_secret_and_fingerprint(text)
     assert not text or text not in str(refused.value)
-    assert split_join_token(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
+    assert split_secret_and_fingerprint(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
 
 
 def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_metrics_agree_with_the_state_through_a_jobs_life(world: World) -> N
     assert value(running, "orc_job_wait_seconds_count") == 2
     assert value(running, "orc_memory_predicted_bytes", job_id=ids[0]) > 0
     expected_s = value(running, "orc_job_expected_end_timestamp_seconds", job_id=ids[0])
-    assert expected_s > world.controller.figures().at_s
+    assert expected_s > world.controller.read_figures().at_s
     used_s = value(running, "orc_team_usage_device_seconds_total", team="others")
     world.turn_until("succeeded", 3)
     after = scrape(world)
@@ -128,20 +128,20 @@ def test_ended_jobs_are_counted_across_restarts_and_once(tmp_path: Path) -> None
     for total in (4, 8):
         with closing(Journal(url)) as journal:
             controller = Controller(journal, Instant(nodes), time.time)
-            controller.turn(0.0)
+            controller.run_once(0.0)
             controller.submit_all([(script("lm", gpus=1), None)] * 4)
             while controller.state.jobs:
-                controller.turn(0.0)
+                controller.run_once(0.0)
             for _ in range(2):
-                assert controller.figures().totals.ended == {"succeeded": total}
+                assert controller.read_figures().totals.ended == {"succeeded": total}
 
 
 def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) -> None:
     def lost() -> None:
         raise ServiceError("taken over")
 
-    metrics = Metrics(world.controller.figures, lost, lambda _: [])
-    values = samples(metrics.text().decode())
+    metrics = Metrics(world.controller.read_figures, lost, lambda _: [])
+    values = samples(metrics.scrape_text().decode())
     assert value(values, "orc_journal_lease_held") == 0
     assert {name for name, _ in values if name.startswith("orc_")} == {
         "orc_journal_lease_held",
@@ -175,13 +175,13 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
         answer = world.client.post("/jobs", json={"spec": spec})
         assert answer.status_code == 200, answer.text
         ids[spec["name"]] = answer.json()["id"]
-    controller.turn(0.0)
-    jobs, now_s = controller.state.jobs, controller.figures().at_s
+    controller.run_once(0.0)
+    jobs, now_s = controller.state.jobs, controller.read_figures().at_s
     assert pending_code(jobs[ids["follower"]], now_s) == "dependency"
     assert pending_code(jobs[ids["windowed"]], now_s) == "start_window"
-    controller.drain("virtual", undo=False)
+    controller.drain_node("virtual", undo=False)
     drained = world.submit()
-    controller.turn(0.0)
+    controller.run_once(0.0)
     assert pending_code(controller.state.jobs[drained], now_s) == "drain"
     unseen = Job(
         id="a-1",
@@ -204,23 +204,23 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/journal.sqlite"
     with closing(Journal(url)) as journal:
         controller = Controller(journal, Instant(nodes), time.time)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         controller.submit(script("lm", gpus=1))
         while controller.state.jobs:
-            controller.turn(0.0)
+            controller.run_once(0.0)
         (real,) = journal.list_ended_jobs(1)
         ended = [Archive(job=replace(real, id=f"ended-{number}")) for number in range(1, ENDED)]
         journal.append([(TimerFired(at_s=0.0), ended)])
     with closing(Journal(url)) as journal:
         controller = Controller(journal, Idle(nodes), time.time)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         controller.submit_all([(script("lm", gpus=1), None)] * QUEUED)
-        controller.turn(0.0)
-        metrics = Metrics(controller.figures, controller.confirm, lambda _: [])
+        controller.run_once(0.0)
+        metrics = Metrics(controller.read_figures, controller.confirm_ownership, lambda _: [])
         took_s = []
         for _ in range(10):
             began_s = time.process_time()
-            text = metrics.text().decode()
+            text = metrics.scrape_text().decode()
             took_s.append(time.process_time() - began_s)
         values = samples(text)
     assert value(values, "orc_jobs", status="succeeded") == ENDED

@@ -67,7 +67,7 @@ class Site:
         """Return everything of the first run that a writer could have changed."""
         from mlflow import MlflowClient
 
-        client = MlflowClient(self.server.uri)
+        client = MlflowClient(self.server.tracking_uri)
         run = client.get_run(self.runs[0])
         names = [artifact.path for artifact in client.list_artifacts(self.runs[0])]
         return [
@@ -88,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         server = MlflowServer(world.home)
         stack.callback(server.stop)
         eventually(server.ensure_running, 120)
-        client = MlflowClient(server.uri)
+        client = MlflowClient(server.tracking_uri)
         experiment = client.create_experiment("night")
         runs = [
             client.create_run(experiment, run_name=f"run-{number}").info.run_id
@@ -229,13 +229,13 @@ def test_neither_token_nor_cookie_reaches_mlflow(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = list[httpx.Headers]()
-    real = mlflow_routes._mlflow_request
+    real = mlflow_routes._make_mlflow_request
 
     def record_request(request: Any) -> httpx.Request:
         passed.append((made := real(request)).headers)
         return made
 
-    monkeypatch.setattr(mlflow_routes, "_mlflow_request", record_request)
+    monkeypatch.setattr(mlflow_routes, "_make_mlflow_request", record_request)
     headers = {
         "Cookie": "a=b",
         "Referer": site.url,

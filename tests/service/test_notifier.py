@@ -61,14 +61,14 @@ class Watched:
         self.journal.notices.register_receivers(["hook"])
         self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
-        self.controller.turn(0.0)
+        self.controller.run_once(0.0)
         targets = make_targets(self.spec, "c", {})
         self.notifier = Notifier(
             self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list
         )
 
     def pending_notices(self) -> list[tuple[str, str]]:
-        self.notifier.look()
+        self.notifier.send_due_notices()
         return [
             (notice.kind, notice.title)
             for _, notice in self.journal.notices.list_pending("hook", 99)
@@ -108,7 +108,7 @@ def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(
     tmp_path: Path, zone: str
 ) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S, report_at=f"07:00 {zone}")).journal):
-        due = {watched.notifier._due_s(SEVEN_S + hour * 3600) for hour in range(365 * 24)}
+        due = {watched.notifier._last_due_s(SEVEN_S + hour * 3600) for hour in range(365 * 24)}
     gaps = [later - earlier for earlier, later in zip(sorted(due), sorted(due)[1:], strict=False)]
     assert len(due) in (365, 366)
     assert {round(gap / 3600) for gap in gaps} <= {23, 24, 25}
@@ -125,7 +125,7 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
         for steps, deadline in ((1_000_000_000, "07:01"), (2, "06:00")):
             text = f"{TIMED}steps: {steps}\ndeadline: '{deadline}'\n"
             watched.controller.submit(parse_job(text, "job.yaml"))
-        watched.controller.turn(0.0)
+        watched.controller.run_once(0.0)
         assert watched.pending_notices() == [("late", "lm-1 will be late")]
         assert watched.pending_notices() == [("late", "lm-1 will be late")], "told twice"
 
@@ -144,7 +144,7 @@ def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -
         free_bytes = tuple(0 if error else node.device.memory for error in errors)
         node = replace(node, free_bytes=free_bytes, driver_errors=errors)
         event = NodesSeen(nodes=(node,), declared=watched.controller.state.declared, at_s=at_s)
-        watched.controller._apply([event])
+        watched.controller._apply_events([event])
 
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
         see(SEVEN_S, "GPU is lost", "GPU is lost")
@@ -172,13 +172,13 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
     notifier = Notifier(
         spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
     )
-    assert notifier.test([]) == {"hook": None}
+    assert notifier.test_targets([]) == {"hook": None}
     (_, body), *_ = hook.got
     assert json.loads(body)["type"] == "orc.test"
     hook.status = 404
-    assert notifier.test(["hook"]) == {"hook": "it answered 404"}
+    assert notifier.test_targets(["hook"]) == {"hook": "it answered 404"}
     with pytest.raises(SpecError, match="no such target"):
-        notifier.test(["hok"])
+        notifier.test_targets(["hok"])
     assert world.by(Role.MEMBER).post("/notify/test", json={}).status_code == 403
     assert world.by(Role.OPERATOR, "ben").post("/notify/test", json={}).json() == {"problems": {}}
     world.journal.close()
@@ -218,7 +218,7 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
     start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
-            bug = client.submit(
+            bug = client.submit_job(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
             until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)

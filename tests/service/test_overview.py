@@ -92,7 +92,7 @@ def test_a_question_stands_on_the_page_with_a_button_that_answers_it(world: Worl
 def test_the_first_page_is_the_overview_and_its_parts_are_of_the_live_queue(world: World) -> None:
     for _ in range(3):
         job_id = world.submit()
-    world.controller.turn(1.0)
+    world.controller.run_once(1.0)
     answer = world.client.get("/", follow_redirects=True)
     assert answer.url.path == "/ui/overview"
     assert "Running" in answer.text

@@ -131,7 +131,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         compare(world)
         for _ in range(3):
             world.submit()
-        world.controller.turn(1.0)
+        world.controller.run_once(1.0)
         folder = JobFolder(world.home, "lm-1").attempt(1)
         folder.path.mkdir(parents=True)
         folder.log(0).write_text(f"begins\n{HOSTILE}\nends\n")
@@ -213,7 +213,7 @@ def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
     tab.on("dialog", lambda dialog: dialog.accept())
     tab.get_by_role("button", name=f"Cancel {job_id}").click()
     tab.get_by_text("Done.").wait_for()
-    job = site.world.controller.job(job_id)
+    job = site.world.controller.find_job(job_id)
     assert job is not None
     assert job.cancelling or job.status == "cancelled"
 
@@ -221,7 +221,7 @@ def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
 def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended(
     site: Site,
 ) -> None:
-    site.world.controller.drain("virtual", undo=False)
+    site.world.controller.drain_node("virtual", undo=False)
     job_id = site.world.submit()
     tab = site.signed_in()
     tab.on("dialog", lambda dialog: dialog.accept())
@@ -236,8 +236,8 @@ def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended
     tab.wait_for_url("**/ui/queue")
     newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
     assert newest.retry_of == job_id
-    site.world.controller.cancel([newest.id])
-    site.world.controller.drain("virtual", undo=True)
+    site.world.controller.cancel_jobs([newest.id])
+    site.world.controller.drain_node("virtual", undo=True)
 
 
 def test_an_ended_job_is_retried_with_settings_and_a_wrong_one_is_told(site: Site) -> None:
@@ -252,7 +252,7 @@ def test_an_ended_job_is_retried_with_settings_and_a_wrong_one_is_told(site: Sit
     tab.wait_for_url("**/ui/queue")
     newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
     assert (newest.retry_of, newest.spec.priority, newest.spec.training.max_steps) == ("lm-2", 3, 7)
-    site.world.controller.cancel([newest.id])
+    site.world.controller.cancel_jobs([newest.id])
 
 
 def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
@@ -298,7 +298,7 @@ def test_a_page_says_that_nothing_was_compared_yet(world: World) -> None:
 
 def test_a_page_says_what_is_wrong_around_the_service_while_it_is(world: World) -> None:
     problems: list[str | None] = ["Ray cannot be reached since noon", None]
-    world.controller.health.watch(lambda: problems[0])
+    world.controller.health.register_source(lambda: problems[0])
     assert problems[0] in world.client.get(f"{PAGES}/queue").text
     problems.pop(0)
     assert "Ray cannot be reached" not in world.client.get(f"{PAGES}/queue").text
@@ -581,7 +581,7 @@ def test_a_session_ends(world: World, ends: str) -> None:
             accounts=world.accounts,
             clock=lambda: time.time() - LIFETIME_S,
         )
-        _become(client, old.cookie(_token(world, Role.VIEWER)))
+        _become(client, old.make_cookie(_token(world, Role.VIEWER)))
     else:
         _become(client, next(iter(client.cookies.values())).replace("1.", "0.", 1))
     assert client.get(f"{PAGES}/queue").status_code == 303
@@ -724,7 +724,7 @@ def test_no_page_waits_for_a_forecast_that_takes_long(monkeypatch: pytest.Monkey
     newest = forecasts.Forecasts(State)
     try:
         began_s = time.perf_counter()
-        assert [newest.newest() for _ in range(200)] == [{}] * 200
+        assert [newest.find_newest() for _ in range(200)] == [{}] * 200
         assert time.perf_counter() - began_s < 20 * forecasts.PATIENCE_S
     finally:
         is_over.set()

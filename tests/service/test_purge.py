@@ -71,13 +71,13 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     turn_until_ended(world, 3)
     submit(plain)
     submit(plain)
-    world.controller.cancel(["lm-4", "lm-5"])
+    world.controller.cancel_jobs(["lm-4", "lm-5"])
     turn_until_ended(world, 5)
     submit(parse_job(JOB + "depends_on: lm-3\n", "job.yaml"))
     command = f"command: python train.py --from {world.home}/jobs/lm-5/output"
     submit(parse_job(f"name: late\n{command}\nglobal_batch_size: 1\ngpus: 1\n", "late.yaml"))
     assert {*LIVE} <= {*world.controller.state.jobs}
-    assert {*FREE, *NAMED} == {*world.journal.ends_by_job()}
+    assert {*FREE, *NAMED} == {*world.journal.status_and_end_by_job()}
     yield world
     world.journal.close()
 
@@ -85,9 +85,9 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def turn_until_ended(world: World, count: int) -> None:
     """Turn until so many jobs have given back their devices."""
     for _ in range(2000):
-        if len(world.journal.ends_by_job()) >= count:
+        if len(world.journal.status_and_end_by_job()) >= count:
             return
-        world.controller.turn(10.0)
+        world.controller.run_once(10.0)
     raise AssertionError("no job has ended")
 
 
@@ -409,14 +409,16 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
     start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
-            names = [client.submit(read_job(job).model_dump(mode="json")) for _ in range(2)]
+            names = [client.submit_job(read_job(job).model_dump(mode="json")) for _ in range(2)]
             until(
                 lambda: all(client.fetch_job(name)[0]["status"] == "succeeded" for name in names),
                 "both ends",
                 120.0,
             )
             until(
-                lambda: len(client.purge(dry_run=True)["goes"]) == 2, "the records have left", 60.0
+                lambda: len(client.purge_files(dry_run=True)["goes"]) == 2,
+                "the records have left",
+                60.0,
             )
             assert client.read_log(names[0], 1, 0, 0)[0]
             with pytest.raises(SystemExit) as ended:
@@ -430,7 +432,7 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
             with pytest.raises(ServiceError, match="attempts was removed on"):
                 client.read_log(names[0], 1, 0, 0)
             until(lambda: not [*(home / TRASH).iterdir()], "the trash is empty", 60.0)
-            again = client.submit(read_job(job).model_dump(mode="json"))
+            again = client.submit_job(read_job(job).model_dump(mode="json"))
             until(
                 lambda: client.fetch_job(again)[0]["status"] == "succeeded", "the third end", 120.0
             )

@@ -20,9 +20,9 @@ from orchestrator.service.commands.replay import iterate_events, replay_history
 from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
-from orchestrator.service.server.verbs import suspend
+from orchestrator.service.server.verbs import make_suspension
 from orchestrator.service.terminal import gantt
-from orchestrator.service.terminal.comparison_tables import _table as strategies_table
+from orchestrator.service.terminal.comparison_tables import _make_table as strategies_table
 from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.simulation_tables import (
     replay_table,
@@ -57,7 +57,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
     for _ in range(1000):
         if settled(controller.state):
             return path, journal
-        controller.turn(3600.0)
+        controller.run_once(3600.0)
     raise AssertionError("the night did not end")
 
 
@@ -123,7 +123,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     journal = Journal(f"sqlite:///{tmp_path}/journal.sqlite")
     controller = Controller(journal, backend, backend.current_time_s)
-    controller.turn(0.0)
+    controller.run_once(0.0)
     spec = JobSpec.model_validate(
         {
             "name": "hour",
@@ -135,7 +135,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     )
     for _ in range(3):
         controller.submit(spec)
-    controller.turn(60.0)
+    controller.run_once(60.0)
     (tmp_path / "other.yaml").write_text(
         "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
     )
@@ -193,7 +193,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     with contextlib.closing(Journal(f"sqlite:///{tmp_path}/journal.sqlite")) as journal:
         controller = Controller(journal, backend, backend.current_time_s)
-        controller.turn(0.0)
+        controller.run_once(0.0)
         spec = JobSpec.model_validate(
             {
                 "name": "hour",
@@ -209,7 +209,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         (tmp_path / "other.yaml").write_text(text)
         (tmp_path / "cluster.yaml").write_text(text)
         waiting = controller.submit(spec)
-        controller.change([waiting], suspend("ann"))
+        controller.change_jobs([waiting], make_suspension("ann"))
         only_held = [
             "simulate",
             "--queue",
@@ -225,7 +225,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         assert f"Not counted, since they are held: {waiting}" in captured.err
         for _ in range(2):
             controller.submit(spec)
-        controller.turn(60.0)
+        controller.run_once(60.0)
         for form in QUEUE_FORMS:
             argv = ["simulate", "--queue", "now", "--home", str(tmp_path), *form.split()]
             assert exit_code(lambda argv=argv: main(argv)) == 0, form  # type: ignore[misc]
@@ -242,7 +242,7 @@ def test_a_table_of_nothing_is_a_table() -> None:
     for table in (
         simulated_table(nothing),
         replay_table(()),
-        gantt.picture((), spec),
+        gantt.draw_gantt((), spec),
         queue_table([]),
         attempts_table([]),
         nodes_table([], []),

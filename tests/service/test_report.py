@@ -14,7 +14,13 @@ from pydantic import TypeAdapter
 from orchestrator.scheduling.reports.morning import MorningReport, ReportLine
 from orchestrator.service.client.client import parse_answer
 from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
-from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
+from orchestrator.service.views.report import (
+    SHOWN_MAX,
+    format_html,
+    format_markdown,
+    parse_since,
+    report_sections,
+)
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.replace import replace
@@ -67,7 +73,7 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Mornin
 def test_devices_were_not_idle_before_the_journal_began(world: World, view: MorningReport) -> None:
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.iterate_events())).at_s
-    assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
+    assert [world.controller.report_start_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
         began_s,
         began_s + 1.0,
     ]
@@ -86,14 +92,14 @@ def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -
 
     reports = Reports(report)
     with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(lambda _: reports.of(1, 100.0), range(400))]
+        answers = [*pool.map(lambda _: reports.find_report(1, 100.0), range(400))]
     assert {answer["since_s"] for answer in answers} == {100.0}
     assert 1 <= len(made) <= 2  # 400 calls may stand on both sides of one boundary of REPORT_S
     for version in range(2, 50):
-        reports.of(version, 100.0)
+        reports.find_report(version, 100.0)
     assert len(made) >= 49, "a report of an earlier state is not shown"
     for number in range(10 * REPORTS_MAX):
-        reports.of(50, number * REPORT_S)
+        reports.find_report(50, number * REPORT_S)
         assert len(reports._reports) <= REPORTS_MAX
 
 
@@ -120,10 +126,10 @@ def hostile(view: MorningReport) -> MorningReport:
 
 def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: MorningReport) -> None:
     page = Tags()
-    page.feed(html(hostile(view)))
+    page.feed(format_html(hostile(view)))
     assert "script" not in page.tags
     assert not page.tags & {"link", "img", "iframe", "style"}  # mail programs would drop them
-    text = markdown(hostile(view))
+    text = format_markdown(hostile(view))
     assert "\n# heading" not in text
     assert "<script" not in text.replace("`<script>", "")
     outside = [part for line in text.splitlines() for part in line.split("`")[::2]]
@@ -136,10 +142,10 @@ def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: Morn
         for number in range(SHOWN_MAX + 5)
     ]
     long = replace(view, waiting=tuple(many))
-    for heading, _ in sections(long):
-        assert f"## {heading}\n" in markdown(long)
-        assert f"<h2>{heading} (" in html(long)
-    assert "`...`: 5 more" in markdown(long)
+    for heading, _ in report_sections(long):
+        assert f"## {heading}\n" in format_markdown(long)
+        assert f"<h2>{heading} (" in format_html(long)
+    assert "`...`: 5 more" in format_markdown(long)
 
 
 def test_a_report_of_another_form_is_one_error_that_names_the_place(view: MorningReport) -> None:

@@ -20,7 +20,7 @@ from orchestrator.backends.redaction import make_hider, mask_secrets, without_se
 from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
-from orchestrator.service.server.routes.attempt_files import read_from
+from orchestrator.service.server.routes.attempt_files import read_masked
 from orchestrator.specs.attempt import Evidence
 from tests.backends.ray_jobs import until
 from tests.scheduling.world import script
@@ -112,7 +112,7 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             command = f"name: {name}\ncommand: {sys.executable} sees.py\nglobal_batch_size: 1\nprobe: never\ngpus: 1\n"
             file.write_text(command + rest)
             with closing(Client(home)) as client:
-                job_id = client.submit(read_job(file).model_dump(mode="json"))
+                job_id = client.submit_job(read_job(file).model_dump(mode="json"))
                 until(
                     lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
                     f"the end of {name}",
@@ -177,9 +177,9 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     path, secret = tmp_path / "rank0.log", b"planted-of-the-hub-4712"
     text = b"before " + secret + b" after " + secret[:9]
     path.write_bytes(text)
-    whole = read_from(path, 0, [secret])
+    whole = read_masked(path, 0, [secret])
     assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
-    assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
+    assert all(read_masked(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
     assert mask_secrets(b"plan", [secret]) == b"****"
     assert mask_secrets(b"pla", [secret]) == b"pla"
 

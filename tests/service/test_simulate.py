@@ -25,7 +25,7 @@ from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import simulate_queue
 from orchestrator.service.commands.simulate import Outcome, Simulated, quantile, simulate_on
-from orchestrator.service.terminal.gantt import picture
+from orchestrator.service.terminal.gantt import draw_gantt
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
@@ -302,7 +302,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 def test_the_picture_shows_every_node() -> None:
     run = simulate(day(1), CLUSTER)
-    drawn = picture(run.outcomes, CLUSTER)
+    drawn = draw_gantt(run.outcomes, CLUSTER)
     assert [line.split()[0] for line in drawn.splitlines()[:4]] == [
         "node0",
         "node1",

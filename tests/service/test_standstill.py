@@ -80,7 +80,7 @@ def hanging(
 
     def submit() -> None:
         with suppress(ServiceError), closing(Client(home)) as client:
-            client.submit(spec)
+            client.submit_job(spec)
 
     threading.Thread(target=submit, daemon=True).start()
     yield home
@@ -102,12 +102,12 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
         controller = Controller(journal, FolderBackend(tmp_path, CLUSTER), time.time, Gated)
         submitter = threading.Thread(target=controller.submit, args=[script("lm", gpus=1)])
         submitter.start()
-        problems = until(controller.health.failures, "the standstill is told")
+        problems = until(controller.health.list_failures, "the standstill is told")
         assert problems[0].startswith("no decision has ended for 0 s: submitted, since ")
-        assert "job=lm-1" in str(controller.standstill(names_job=True))
+        assert "job=lm-1" in str(controller.describe_standstill(name_job=True))
         Gated.opened.set()
         submitter.join()
-        assert controller.health.failures() == []
+        assert controller.health.list_failures() == []
 
 
 @pytest.mark.long

@@ -41,7 +41,7 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
     values = [trial["value"] for trial in sweep["trials"] if trial["status"] == "succeeded"]
     assert sweep["trials"][sweep["best"]]["value"] == min(values)
 
-    client = MlflowClient(MlflowServer(here.folder / "home").uri)
+    client = MlflowClient(MlflowServer(here.folder / "home").tracking_uri)
 
     def parent() -> Any:
         (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")

@@ -124,12 +124,12 @@ class World:
     def submit(self) -> str:
         specs = read_jobs(self.folder / "job.yaml")
         with contextlib.closing(Client(self.home)) as client:
-            ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
+            ids = client.submit_jobs([spec.model_dump(mode="json") for spec in specs])["ids"]
         return f"sweep-{ids[0]}"
 
     def sweep(self, sweep_id: str) -> Any:
         with contextlib.closing(Client(self.home)) as client:
-            return asdict(client.sweep(sweep_id))
+            return asdict(client.fetch_sweep(sweep_id))
 
     def page(self, path: str) -> str:
         answer = httpx.get(f"{self.url}/ui{path}", headers={"Authorization": f"Bearer {TOKEN}"})
@@ -138,7 +138,7 @@ class World:
 
     def held_s(self, trial: Any) -> float:
         """Seconds of devices that the attempts of a trial held."""
-        job = self.controller.job(trial["job"])
+        job = self.controller.find_job(trial["job"])
         assert job is not None
         return sum((attempt.ended_at_s or 0.0) - attempt.launched_at_s for attempt in job.attempts)
 
@@ -150,8 +150,13 @@ class World:
         notices.register_receivers(["hook"])
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
             Notifier(
-                spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports
-            ).look()
+                spec,
+                {},
+                notices,
+                self.controller,
+                lambda at_s=at_s: at_s,
+                self.sweeper.make_reports,
+            ).send_due_notices()
         return str([notice.text for _, notice in notices.list_pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
@@ -215,7 +220,7 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
         pytest.raises(ServiceError, match="has ended already: finished"),
         contextlib.closing(Client(world.home)) as it,
     ):
-        it.cancel([sweep_id], whole_arrays=False)
+        it.cancel_jobs([sweep_id], whole_arrays=False)
 
 
 @pytest.mark.timeout(300)
@@ -262,7 +267,7 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
     ]:
         assert shown.count(f">{name} <") == 1, name
     with contextlib.closing(Client(world.home)) as client:
-        client.cancel([sweep_id], whole_arrays=False)
+        client.cancel_jobs([sweep_id], whole_arrays=False)
 
 
 @pytest.mark.long
@@ -288,7 +293,7 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
     ]
     assert over["trials"][1]["reason"].startswith("stopped early at step ")
     assert over["best"] == 2
-    job = world.controller.job(over["trials"][1]["job"])
+    job = world.controller.find_job(over["trials"][1]["job"])
     assert job is not None
     assert job.status == "cancelled"
     assert job.last is not None
@@ -333,7 +338,7 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
         contextlib.closing(Client(world.home)) as client,
         pytest.raises(SpecError, match="by the service alone"),
     ):
-        client.submit_all([forged])
+        client.submit_jobs([forged])
 
 
 @pytest.mark.long
@@ -352,19 +357,19 @@ def test_a_search_that_fails_ends_its_sweep_and_no_other(
     bad = world.submit()
     world.until(bad, lambda sweep: len(sweep["trials"]) == 2)
     good = world.submit()
-    report = world.sweeper._advance
+    report = world.sweeper._advance_sweep
 
     def advance(sweep_id: str) -> None:
         if sweep_id == bad:
             raise ZeroDivisionError("a bug")
         report(sweep_id)
 
-    monkeypatch.setattr(world.sweeper, "_advance", advance)
+    monkeypatch.setattr(world.sweeper, "_advance_sweep", advance)
     over = world.until(bad, lambda sweep: sweep["ended"])
     assert over["ended"] == "its search failed: ZeroDivisionError: a bug"
     assert world.sweep(good)["ended"] == ""
     with contextlib.closing(Client(world.home)) as client:
-        client.cancel([good], whole_arrays=False)
+        client.cancel_jobs([good], whole_arrays=False)
 
 
 def make_sweep(**fields: Any) -> Sweep:
@@ -385,16 +390,16 @@ def test_a_study_that_is_made_anew_from_its_trials_asks_for_the_same_ones(method
 
     whole, proposals = Study("s", make_sweep(method=method), 10), list[dict[str, Any]]()
     for number in range(15):
-        proposals.append(whole.ask())
-        whole.tell(number, value(proposals[-1]))
+        proposals.append(whole.propose_trial())
+        whole.record_end(number, value(proposals[-1]))
     for split in (1, 12):
         again = Study("s", make_sweep(method=method), 10)
         for number in range(split):
-            again.ask(proposals[number])
-            again.tell(number, value(proposals[number]))
+            again.propose_trial(proposals[number])
+            again.record_end(number, value(proposals[number]))
         for number in range(split, 15):
-            assert again.ask() == proposals[number], (split, number)
-            again.tell(number, value(proposals[number]))
+            assert again.propose_trial() == proposals[number], (split, number)
+            again.record_end(number, value(proposals[number]))
     for proposal in proposals:
         assert 1e-5 <= proposal["lr"] <= 1e-2
         assert type(proposal["width"]) is int
@@ -406,11 +411,11 @@ def test_bayes_comes_closer_than_chance() -> None:
         study = Study("s", make_sweep(method=method, max_trials=60), None)
         losses = []
         for number in range(60):
-            parameters = study.ask()
+            parameters = study.propose_trial()
             losses.append(
                 (float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2
             )
-            study.tell(number, losses[-1])
+            study.record_end(number, losses[-1])
         return sum(losses[30:])
 
     assert best("bayes") < best("random")
@@ -420,9 +425,9 @@ def test_no_trial_is_stopped_at_its_last_step() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median", "startup_trials": 1}), 10)
     stopped = []
     for number in range(3):
-        study.ask()
-        stopped += [step for step in (9, 10) if study.report(number, step, float(number))]
-        study.tell(number, float(number))
+        study.propose_trial()
+        stopped += [step for step in (9, 10) if study.report_value(number, step, float(number))]
+        study.record_end(number, float(number))
     assert stopped == [9, 9]
 
 
@@ -431,9 +436,9 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
     study = Study("s", make_sweep(early_terminate=early), 27)
     whole = []
     for number in range(20):
-        study.ask()
-        stopped = any(study.report(number, step, float(number % 7)) for step in range(1, 28))
-        study.tell(number, None if stopped else float(number % 7), stopped=stopped)
+        study.propose_trial()
+        stopped = any(study.report_value(number, step, float(number % 7)) for step in range(1, 28))
+        study.record_end(number, None if stopped else float(number % 7), stopped=stopped)
         whole += [] if stopped else [number % 7]
     assert 0 < len(whole) < 20
     assert min(whole) == 0
@@ -441,7 +446,7 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
 
 def test_values_that_are_no_numbers_are_failures_and_steps_between_are_not_compared() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median"}), 1000)
-    study.ask()
-    assert not study.report(0, 1, 5.0)
-    study.tell(0, float("nan"))
+    study.propose_trial()
+    assert not study.report_value(0, 1, 5.0)
+    study.record_end(0, float("nan"))
     assert study_module.REPORTS == 100

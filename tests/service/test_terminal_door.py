@@ -31,9 +31,9 @@ from orchestrator.cli import app, main
 from orchestrator.planning.picture import Mark
 from orchestrator.service.terminal.output import (
     clean_streams,
-    console_on,
+    make_console,
+    print_answer,
     show_spinner,
-    tell,
     write_log,
 )
 from tests.scheduling.factories import DEVICE
@@ -305,15 +305,15 @@ def test_every_way_to_print_is_the_door(monkeypatch: pytest.MonkeyPatch, is_term
     table.add_row(Panel(POISON, title=POISON))
     table.add_row(Text("here", style=Style(link=f"http://{POISON}")))
     with clean_streams(), show_spinner(POISON):
-        tell({POISON: POISON}, False, table)
-        tell({POISON: POISON}, False, POISON)
+        print_answer({POISON: POISON}, False, table)
+        print_answer({POISON: POISON}, False, POISON)
         for stream in (sys.stdout, sys.stderr):
             print(POISON, POISON, file=stream)
             stream.write(POISON)
             stream.writelines([POISON, "\udcff"])
-            console_on(stream).print(POISON, style="red")
-            console_on(stream).out(POISON)
-            console_on(stream).rule(POISON)
+            make_console(stream).print(POISON, style="red")
+            make_console(stream).out(POISON)
+            make_console(stream).rule(POISON)
         typer.echo(POISON)
         typer.secho(POISON, err=True, fg="red")
     text = out.getvalue() + error.getvalue()
@@ -329,7 +329,7 @@ def test_json_stays_json_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> N
         screen = Screen(is_terminal=is_terminal)
         monkeypatch.setattr(sys, "stdout", screen)
         with clean_streams():
-            tell({everything: everything}, True, "")
+            print_answer({everything: everything}, True, "")
         assert json.loads(screen.getvalue()) == {everything: everything}
         assert not STEERING.search(screen.getvalue())
 
@@ -338,7 +338,7 @@ def test_a_bugs_traceback_takes_the_same_door(monkeypatch: pytest.MonkeyPatch) -
     screen = Screen(is_terminal=False)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", Screen(is_terminal=False))
-    monkeypatch.setattr(cli, "_run", lambda _: 1 / 0)
+    monkeypatch.setattr(cli, "_run_command", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main([])
     sys.stderr.write(f"Traceback ... {POISON}")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from orchestrator.service.client.sending import upload_files
 from orchestrator.service.intake.intake import read_jobs_for_service
 from orchestrator.service.transfer import store
-from orchestrator.service.transfer.archive import Limits, list_files, unpack
+from orchestrator.service.transfer.archive import Limits, list_files, unpack_archive
 from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.access import Role
@@ -70,7 +70,7 @@ def test_what_is_unpacked_is_what_was_packed_and_its_digest_depends_on_nothing_e
     project: Path, tmp_path: Path
 ) -> None:
     listing = list_files(project, LIMITS)
-    digest = unpack(reader(b"".join(listing.stream())), tmp_path / "copy", LIMITS)
+    digest = unpack_archive(reader(b"".join(listing.iterate_bytes())), tmp_path / "copy", LIMITS)
     assert tree(tmp_path / "copy") == tree(project)
     assert digest == listing.digest()
     os.utime(project / "train.py", (0, 0))
@@ -104,7 +104,7 @@ def test_a_link_that_leaves_the_folder_is_not_followed(project: Path, tmp_path: 
     os.mkfifo(project / "pipe")
     listing = list_files(project, LIMITS)
     assert sorted(listing.left_out) == ["a", "b", "c", "pipe"]
-    assert b"token" not in b"".join(listing.stream())
+    assert b"token" not in b"".join(listing.iterate_bytes())
 
 
 def test_a_file_that_becomes_a_link_while_it_is_sent_is_not_followed(
@@ -115,7 +115,7 @@ def test_a_file_that_becomes_a_link_while_it_is_sent_is_not_followed(
     (project / "train.py").unlink()
     (project / "train.py").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic links"):
-        b"".join(listing.stream())
+        b"".join(listing.iterate_bytes())
 
 
 BAD = {
@@ -160,7 +160,7 @@ def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) 
     (tmp_path / "in").mkdir()
     message = "archive: no size" if name in ("negative", "a fraction", "truth") else "archive: "
     with pytest.raises(SpecError, match=message):
-        unpack(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
+        unpack_archive(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
     assert tree(tmp_path) == {"in": None}
 
 
@@ -173,7 +173,7 @@ def test_any_bytes_are_an_archive_or_one_clear_error(
 ) -> None:
     target = tmp_path_factory.mktemp("any") / "copy"
     try:
-        unpack(reader(data), target, LIMITS)
+        unpack_archive(reader(data), target, LIMITS)
     except SpecError:
         assert list(target.parent.iterdir()) == []
 
@@ -190,14 +190,14 @@ class Clock:
 
 def pack_folder(folder: Path) -> tuple[str, bytes]:
     listing = list_files(folder, LIMITS)
-    return listing.digest(), gzip.compress(b"".join(listing.stream()))
+    return listing.digest(), gzip.compress(b"".join(listing.iterate_bytes()))
 
 
 def store_upload(uploads: Uploads, folder: Path) -> str:
     digest, data = pack_folder(folder)
-    with uploads.receiving() as file:
+    with uploads.incoming_path() as file:
         file.write_bytes(data)
-        uploads.store(digest, file)
+        uploads.store_upload(digest, file)
     return digest
 
 
@@ -211,12 +211,12 @@ def test_an_upload_is_kept_while_a_live_job_names_it_and_goes_when_it_was_long_u
     clock.now_s += store.KEPT_S + 1
     (project / "a").write_text("2")
     second = store_upload(uploads, project)
-    assert uploads.missing([first, second, "0" * 64]) == ["0" * 64]
+    assert uploads.list_missing([first, second, "0" * 64]) == ["0" * 64]
     used.clear()
     clock.now_s += store.KEPT_S + 1
     (project / "a").write_text("3")
     third = store_upload(uploads, project)
-    assert uploads.missing([first, second, third]) == [first, second]
+    assert uploads.list_missing([first, second, third]) == [first, second]
 
 
 def test_uploads_have_a_bound_together(
@@ -232,7 +232,7 @@ def test_uploads_have_a_bound_together(
         store_upload(uploads, project)  # the first was asked for a moment ago
     clock.now_s += store.GRACE_S + 1
     second = store_upload(uploads, project)
-    assert uploads.missing([first, second]) == [first]
+    assert uploads.list_missing([first, second]) == [first]
     assert not [
         path for path in (tmp_path / "home" / "uploads").iterdir() if path.name.startswith(".")
     ]
@@ -246,10 +246,10 @@ def test_a_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
         archive(("a", "file", 1, ""), content=b"\0" * 10**7),
     )
     for bomb in bombs:
-        with uploads.receiving() as file:
+        with uploads.incoming_path() as file:
             file.write_bytes(gzip.compress(bomb))
             with pytest.raises(SpecError):
-                uploads.store("0" * 64, file)
+                uploads.store_upload("0" * 64, file)
     assert list((tmp_path / "uploads").iterdir()) == []
 
 
@@ -398,7 +398,7 @@ def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(
     assert (operator.status_code, viewer.status_code) == (200, 403)
     headers = answers["ada"].headers
     assert (headers["x-output-bytes"], headers["x-output-left-out"]) == ("7", "1")
-    unpack(reader(answers["bob"].content), tmp_path / "got", LIMITS)
+    unpack_archive(reader(answers["bob"].content), tmp_path / "got", LIMITS)
     assert tree(tmp_path / "got") == {"model.pt": (b"weights", False), "latest": "model.pt"}
 
 
@@ -424,7 +424,7 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     copy_upload(job, world.home)
     assert (folder.workdir / "src" / "model.pt").exists(), "a restart keeps what the job wrote"
     assert not (world.home / "uploads" / digest / "files" / "src" / "model.pt").exists()
-    unpack(reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS)
+    unpack_archive(reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS)
     written = {
         path: content for path, content in tree(tmp_path / "got").items() if content is not None
     }

@@ -26,7 +26,7 @@ def see(world: World, *errors: str) -> None:
         declared=world.controller.state.declared,
         at_s=world.controller.state.at_s + 1,
     )
-    world.controller._apply([event])
+    world.controller._apply_events([event])
 
 
 def devices_by_state(world: World) -> dict[str, float]:
@@ -71,7 +71,7 @@ def test_a_job_that_waits_for_the_driver_says_so_in_the_queue_and_when_explained
 ) -> None:
     see(world, WHY, WHY)
     job_id = world.submit()
-    world.controller.turn(0.0)
+    world.controller.run_once(0.0)
     for path in (f"/jobs/{job_id}", "/jobs"):
         text = world.client.get(path).text
         assert "waits for " in text
@@ -84,6 +84,6 @@ def test_a_doctor_names_the_device_that_is_lost(monkeypatch: pytest.MonkeyPatch)
     lost = nvml.NvmlReading(
         devices=(nvml.NvmlDevice(index=0), nvml.NvmlDevice(index=1, error="GPU is lost"))
     )
-    monkeypatch.setattr(nvml, "devices", lambda: lost)
+    monkeypatch.setattr(nvml, "read_nvml", lambda: lost)
     verdict, observation, _ = doctor._check_nvml()
     assert (verdict, observation) == (BAD, "cannot be read: device 1: GPU is lost")

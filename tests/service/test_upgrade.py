@@ -155,7 +155,7 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
 
 def statuses(home: Path, job_id: str) -> list[str]:
     """Return the statuses of the runs that MLflow has of a job's attempts."""
-    client = MlflowClient(MlflowServer(home).uri)
+    client = MlflowClient(MlflowServer(home).tracking_uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(
         experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'"

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.backends.attempts.start import link_source_checkpoint
 from orchestrator.sdk import Client
-from orchestrator.service.server.retry import changed_files, continuation
+from orchestrator.service.server.retry import choose_start, list_changed_files
 from orchestrator.service.terminal.verbs import STATUSES
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Evidence
@@ -35,7 +35,7 @@ VERBS = ("hold", "release", "suspend", "resume")
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path, TEAMS)
-    world.controller.drain("virtual", undo=False)  # jobs wait
+    world.controller.drain_node("virtual", undo=False)  # jobs wait
     yield world
     world.journal.close()
 
@@ -69,7 +69,7 @@ def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: Wo
         version = world.controller.version
         assert send(f"/jobs/{verb}", json={"jobs": [second, second]}).json() == {"changed": []}
         assert world.controller.version == version
-    world.controller.cancel([first])
+    world.controller.cancel_jobs([first])
     refused = send("/jobs/hold", json={"jobs": [second, first]})
     assert (refused.status_code, f"`orc retry {first}`" in refused.json()["error"]) == (409, True)
     assert all(job.held_by is None for job in world.controller.state.jobs.values())
@@ -78,7 +78,7 @@ def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: Wo
 def test_a_suspended_job_ends_its_attempt_and_goes_on_when_it_is_resumed(world: World) -> None:
     long = {**job_spec(), "training": {**job_spec()["training"], "max_steps": 100_000}}
     job_id = world.client.post("/jobs", json={"spec": long}).json()["id"]
-    world.controller.drain("virtual", undo=True)
+    world.controller.drain_node("virtual", undo=True)
     world.turn_until("running")
     refused = world.client.post("/jobs/hold", json={"jobs": [job_id]})
     assert (refused.status_code, f"`orc suspend {job_id}`" in refused.json()["error"]) == (
@@ -138,7 +138,7 @@ def test_a_job_above_its_teams_limit_is_refused_and_one_without_gets_the_default
 
 
 def test_an_ended_job_is_submitted_again_as_a_new_one_with_its_settings(still: World) -> None:  # noqa: F811
-    still.controller.drain("virtual", undo=False)
+    still.controller.drain_node("virtual", undo=False)
     with Client(still.home) as client:
         job = client.submit("job.yaml")
         with pytest.raises(ServiceError, match=f"`orc cancel {job.id}` ends it"):
@@ -171,24 +171,24 @@ def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_s
 ):
     spec = decoder_spec()
     job, script = ended_job(spec), ended_job(script_spec())
-    assert continuation(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
+    assert choose_start(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
     assert (
-        continuation(job, spec, ["training.learning_rate"]).why
+        choose_start(job, spec, ["training.learning_rate"]).why
         == "starts over: `training` changes the training"
     )
     assert (
-        continuation(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why
+        choose_start(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why
         == "starts over: it had succeeded"
     )
-    assert continuation(replace(job, attempts=()), spec, []) == (
+    assert choose_start(replace(job, attempts=()), spec, []) == (
         None,
         0,
         "starts over: nothing was saved",
     )
     unsaved = replace(job, attempts=(), continues_from="lm-0", continues_step=3)
-    assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
-    assert continuation(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
-    assert "knobs.resume_from" in continuation(script, script.spec, []).why
+    assert choose_start(unsaved, spec, [])[:2] == ("lm-0", 3)
+    assert choose_start(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
+    assert "knobs.resume_from" in choose_start(script, script.spec, []).why
 
 
 def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path)
         os.utime(file, (changed_at_s, changed_at_s))
     spec = decoder_spec(data={"text": [str(old), str(new)], "sequence_length": 32})
     job = ended_job(spec)
-    assert changed_files(
+    assert list_changed_files(
         replace(job, attempts=(replace(job.attempts[0], launched_at_s=100.0),)), spec
     ) == [str(new)]
 
@@ -229,7 +229,7 @@ def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World
         done = run_orc(arguments, env=dict(os.environ))
         return done.returncode, done.stdout + done.stderr
 
-    still.controller.drain("virtual", undo=False)
+    still.controller.drain_node("virtual", undo=False)
     with Client(still.home) as client:
         ids = [client.submit("job.yaml", user=user).id for user in ("ada", "bob", "ada")]
     code, output = orc("cancel", "--user", "ada")

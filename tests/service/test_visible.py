@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.visible import visible, visible_log
+from orchestrator.service.visible import escape_controls, escape_log
 
 CLEAR = "\x1b]0;owned\x07\x1b[2J\u202e"
 
 
 @given(st.text())
 def test_no_text_steers_a_terminal_and_plain_text_stays(text: str) -> None:
-    shown = visible({"a": [text]})["a"][0]
+    shown = escape_controls({"a": [text]})["a"][0]
     assert all(char in "\t\n" or (char.isprintable() or ord(char) > 0x9F) for char in shown)
     assert not {*"\x1b\x07\x08\u202e\u2066"} & {*shown}
     if text.isprintable():
@@ -20,5 +20,5 @@ def test_no_text_steers_a_terminal_and_plain_text_stays(text: str) -> None:
 
 
 def test_logs_keep_their_colours_and_carriage_returns() -> None:
-    assert visible_log("\x1b[31mred\x1b[0m 10%\r20%\n") == "\x1b[31mred\x1b[0m 10%\r20%\n"
-    assert visible_log(CLEAR) == "\\x1b]0;owned\\x07\\x1b[2J\\u202e"
+    assert escape_log("\x1b[31mred\x1b[0m 10%\r20%\n") == "\x1b[31mred\x1b[0m 10%\r20%\n"
+    assert escape_log(CLEAR) == "\\x1b]0;owned\\x07\\x1b[2J\\u202e"

@@ -49,7 +49,7 @@ class World:
         cluster = read_cluster(None).model_copy(update={"policy": policy})
         backend = FaultyBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, backend, backend.current_time_s)
-        self.controller.turn(1.0)
+        self.controller.run_once(1.0)
         self.ended = False
         self.now_s = 1e9
         self.accounts = Accounts(self.journal.database.transaction, lambda: self.now_s)
@@ -94,10 +94,10 @@ class World:
 
     def turn_until(self, status: str, count: int = 1) -> None:
         for _ in range(2000):
-            jobs = (*self.controller.state.jobs.values(), *self.controller.ended(99))
+            jobs = (*self.controller.state.jobs.values(), *self.controller.list_ended_jobs(99))
             if sum(job.status == status for job in jobs) >= count:
                 return
-            self.controller.turn(10.0)
+            self.controller.run_once(10.0)
         raise AssertionError(f"no job became {status}")
 
 

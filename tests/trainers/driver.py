@@ -59,7 +59,10 @@ def cluster(memory: str, devices: int = 2) -> ClusterSpec:
 
 def card_cluster(cards: dict[str, str]) -> ClusterSpec:
     """Return a node with the cards that NVML reports under these variables; to all code they are real devices."""
-    asks = "from orchestrator.backends.devices import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
+    asks = (
+        "from orchestrator.backends.devices import nvml; "
+        "print(*(one.total_bytes for one in nvml.read_nvml().devices))"
+    )
     process = subprocess.run(
         [sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True
     )

@@ -134,6 +134,9 @@ def test_a_head_that_takes_no_text_is_fitted_as_a_script_that_makes_its_samples(
 def test_a_hub_that_never_answers_is_waited_for_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        program = "from orchestrator.service.intake import hub; hub.TRY_S = 0.5; print(hub.hub_config('a/model'))"
+        program = (
+            "from orchestrator.service.intake import hub; hub.TRY_S = 0.5; "
+            "print(hub.load_hub_config('a/model'))"
+        )
         ended = run(tmp_path, program, HF_ENDPOINT=endpoint)
     assert (ended.returncode, ended.stdout.strip()) == (0, "{}"), ended.stderr

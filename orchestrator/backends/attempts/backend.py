@@ -77,7 +77,7 @@ class ProcessBackend:
         self._told: tuple[object, ...] | None = None
         # by the monotonic clock: nothing is decided on nodes of an earlier service
         self._answered_s = -AWAY_S
-        self._refresh()
+        self._refresh_nodes()
         self._refresher = start_loop("nodes", self._keep_refreshing, self._world.closing)
 
     def launch(self, action: Launch) -> None:
@@ -131,7 +131,7 @@ class ProcessBackend:
         self._declared = idle_nodes(cluster)
         self._policy = cluster.policy
 
-    def addresses(self) -> dict[str, str]:
+    def address_by_node(self) -> dict[str, str]:
         """Return {node name: address} of the nodes that were alive when the cluster last answered."""
         return {
             name: node.launch.address for name, node in self._world.nodes.last_known_nodes().items()
@@ -144,17 +144,17 @@ class ProcessBackend:
         for thread in (self._refresher, *(thread for _, thread in self._watches.values())):
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _is_watched(self, name: str) -> bool:
-        return name in self._watches and self._watches[name][1].is_alive()
+    def _is_watched(self, attempt_name: str) -> bool:
+        return attempt_name in self._watches and self._watches[attempt_name][1].is_alive()
 
     def _keep_refreshing(self) -> None:
         while not self._world.closing.wait(REFRESH_EVERY_S):
             try:
-                self._refresh()
+                self._refresh_nodes()
             except Exception:  # the thread's edge: no news of nodes is no event
                 log.exception("the nodes cannot be read")
 
-    def _refresh(self) -> None:
+    def _refresh_nodes(self) -> None:
         try:
             nodes = self._world.nodes.refresh()
             self._answered_s = time.monotonic()
@@ -183,7 +183,7 @@ def _store_fence(home: Path, ownership: Ownership) -> Fence | None:
         return None
     fence = Fence(folder=str(home.resolve() / "fence"), number=ownership.fence)
     try:
-        fence.store()
+        fence.store_number()
     except OSError:  # a full disk: an earlier service is kept off by its lease alone
         log.exception("the fence of this service cannot be written")
     return fence

@@ -85,21 +85,23 @@ class Fence:
     folder: str
     number: int
 
-    def store(self) -> None:
-        """Store the number in the folder durably, and remove older numbers. Raises OSError."""
+    def store_number(self) -> None:
+        """Store the fencing number in the folder durably, and remove older numbers. Raises
+        OSError.
+        """
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self.number)).touch()
-        for older in self._numbers():
+        for older in self._list_stored_numbers():
             if older < self.number:
                 (folder / str(older)).unlink(missing_ok=True)
 
     @property
     def is_passed(self) -> bool:
         """Whether a newer owner of the journal has stored its number."""
-        return max(self._numbers(), default=0) > self.number
+        return max(self._list_stored_numbers(), default=0) > self.number
 
-    def _numbers(self) -> list[int]:
+    def _list_stored_numbers(self) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
             return [int(name) for name in os.listdir(self.folder) if name.isdecimal()]
         return []

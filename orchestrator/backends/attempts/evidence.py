@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from orchestrator.backends.attempts.durable import read_json, write_durably
-from orchestrator.backends.attempts.launch_request import started_ranks
+from orchestrator.backends.attempts.launch_request import list_started_ranks
 from orchestrator.backends.attempts.left_files import (
     LINE_BYTES_MAX,
     Problems,
@@ -134,46 +134,46 @@ def collect_evidence(
     """
     folder = job_folder.attempt(attempt.number)
     world_size = device_count(attempt.placement)
-    started = started_ranks(spec, attempt.placement)
+    started = list_started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
     files = [*map(folder.log, started), *map(folder.exit_code, started)]
     began = any(file.exists() for file in files)
     parts = Parts(attempt.name)
 
     def read(kind: type[Report], path: Callable[[int], Path]) -> tuple[Report, ...]:
-        reports = parts.read(
+        reports = parts.read_part(
             kind.__name__, lambda: read_reports(kind, path, range(world_size)), Reports[Report]()
         )
-        parts.problems.add(*reports.problems)
+        parts.problems.add_sentences(*reports.problems)
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
-    parts.problems.add(*_list_refused_patterns(spec))
+    parts.problems.add_sentences(*_list_refused_patterns(spec))
     results = Results()
     checkpoints = Checkpoints()
     unmatched = tuple[str, ...]()
     if not attempt.probe:
-        results = parts.read(
+        results = parts.read_part(
             "results", lambda: find_results(spec, job_folder, folder, started, file_access), results
         )
-        parts.problems.add(*results.problems)
+        parts.problems.add_sentences(*results.problems)
     if not attempt.probe and spec.is_script:
         output = output_folder(spec, job_folder)
-        checkpoints = parts.read(
+        checkpoints = parts.read_part(
             "checkpoints", lambda: find_checkpoints(spec, output, file_access), checkpoints
         )
-        parts.problems.add(*checkpoints.problems)
+        parts.problems.add_sentences(*checkpoints.problems)
         if not checkpoints.has_matches:
-            unmatched = parts.read(
+            unmatched = parts.read_part(
                 "output", lambda: list_unmatched_files(spec, job_folder), unmatched
             )
     step = None
     if not attempt.probe:
-        step = parts.read(
+        step = parts.read_part(
             "checkpoint", lambda: find_saved_step(spec, job_folder, checkpoints), step
         )
     ranks = [
-        parts.read(
+        parts.read_part(
             f"log of rank {rank}",
             partial(_read_rank_end, spec, attempt, job_folder, rank, beats, file_access),
             RankEnd(
@@ -186,11 +186,11 @@ def collect_evidence(
     ]
     lost = tuple[str, ...]()
     unwatched = tuple[str, ...]()
-    lost = parts.read(
+    lost = parts.read_part(
         "restart", lambda: _list_lost_state(spec, folder, ending, job_folder, attempt), lost
     )
     if began:
-        unwatched = parts.read(
+        unwatched = parts.read_part(
             "unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched
         )
     return Evidence(
@@ -205,7 +205,7 @@ def collect_evidence(
         checkpoint_step=step,
         unmatched=unmatched,
         unwatched=unwatched,
-        busy_percent=parts.read("samples", lambda: mean_busy_percent(folder), None),
+        busy_percent=parts.read_part("samples", lambda: mean_busy_percent(folder), None),
         virtual=_read_json_or_empty(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
         **_watcher_fields(ending),
@@ -275,17 +275,19 @@ class Parts:
     attempt: str
     problems: Problems = field(default_factory=Problems)
 
-    def read(self, name: str, call: Callable[[], Part], default: Part) -> Part:
-        """Return the result of `call`. Where it raises, log the error under `name`, and return
+    def read_part(self, part_name: str, read: Callable[[], Part], default: Part) -> Part:
+        """Return the result of `read`. Where it raises, log the error under `part_name`, and return
         `default`.
         """
         try:
-            return call()
+            return read()
         except (
             Exception
         ) as error:  # the edge: whatever a job left ends its attempt as its training ended
-            log.exception("attempt %s: its %s cannot be read", self.attempt, name)
-            self.problems.add(f"its {name} cannot be read: {type(error).__name__}: {error}")
+            log.exception("attempt %s: its %s cannot be read", self.attempt, part_name)
+            self.problems.add_sentences(
+                f"its {part_name} cannot be read: {type(error).__name__}: {error}"
+            )
             return default
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.process_census import MARK
-from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.environment import INHERITED, select_matching
 from orchestrator.specs.command_line import Env
 from orchestrator.training.guard.fork_server import GUARD, user_of
@@ -179,8 +179,8 @@ def _connect_to_server(connection: socket.socket, interpreter: str, env: Env) ->
 
     Returns why there can be no server, or "". Raises OSError.
     """
-    prefix = f"orc-forks-{_digest(_list_inherited_state())}-"
-    name = prefix + _digest([interpreter, *sorted(env.items())])
+    prefix = f"orc-forks-{_sha256_digest(_list_inherited_state())}-"
+    name = prefix + _sha256_digest([interpreter, *sorted(env.items())])
     try:
         connection.connect("\0" + name)
     except ConnectionRefusedError:
@@ -199,7 +199,7 @@ def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> 
     listed = Path("/proc/net/unix").read_text().split()
     if len({word for word in listed if word.startswith(f"@{prefix}")}) >= SERVERS_MAX:
         return f"{SERVERS_MAX} servers stand already"
-    total, available = read_memory_bytes()
+    total, available = read_total_and_available_bytes()
     if available < AVAILABLE_MIN * total:
         return "memory is short"
     ended = subprocess.run(
@@ -217,7 +217,7 @@ def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> 
     return f"the server ended with code {ended.returncode}" if ended.returncode else ""
 
 
-def _digest(parts: list[Any]) -> str:
+def _sha256_digest(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

@@ -41,7 +41,7 @@ class Identity:
     uid: int
     gid: int
 
-    def variables(self, home: Path) -> dict[str, str]:
+    def default_variables(self, home: Path) -> dict[str, str]:
         """Return default environment variables of the user's processes. The job's own variables override them."""
         user_home = home / USERS / self.name
         cache = str(user_home / ".cache")

@@ -97,7 +97,7 @@ class LaunchRequest:
     secrets: tuple[str, ...]
 
 
-def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
+def list_started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
     """Return the numbers of the ranks whose processes the orchestrator starts itself.
 
     They are all ranks, or the first rank of each node where a launcher program (torchrun) starts
@@ -137,7 +137,7 @@ def build_launch_request(
         **dict(spec.env),
         **rendered.env,
     }
-    files = attempt_files(job, attempt, folder, nodes)
+    files = list_attempt_files(job, attempt, folder, nodes)
     if spec.is_script:
         common["ORC_GUARD"] = str(
             paths.guard
@@ -215,7 +215,7 @@ def _last_step(job: Job, attempt: Attempt) -> int:
     return 0 if before is None or steps is None else steps - before
 
 
-def attempt_files(
+def list_attempt_files(
     job: Job, attempt: Attempt, job_folder: JobFolder, nodes: Mapping[str, LaunchNode]
 ) -> tuple[tuple[str, str], ...]:
     """Return (absolute path, text) of each file that the ranks read, such as DeepSpeed's
@@ -395,7 +395,7 @@ def _launcher_processes(
     The script is run under the guard, or inherits it.
     """
     gang = _rendezvous_variables(attempt, nodes, master_port)
-    firsts = started_ranks(spec, attempt.placement)
+    firsts = list_started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
         env = {

@@ -148,7 +148,7 @@ class Launcher:
                     target=self._run_ranks, args=(list(ranks), workdir), daemon=True
                 ).start()
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
-            return self._status()
+            return self._make_status()
 
     def run_before(self, argv: Sequence[str], env: Env, workdir: str) -> int:
         """Run the command that precedes the ranks, and return its exit code. Raises TimeoutExpired after 15 minutes."""
@@ -175,7 +175,7 @@ class Launcher:
     def status(self) -> LauncherStatus:
         """Return the current status."""
         with self._changed:
-            return self._status()
+            return self._make_status()
 
     def wait(self, version: int, timeout_s: float) -> LauncherStatus:
         """Return the status once its version is greater than `version`, or after `timeout_s`
@@ -183,7 +183,7 @@ class Launcher:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
-            return self._status()
+            return self._make_status()
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to every rank's process group, then SIGKILL after `grace_s` seconds."""
@@ -193,7 +193,7 @@ class Launcher:
                 self._announce_change()
                 return
             if grace_s > 0:
-                self._signal(signal.SIGTERM)
+                self._signal_ranks(signal.SIGTERM)
             self._kill_within(grace_s)
 
     def abort(self, grace_s: float) -> None:
@@ -202,7 +202,7 @@ class Launcher:
         """
         self._kill_within(grace_s)
 
-    def _status(self) -> LauncherStatus:
+    def _make_status(self) -> LauncherStatus:
         return {
             "version": self._version,
             "state": self._state,
@@ -261,7 +261,7 @@ class Launcher:
     def _check_ranks(self) -> None:
         """Measure the processes, notice failed ranks, and send the signals that are due."""
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
-            self._signal(signal.SIGKILL)
+            self._signal_ranks(signal.SIGKILL)
         if time.monotonic() >= self._next_census_s:
             self._next_census_s = time.monotonic() + CENSUS_EVERY_S
             self._census.take_census({rank.process.pid for rank in self._ranks.values()})
@@ -291,7 +291,7 @@ class Launcher:
         """
         user = user_arguments(env.pop(RUN_AS, None))
         with open_to_append(self._folder.log(rank_number)) as log:
-            rank = "it runs as another user" if user else self._fork(argv, env, workdir, log)
+            rank = "it runs as another user" if user else self._fork_rank(argv, env, workdir, log)
             with contextlib.suppress(OSError), open_to_append(self._folder.starts) as starts:
                 starts.write(f"rank {rank_number}: {rank}\n".encode())
             if isinstance(rank, ForkedRank):
@@ -314,7 +314,7 @@ class Launcher:
                 )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
-    def _fork(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
+    def _fork_rank(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
         """Return the rank's process, forked by the fork server, or the reason (text) why it must be
         a new interpreter instead.
         """
@@ -383,11 +383,11 @@ class Launcher:
                 self._announce_change()
             self._kill_at_s = at_s if self._kill_at_s is None else min(self._kill_at_s, at_s)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal_ranks(self, signal_number: signal.Signals) -> None:
         for rank in self._ranks.values():
             if rank.exit_code is None and rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, number)
+                    os.killpg(rank.process.pid, signal_number)
 
     def _is_superseded(self) -> bool:
         self._stale = self._stale or read_attempt_number(self._epoch_path) > self._epoch

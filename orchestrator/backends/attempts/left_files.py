@@ -47,7 +47,7 @@ class Problems:
 
     sentences: list[str] = field(default_factory=list)
 
-    def add(self, *sentences: str) -> None:
+    def add_sentences(self, *sentences: str) -> None:
         """Add sentences that are not there yet, each cut to a bound and put on one line."""
         for sentence in sentences:
             line = " ".join(sentence.split())[:PROBLEM_CHARACTERS_MAX]
@@ -77,17 +77,17 @@ def read_reports(
         except OSError:  # not written
             continue
         except ValueError as error:
-            problems.add(f"{name}: {error}")
+            problems.add_sentences(f"{name}: {error}")
             continue
         values, wrong = bounded_values(report_type, data)
-        problems.add(*(f"{name}: {reason}" for reason in wrong))
+        problems.add_sentences(*(f"{name}: {reason}" for reason in wrong))
         if values.get("rank") != rank:
-            problems.add(f"{name}: it is no report of this rank")
+            problems.add_sentences(f"{name}: it is no report of this rank")
             continue
         try:
             reports.append(report_type(**values))
         except TypeError:  # a required field is missing
-            problems.add(f"{name}: it lacks required fields")
+            problems.add_sentences(f"{name}: it lacks required fields")
     return Reports(tuple(reports), tuple(problems.sentences))
 
 

@@ -136,7 +136,7 @@ class NodeWatch:
                 self._busy[part] = self._busy.get(part, 0) + 1
                 self._use.pop(part, None)
 
-    def free_bytes_before(self, devices: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    def free_bytes_when_idle(self, devices: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         """Return the free bytes of each device, a (node name, index), from before it was occupied.
 
         () where a device has no such reading.

@@ -63,7 +63,9 @@ class SearchBudget:
     until_s: float = field(default_factory=lambda: time.monotonic() + SEARCH_S_MAX)
 
     def count_entry(self) -> None:
-        """Count one name. Raises OutOfBounds."""
+        """Subtract a directory entry from the budget. Raises OutOfBounds once the entries or the
+        time are used up.
+        """
         self.entries -= 1
         if self.entries < 0:
             raise OutOfBounds(f"more than {ENTRIES_MAX:,} names")
@@ -285,14 +287,14 @@ def search_as_user(
     return SearchResult((), tuple(sentences), tuple(patterns))
 
 
-def parse_search_result(data: Mapping[str, Any]) -> SearchResult:
+def parse_search_result(raw: Mapping[str, Any]) -> SearchResult:
     """Return the search result from the JSON object that the child wrote. Raises ValueError,
     TypeError and KeyError.
     """
     return SearchResult(
-        matches=tuple(FileMatch(**match) for match in data["matches"]),
-        problems=tuple(data["problems"]),
-        unevaluated=tuple(data["unevaluated"]),
+        matches=tuple(FileMatch(**match) for match in raw["matches"]),
+        problems=tuple(raw["problems"]),
+        unevaluated=tuple(raw["unevaluated"]),
     )
 
 

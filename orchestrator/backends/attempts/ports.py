@@ -69,14 +69,14 @@ class LauncherGroup(Protocol):
     def start(
         self,
         ranks: Mapping[str, Sequence[RankStart]],
-        counts: Mapping[str, int],
+        ranks_per_process: Mapping[str, int],
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of every node, unless they were started before, and return the
         launchers' statuses.
 
-        `counts` has the number of ranks per process, by node. Nothing starts where `fence` is
+        `ranks_per_process` has the number of ranks per process, by node. Nothing starts where `fence` is
         passed (another service owns the journal).
         """
 

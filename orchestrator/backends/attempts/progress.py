@@ -67,7 +67,7 @@ class LogCounter:
                         self.first = self.last
 
     @property
-    def counts(self) -> tuple[int, int] | None:
+    def first_and_last_number(self) -> tuple[int, int] | None:
         """(first, last) number that the pattern matched; None before the first match."""
         return None if self.first is None or self.last is None else (self.first, self.last)
 
@@ -86,7 +86,7 @@ class Progress:
         tells_peak: bool = False,
         access: FileAccess = OWN_ACCESS,
     ) -> None:
-        """Watch an attempt. With `tells_peak`, `pace` includes the peak memory once, after
+        """Watch an attempt. With `tells_peak`, `changed_pace` includes the peak memory once, after
         LEARNED_STEPS.
 
         `started` are the ranks whose processes the orchestrator starts itself; `output` is the
@@ -106,12 +106,12 @@ class Progress:
         self._began_s = self._since_s = time.monotonic()
 
     @property
-    def counts(self) -> tuple[int, int] | None:
+    def first_and_last_step(self) -> tuple[int, int] | None:
         """(first, last) number that the job's `progress` pattern matched in the log; None without a match."""
         if self._counter is None:
             return None
         self._counter.read_new_lines(self._logs)
-        return self._counter.counts
+        return self._counter.first_and_last_number
 
     def changed_pace(self, known_step_s: float, at_s: float) -> Pace | None:
         """Return the slowest rank's training speed at the last hang check, if it differs much from
@@ -163,7 +163,7 @@ class Progress:
         unguarded program that trains must not be ended.
         """
         beats = read_heartbeats(self._folder, self._world_size).reports
-        counts = self.counts
+        counts = self.first_and_last_step
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
         is_watched = (

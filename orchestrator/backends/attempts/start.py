@@ -40,8 +40,8 @@ from orchestrator.training.checkpoint.folder import (
 class StartFailed(Exception):
     """A launcher could not start its ranks; with `no_program`, a retry would fail the same way."""
 
-    def __init__(self, why: str, *, no_program: bool) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, *, no_program: bool) -> None:
+        super().__init__(reason)
         self.no_program = no_program
 
 
@@ -85,7 +85,7 @@ def start_ranks(
     final: dict[str, str] = {}
     if identity is not None:
         hand_files_to_user(identity, home, job, attempt.number, request)
-        handed = {**identity.variables(home), **handed}
+        handed = {**identity.default_variables(home), **handed}
         final = identity.final_variables(home)
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]

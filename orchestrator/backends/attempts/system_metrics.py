@@ -52,7 +52,7 @@ class Sampler:
         self._folder = folder
         self._watched = watched
         self._prefix = PREFIX if watched.is_alone else f"{PREFIX}{watched.node}/"
-        self._cpu = _read_cpu_ticks()
+        self._cpu = _read_busy_and_total_ticks()
 
     def run(self, ranks: Sequence[int], ended: threading.Event) -> None:
         """Take a sample at intervals until the event `ended` is set.
@@ -72,7 +72,7 @@ class Sampler:
         """
         numbers = {
             **self._sample_node(),
-            **dict(self._sample_devices(ranks, virtual_capacity_bytes)),
+            **dict(self._iterate_device_samples(ranks, virtual_capacity_bytes)),
         }
         line = {
             "at_s": time.time(),
@@ -83,9 +83,9 @@ class Sampler:
 
     def _sample_node(self) -> dict[str, float]:
         before = self._cpu
-        self._cpu = _read_cpu_ticks()
+        self._cpu = _read_busy_and_total_ticks()
         busy, total = (now - then for now, then in zip(self._cpu, before, strict=True))
-        total_bytes, available_bytes = read_memory_bytes()
+        total_bytes, available_bytes = read_total_and_available_bytes()
         used_bytes = total_bytes - available_bytes
         return {
             "cpu_utilization_percentage": 100 * busy / max(1, total),
@@ -93,7 +93,7 @@ class Sampler:
             "system_memory_usage_percentage": 100 * used_bytes / total_bytes,
         }
 
-    def _sample_devices(
+    def _iterate_device_samples(
         self, ranks: Sequence[int], virtual_capacity_bytes: int | None
     ) -> Iterator[tuple[str, float]]:
         if virtual_capacity_bytes is not None:
@@ -112,7 +112,7 @@ class Sampler:
                 and device.error is None
                 and device.total_bytes
             ):
-                yield from _device_metrics(device)
+                yield from _iterate_device_metrics(device)
 
     def _read_virtual_capacity_bytes(self) -> int | None:
         try:
@@ -149,7 +149,7 @@ def mean_busy_percent(folder: AttemptFolder) -> float | None:
     return round(busy_s / seconds, 1)
 
 
-def _device_metrics(device: NvmlDevice) -> Iterator[tuple[str, float]]:
+def _iterate_device_metrics(device: NvmlDevice) -> Iterator[tuple[str, float]]:
     name = f"gpu_{device.index}"
     yield f"{name}_memory_usage_megabytes", device.used_bytes / MEGABYTE
     yield f"{name}_memory_usage_percentage", 100 * device.used_bytes / device.total_bytes
@@ -173,7 +173,7 @@ def _read_live_bytes(heartbeat: Path) -> int | None:
     )
 
 
-def _read_cpu_ticks() -> tuple[int, int]:
+def _read_busy_and_total_ticks() -> tuple[int, int]:
     """Return (busy, total) clock ticks of all processors since boot.
 
     /proc/stat has them as user, nice, system, idle, iowait and others (man 5 proc).
@@ -182,7 +182,7 @@ def _read_cpu_ticks() -> tuple[int, int]:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def read_memory_bytes() -> tuple[int, int]:
+def read_total_and_available_bytes() -> tuple[int, int]:
     """Return (total, available) bytes of this machine's memory."""
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():

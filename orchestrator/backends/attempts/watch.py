@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.evidence import (
     write_ending,
 )
 from orchestrator.backends.attempts.identity import file_access
-from orchestrator.backends.attempts.launch_request import started_ranks
+from orchestrator.backends.attempts.launch_request import list_started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
@@ -101,10 +101,10 @@ class Ownership(Protocol):
         kernel locks.
         """
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this service owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false, only local knowledge is checked: the call never waits, and raises in
+        With `may_wait` false, only local knowledge is checked: the call never waits, and raises in
         doubt.
         """
 
@@ -159,7 +159,7 @@ class AttemptWatch:
         self._world = context
         self._jobs = JobFolder(context.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
-        self._started = started_ranks(job.spec, attempt.placement)
+        self._started = list_started_ranks(job.spec, attempt.placement)
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
         self._devices = devices_in(attempt.placement)
         self._stop_grace_s: float | None = None
@@ -250,14 +250,14 @@ class AttemptWatch:
             return Ending(launch_error=f"{type(error).__name__}: {error}")
 
     def _report_end(self, ending: Ending) -> None:
-        self._retry(self._confirm)
+        self._retry(self._confirm_ownership)
         self._retry(lambda: write_ending(self._folder, ending))
         collected = collect_evidence(
             self._job.spec, self._attempt, self._jobs, ending, self._file_access()
         )
         evidence = without_secrets(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
-        self._emit(
+        self._emit_event(
             Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s)
         )
         self._has_finished = True
@@ -276,15 +276,15 @@ class AttemptWatch:
             log.exception("attempt %s", self._attempt.name, extra=self._about)
 
     def _end_launchers(self) -> None:
-        self._confirm()
+        self._confirm_ownership()
         self._world.launchers.end_launchers(self._attempt)
 
-    def _confirm(self) -> None:
+    def _confirm_ownership(self) -> None:
         """Return None if this service surely owns the journal. Raises ClusterAway in doubt: another
         service may act instead.
         """
         try:
-            self._world.ownership.confirm(asks=False)
+            self._world.ownership.confirm_ownership(may_wait=False)
         except ServiceError as error:
             raise ClusterAway(str(error)) from None
 
@@ -309,7 +309,7 @@ class AttemptWatch:
 
         Returns the ending instead where it cannot be started.
         """
-        self._confirm()
+        self._confirm_ownership()
         began = any(self._folder.log(rank).exists() for rank in self._started)
         group = self._world.launchers.find_launchers(self._attempt)
         if not began and len(group.nodes) < len(self._attempt.placement):
@@ -322,12 +322,12 @@ class AttemptWatch:
             if group.is_idle():
                 live = self._world.nodes.live_nodes()
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
-                self._confirm()  # placing may have taken minutes
+                self._confirm_ownership()  # placing may have taken minutes
                 world = self._world
                 settings = (world.home, world.python, world.fence, world.inherit_env, world.users)
                 start_ranks(self._job, self._attempt, group, nodes, *settings)
             if self._attempt.status is AttemptStatus.LAUNCHING:
-                self._emit(
+                self._emit_event(
                     Started(
                         job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()
                     )
@@ -347,7 +347,7 @@ class AttemptWatch:
             folder.mkdir(parents=True, exist_ok=True)
         copy_upload(self._asked, self._world.home)
         write_durably(self._jobs.epoch, str(self._attempt.number))
-        self._free_before_bytes = self._world.nodes.free_bytes_before(self._devices)
+        self._free_before_bytes = self._world.nodes.free_bytes_when_idle(self._devices)
         placed = self._world.launchers.create_launchers(self._attempt, self._jobs, live)
         return Ending(launch_error=placed) if isinstance(placed, str) else placed
 
@@ -387,7 +387,7 @@ class AttemptWatch:
                     pace = progress.changed_pace(known_step_s, self._world.clock())
                     if pace is not None:
                         known_step_s = pace.step_s
-                        self._emit(
+                        self._emit_event(
                             PaceReported(
                                 job_id=self._job.id,
                                 number=self._attempt.number,
@@ -404,13 +404,13 @@ class AttemptWatch:
             except ClusterAway:  # its ranks go on, and nothing is known of them
                 self._world.closing.wait(AWAY_S)
                 ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
-        return self._make_ending(gang, ending, progress.counts)
+        return self._make_ending(gang, ending, progress.first_and_last_step)
 
     def _end_ranks(self, gang: Gang, ending: EndingGang) -> None:
         """Ask the launchers to end their ranks if that is due. Raises ClusterAway; the caller then
         asks again.
         """
-        self._confirm()
+        self._confirm_ownership()
         grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
         if grace_s is not None and not ending.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that
@@ -463,7 +463,7 @@ class AttemptWatch:
         return GRACE_AFTER_FAILURE_S if failing or gang.lost else None
 
     def _make_ending(
-        self, gang: Gang, ending: EndingGang, counts: tuple[int, int] | None
+        self, gang: Gang, ending: EndingGang, logged_steps: tuple[int, int] | None
     ) -> Ending:
         live = self._retry(self._world.nodes.live_nodes)
         for node in sorted(gang.lost & live.keys()):
@@ -500,7 +500,7 @@ class AttemptWatch:
                 if status["error"] in errors[:1]
             ),
             stopped=ending.stopped,
-            counts=counts,
+            counts=logged_steps,
             free_before_bytes=self._free_before_bytes,
         )
 
@@ -526,7 +526,7 @@ class AttemptWatch:
         } and node in ending.lost_before
         return None not in codes and not was_killed
 
-    def _emit(self, event: Event) -> None:
+    def _emit_event(self, event: Event) -> None:
         self._check_closing()
         self._world.emit(event)
 

@@ -21,7 +21,7 @@ from orchestrator.specs.run import JobFolder, find_upload
 NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
 
-def rewrite_config(text: str, value_by_key: Mapping[str, str], *, is_json: bool) -> str:
+def rewrite_config(config_text: str, value_by_key: Mapping[str, str], *, is_json: bool) -> str:
     """Return a config file's text with new values at dotted keys (`optim.lr`); all other values
     stay.
 
@@ -31,8 +31,8 @@ def rewrite_config(text: str, value_by_key: Mapping[str, str], *, is_json: bool)
     format of its name.
     """
     if is_json:
-        return json.dumps(_replace_json_values(text, value_by_key), indent=2)
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return json.dumps(_replace_json_values(config_text, value_by_key), indent=2)
+    root = yaml.compose(config_text, Loader=yaml.SafeLoader)
     if root is None:
         root = yaml.MappingNode("tag:yaml.org,2002:map", [])
     for key, word in value_by_key.items():
@@ -52,9 +52,9 @@ def rewrite_config(text: str, value_by_key: Mapping[str, str], *, is_json: bool)
     return str(yaml.serialize(root, Dumper=yaml.SafeDumper))
 
 
-def _replace_json_values(text: str, value_by_key: Mapping[str, str]) -> Any:
+def _replace_json_values(config_text: str, value_by_key: Mapping[str, str]) -> Any:
     try:
-        root = json.loads(text)
+        root = json.loads(config_text)
     except ValueError as error:
         raise OrchestratorError(f"the config file is no JSON: {error}") from None
     for key, word in value_by_key.items():
@@ -69,16 +69,16 @@ def _replace_json_values(text: str, value_by_key: Mapping[str, str]) -> Any:
     return root
 
 
-def _find_entry(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
-    if not isinstance(place, yaml.MappingNode):
-        raise OrchestratorError(NO_SECTION.format(key=key))
-    return next((value for word, value in place.value if word.value == name), None)
+def _find_entry(mapping: yaml.Node, name: str, dotted_key: str) -> yaml.Node | None:
+    if not isinstance(mapping, yaml.MappingNode):
+        raise OrchestratorError(NO_SECTION.format(key=dotted_key))
+    return next((value for word, value in mapping.value if word.value == name), None)
 
 
-def _set_entry(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
-    assert isinstance(place, yaml.MappingNode), "_at has looked"
-    others = [(word, value_node) for word, value_node in place.value if word.value != name]
-    place.value = [*others, (yaml.ScalarNode("tag:yaml.org,2002:str", name), value)]
+def _set_entry(mapping: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
+    assert isinstance(mapping, yaml.MappingNode), "_at has looked"
+    others = [(word, value_node) for word, value_node in mapping.value if word.value != name]
+    mapping.value = [*others, (yaml.ScalarNode("tag:yaml.org,2002:str", name), value)]
     return value
 
 

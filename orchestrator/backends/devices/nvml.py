@@ -192,12 +192,12 @@ def _read_nvlink_bandwidth(handle: object) -> float:
     return float(1e6 * reply[0].value.uiVal * sum(map(bool, links)))
 
 
-def _read_whole_device(number: int, index: int) -> NvmlDevice:
+def _read_whole_device(nvml_number: int, index: int) -> NvmlDevice:
     """Return the device with NVML's number, and its MIG instances. Raises NoPermission where this
     user may not read it.
     """
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_number)
     except pynvml.NVMLError_NoPermission:
         raise
     except FAULTS as error:

@@ -134,24 +134,26 @@ class Accounts:
         )
         return principal
 
-    def set_user(self, name: str, role: Role) -> None:
+    def set_user(self, user_name: str, role: Role) -> None:
         """Add a user, or change the role of an existing one."""
         self._execute(
             """INSERT INTO users (name, role, created_at) VALUES (:name, :role, :now_s)
             ON CONFLICT (name) DO UPDATE SET role = excluded.role""",
-            name=name,
+            name=user_name,
             role=role.value,
             now_s=self._clock(),
         )
         self._principals.clear()
 
-    def remove_user(self, name: str) -> None:
+    def remove_user(self, user_name: str) -> None:
         """Remove a user with all of the user's tokens. Raises ServiceError for an unknown user."""
         with self._transaction() as connection:
-            connection.execute(sa.text('DELETE FROM tokens WHERE "user" = :name'), {"name": name})
+            connection.execute(
+                sa.text('DELETE FROM tokens WHERE "user" = :name'), {"name": user_name}
+            )
             delete = sa.text("DELETE FROM users WHERE name = :name")
-            if not connection.execute(delete, {"name": name}).rowcount:
-                raise _unknown_user_error(name)
+            if not connection.execute(delete, {"name": user_name}).rowcount:
+                raise _unknown_user_error(user_name)
         self._principals.clear()
 
     def list_users(self) -> Sequence[User]:
@@ -186,11 +188,11 @@ class Accounts:
 
     def close_session(self, token_number: int) -> None:
         """End a browser session. Records of tokens stay."""
-        self._revoke(token_number, "AND shown = :shown", shown=BROWSER)
+        self._revoke_token(token_number, "AND shown = :shown", shown=BROWSER)
 
     def revoke_token(self, token_number: int) -> None:
         """Revoke a token. Raises ServiceError without a valid token of this number."""
-        if not self._revoke(token_number):
+        if not self._revoke_token(token_number):
             raise UnknownError(
                 f"there is no live token {token_number}. `orc token list` shows them"
             )
@@ -219,15 +221,17 @@ class Accounts:
             status=status,
         )
 
-    def list_audit_rows(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
-        """Return at most `limit` rows of the audit log, newest first. With `before`, only rows with
+    def list_audit_rows(
+        self, rows_max: int, before_number: int | None = None
+    ) -> Sequence[AuditRow]:
+        """Return at most `rows_max` rows of the audit log, newest first. With `before_number`, only rows with
         a smaller number.
         """
         rows = self._query_rows(
             """SELECT id AS number, at AS at_s, "user", role, request_id, action, status FROM audit
             WHERE id < :before ORDER BY id DESC LIMIT :most""",
-            before=ID_MAX if before is None else before,
-            most=min(limit, AUDIT_ROWS_MAX),
+            before=ID_MAX if before_number is None else before_number,
+            most=min(rows_max, AUDIT_ROWS_MAX),
         )
         return [AuditRow(**row._asdict()) for row in rows]
 
@@ -247,7 +251,7 @@ class Accounts:
             row = connection.execute(sa.text(ADD_TOKEN), values).one()
         return Token(**row._asdict())
 
-    def _revoke(self, token_number: int, extra_condition: str = "", **values: object) -> int:
+    def _revoke_token(self, token_number: int, extra_condition: str = "", **values: object) -> int:
         """Revoke the token with this number if it is valid; return how many were revoked, 0 or
         1.
         """
@@ -268,17 +272,17 @@ class Accounts:
             return connection.execute(sa.text(statement), values).rowcount
 
 
-def _parse_role(name: str, text: str) -> Role | None:
+def _parse_role(user_name: str, role_text: str) -> Role | None:
     """Return the role in a user's row; None where this version knows no such role, so that the user
     may do nothing.
     """
     try:
-        return Role(text)
+        return Role(role_text)
     except ValueError:
         log.error(
             "user %s has the unknown role %r, and is not admitted: `orc user set` gives another",
-            name,
-            text,
+            user_name,
+            role_text,
         )
         return None
 
@@ -287,5 +291,5 @@ def _token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _unknown_user_error(name: str) -> ServiceError:
-    return UnknownError(f"there is no user {name!r}. `orc user list` shows them")
+def _unknown_user_error(user_name: str) -> ServiceError:
+    return UnknownError(f"there is no user {user_name!r}. `orc user list` shows them")

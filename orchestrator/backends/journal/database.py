@@ -65,7 +65,7 @@ class Database:
             self._owned = None if reads_only else Lease(self.name)
         self.engine = _make_engine(parsed, reads_only=reads_only)
         try:
-            self._open(stop)
+            self._open_journal(stop)
         except ServiceError:
             self.close()
             raise
@@ -92,14 +92,14 @@ class Database:
         """
         return self._owned.fence if isinstance(self._owned, Lease) else None
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
 
-        With `asks` false, only local knowledge is checked, so that the call never waits for the
+        With `may_wait` false, only local knowledge is checked, so that the call never waits for the
         database.
         """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
-            if not asks:
+            if not may_wait:
                 raise ServiceError(
                     f"journal {self.name} has not answered for a while: another service may own it."
                 )
@@ -120,7 +120,7 @@ class Database:
             if isinstance(self._owned, FileLock):
                 self._owned.close()
 
-    def _open(self, stop: threading.Event | None) -> None:
+    def _open_journal(self, stop: threading.Event | None) -> None:
         """Take ownership, and migrate the tables to SCHEMA, all or nothing. A reader only checks
         the schema.
         """
@@ -130,7 +130,7 @@ class Database:
             return
         if isinstance(self._owned, FileLock):
             with self.transaction() as connection:
-                _migrate(connection, self.name)
+                _migrate_tables(connection, self.name)
             return
         patience_s = self._owned.patience_s
         while True:
@@ -171,10 +171,10 @@ class Database:
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
         exists = sa.inspect(connection).has_table("lease")
         if not exists:
-            _migrate(connection, self.name)
+            _migrate_tables(connection, self.name)
         left_s = lease.try_take(connection)
         if exists and not left_s:
-            _migrate(connection, self.name)
+            _migrate_tables(connection, self.name)
         return left_s
 
     def _keep_lease(self, renewal_s: float) -> None:
@@ -299,7 +299,7 @@ def _read_schema_version(connection: sa.Connection) -> str | None:
     )
 
 
-def _migrate(connection: sa.Connection, journal_name: str) -> None:
+def _migrate_tables(connection: sa.Connection, journal_name: str) -> None:
     """Migrate the tables to SCHEMA, all or nothing."""
     schema = _read_schema_version(connection)
     if schema == SCHEMA:

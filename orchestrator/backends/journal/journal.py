@@ -112,7 +112,7 @@ class Journal:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         return Jobs(self._read_live_job(*entry) for entry in live)
 
-    def find_unreadable_rows(self) -> None:
+    def set_aside_unreadable(self) -> None:
         """Read every row once, so that each row that cannot be read is set aside."""
         self.load_state_and_events()
         for _ in self.iterate_history():
@@ -122,7 +122,7 @@ class Journal:
         for row in ended:
             self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
         for queue in (self.outbox, self.notices):
-            queue.find_unreadable_rows()
+            queue.set_aside_unreadable()
 
     def describe_unreadable_rows(self) -> str | None:
         """Return a sentence that counts the rows that cannot be read; None where all can be
@@ -225,24 +225,24 @@ class Journal:
             None if row is None else self.set_aside.read_or_set_aside(self._job, _jobs.name, *row)
         )
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` ended jobs, latest end first. With the job id `before`, only jobs
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` ended jobs, latest end first. With the job id `before_job_id`, only jobs
         that ended before that job.
         """
         newest = (
-            sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
+            sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(jobs_max)
         )
-        if before is not None:
+        if before_job_id is not None:
             newest = newest.where(
                 _jobs.c.number
-                < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
+                < sa.select(_jobs.c.number).where(_jobs.c.id == before_job_id).scalar_subquery()
             )
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
         jobs = (self.set_aside.read_or_set_aside(self._job, _jobs.name, *row) for row in rows)
         return [job for job in jobs if job is not None]
 
-    def ends_by_job(self) -> dict[str, tuple[str, float]]:
+    def status_and_end_by_job(self) -> dict[str, tuple[str, float]]:
         """Return {job id: (status, end in seconds since 1970)} of all ended jobs, oldest end first."""
         columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
         with self.database.transaction() as connection:
@@ -277,7 +277,7 @@ class Journal:
         """Yield every event ever appended, oldest first."""
         return (event for event, _ in self.iterate_history())
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
@@ -285,12 +285,17 @@ class Journal:
         event = None if row is None else self._read_event(*row)
         return None if event is None else float(event.at_s)
 
-    def iterate_history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
+    def iterate_history(self, skipped_rows: int = 0) -> Iterator[tuple[Event, str | None]]:
         """Yield (event, decisions as text, or None) of every readable event, oldest first; skip the
-        first `after` rows.
+        first `skipped_rows` rows.
         """
         while True:
-            page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
+            page = (
+                sa.select(_events)
+                .where(_events.c.id > skipped_rows)
+                .order_by(_events.c.id)
+                .limit(PAGE)
+            )
             with self.database.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
@@ -299,7 +304,7 @@ class Journal:
                     yield event, row.decided
             if len(rows) < PAGE:
                 return
-            after = rows[-1].id
+            skipped_rows = rows[-1].id
 
     @property
     def fence(self) -> int | None:
@@ -308,11 +313,11 @@ class Journal:
         """
         return self.database.fence
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         """Return None if this process owns the journal and may act; raise ServiceError otherwise.
-        See `Database.confirm`.
+        See `Database.confirm_ownership`.
         """
-        self.database.confirm(asks=asks)
+        self.database.confirm_ownership(may_wait=may_wait)
 
     def close(self) -> None:
         """Close the journal, so that another process may open it. Every later call is refused."""
@@ -327,12 +332,12 @@ class Journal:
             "body": self._job.write(job),
         }
 
-    def _read_event(self, number: int, body: str) -> Event | None:
+    def _read_event(self, row_number: int, body: str) -> Event | None:
         """Return the event in a row; None where it cannot be read.
 
         A submission that cannot be read becomes one of a placeholder job.
         """
-        event = self.set_aside.read_or_set_aside(self._event, _events.name, number, body)
+        event = self.set_aside.read_or_set_aside(self._event, _events.name, row_number, body)
         if event is None:
             return salvage_submission(body, "its row cannot be read")
         return event

@@ -91,9 +91,9 @@ class Outbox(Generic[Body]):
         for name in {*self._progress} - {*names}:
             del self._progress[name]
 
-    def list_pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """Return at most `limit` (number, body) of rows that a receiver lacks, in order; unreadable
-        rows are skipped.
+    def list_pending(self, receiver: str, rows_max: int) -> list[tuple[int, Body]]:
+        """Return at most `rows_max` (number, body) of rows that a receiver lacks, in order;
+        unreadable rows are skipped.
         """
         while True:
             with self.database.transaction() as connection:
@@ -102,10 +102,10 @@ class Outbox(Generic[Body]):
                     row
                     for ran in (True, False)
                     for row in connection.execute(
-                        self._select_after(progress, ran, limit, self._rows.c.body)
+                        self._select_after(progress, ran, rows_max, self._rows.c.body)
                     ).all()
                     if row.id not in progress.ahead
-                ][:limit]
+                ][:rows_max]
             bodies = [
                 (
                     row.id,
@@ -121,7 +121,7 @@ class Outbox(Generic[Body]):
             if readable or not rows:
                 return readable
 
-    def find_unreadable_rows(self) -> None:
+    def set_aside_unreadable(self) -> None:
         """Read every row once, so that each row that cannot be read is set aside."""
         with self.database.transaction() as connection:
             rows = connection.execute(sa.select(self._rows.c.id, self._rows.c.body)).all()
@@ -177,15 +177,15 @@ class Outbox(Generic[Body]):
         return self._progress[receiver]
 
     def _select_after(
-        self, progress: _Progress, ran: bool, limit: int, *columns: sa.Column[str]
+        self, progress: _Progress, ran: bool, rows_min: int, *columns: sa.Column[str]
     ) -> sa.Select[tuple[int, str]]:
-        """Return the query for rows after the delivered ones; at least `limit` of its rows are
+        """Return the query for rows after the delivered ones; at least `rows_min` of its rows are
         lacking, if so many exist.
         """
         rows = sa.select(self._rows.c.id, *columns).where(
             self._is_beyond(ran, progress.passed[ran])
         )
-        return rows.order_by(self._rows.c.id).limit(limit + len(progress.ahead))
+        return rows.order_by(self._rows.c.id).limit(rows_min + len(progress.ahead))
 
     def _is_beyond(self, ran: bool, passed: int) -> sa.ColumnElement[bool]:
         return sa.and_(self._rows.c.ran.is_(ran), self._rows.c.id > passed)

@@ -60,8 +60,8 @@ class Lease:
     """Lease on a PostgreSQL journal: one row in the table `lease`, which expires after LEASE_S without renewal."""
 
     def __init__(self, journal_name: str) -> None:
-        """Prepare the lease; `journal_name` is the journal's name in errors. Nothing is held before
-        `take`.
+        """Prepare the lease of a journal with this name, which errors mention. Nothing is held
+        before `try_take`.
         """
         self._journal = journal_name
         self._fence: int | None = None

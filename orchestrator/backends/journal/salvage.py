@@ -121,12 +121,16 @@ def _parse_launch(job_id: str, decision_line: str) -> tuple[int, Placement] | No
     )
 
 
-def _is_release_event(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
-    return (raw.get("type"), raw.get("job_id"), raw.get("number")) == ("released", job_id, number)
+def _is_release_event(raw: Mapping[str, Any], job_id: str, attempt_number: int) -> bool:
+    return (raw.get("type"), raw.get("job_id"), raw.get("number")) == (
+        "released",
+        job_id,
+        attempt_number,
+    )
 
 
 def _placeholder_attempt(
-    job_id: str, number: int, placement: Placement, *, released: bool
+    job_id: str, attempt_number: int, placement: Placement, *, released: bool
 ) -> Attempt:
     devices = device_count(placement)
     plan = Plan(
@@ -140,7 +144,7 @@ def _placeholder_attempt(
     )
     return Attempt(
         job_id=job_id,
-        number=number,
+        number=attempt_number,
         plan=plan,
         placement=placement,
         device="",

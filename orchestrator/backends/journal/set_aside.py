@@ -50,30 +50,34 @@ class SetAside:
             for row in rows
         }
 
-    def read_or_set_aside(self, codec: Codec, table: str, row: object, body: str) -> Any | None:
+    def read_or_set_aside(
+        self, codec: Codec, table_name: str, row: object, body: str
+    ) -> Any | None:
         """Return the object in a row. A row that cannot be read is set aside, and gives None. Call
         outside transactions.
         """
         try:
             return codec.read(body)
         except Unreadable as error:
-            self.set_aside_row(table, row, body, str(error))
+            self.set_aside_row(table_name, row, body, str(error))
             return None
 
-    def set_aside_row(self, table: str, row: object, body: str, reason: str) -> None:
+    def set_aside_row(self, table_name: str, row: object, body: str, reason: str) -> None:
         """Store an unreadable row with the reason; a row that is set aside already is not stored
         again.
         """
-        key = (table, str(row))
+        key = (table_name, str(row))
         if key in self._rows:
             return
-        entry = UnreadableRow(table=table, row=key[1], body=body, reason=reason, at_s=time.time())
+        entry = UnreadableRow(
+            table=table_name, row=key[1], body=body, reason=reason, at_s=time.time()
+        )
         log.error(
-            "row %s of table %s cannot be read and is set aside: %s", entry.row, table, reason
+            "row %s of table %s cannot be read and is set aside: %s", entry.row, table_name, reason
         )
         if not self._database.reads_only:
             values = {
-                "table": table,
+                "table": table_name,
                 "row": entry.row,
                 "body": body,
                 "reason": reason,
@@ -101,25 +105,25 @@ class SetAside:
             "`orc doctor --repair` shows them"
         )
 
-    def delete_row(self, table: str, row: str) -> UnreadableRow | None:
+    def delete_row(self, table_name: str, row: str) -> UnreadableRow | None:
         """Delete an unreadable row for good, here and in its own table. Return it; None where there
         is no such row.
 
         A row of the table `live` is a job: its cancellation frees its devices, and only its bytes
         are dropped here.
         """
-        entry = self._rows.get((table, row))
+        entry = self._rows.get((table_name, row))
         if entry is None:
             return None
         with self._database.transaction() as connection:
-            key = (_set_aside.c.table == table) & (_set_aside.c.row == row)
+            key = (_set_aside.c.table == table_name) & (_set_aside.c.row == row)
             connection.execute(_set_aside.delete().where(key))
-            if table in OWN_ROWS:
+            if table_name in OWN_ROWS:
                 connection.execute(
-                    sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"),
+                    sa.text(f"DELETE FROM {table_name} WHERE {OWN_ROWS[table_name]} = :row"),
                     {"row": int(row)},
                 )
-        del self._rows[(table, row)]
+        del self._rows[(table_name, row)]
         return entry
 
 

@@ -51,10 +51,10 @@ class Sweeps:
         rows = self._query_rows("SELECT id FROM sweeps WHERE ended IS NULL ORDER BY number")
         return [row.id for row in rows]
 
-    def list_newest_sweeps(self, limit: int) -> list[str]:
-        """Return ids of at most `limit` sweeps, newest first."""
+    def list_newest_sweeps(self, sweeps_max: int) -> list[str]:
+        """Return ids of at most `sweeps_max` sweeps, newest first."""
         rows = self._query_rows(
-            "SELECT id FROM sweeps ORDER BY number DESC LIMIT :most", most=limit
+            "SELECT id FROM sweeps ORDER BY number DESC LIMIT :most", most=sweeps_max
         )
         return [row.id for row in rows]
 

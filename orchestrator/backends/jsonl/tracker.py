@@ -50,7 +50,7 @@ class JsonLinesTracker(Tracker):
         finally:
             os.close(folder)
 
-    def _record_object(self, number: int, record: Record) -> JsonObject:
+    def _record_object(self, row_number: int, record: Record) -> JsonObject:
         """Return a record as JSON: its job, without attempts and variables, and its attempt, or
         None.
         """
@@ -58,7 +58,7 @@ class JsonLinesTracker(Tracker):
             record.job, mode="json", exclude={"attempts": True, "spec": {"env"}}
         )
         attempt = self._attempt.dump_python(record.attempt, mode="json")
-        entry = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
+        entry = {"id": f"{record.job.key}/{row_number}", "job": job, "attempt": attempt}
         hidden: JsonObject = _hide_secrets_in(entry, make_hider(record.job.spec, os.environ))
         return hidden
 

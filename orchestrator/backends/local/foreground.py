@@ -164,7 +164,7 @@ class Foreground(Launcher):
 
     def forward_signal(self, signal_number: int) -> None:
         """Send this signal to every rank's process group."""
-        self._signal(signal.Signals(signal_number))
+        self._signal_ranks(signal.Signals(signal_number))
 
     def _fork(self, *_: Any) -> str:
         return "it shares the caller's streams"

@@ -222,7 +222,7 @@ class LaunchRun:
         files = RedirectedOutput()
         status = self._run_ranks(plan, folder)
         files.copy_to_log(folder.log(0))
-        first, code = find_first_failure(status)
+        first, code = find_first_failed_rank_and_code(status)
         ending = {
             "first_ended_rank": first,
             "host_oom_kills": status["host_oom_kills"],
@@ -310,7 +310,7 @@ class LaunchRun:
             launcher.forward_signal(signal.SIGCONT)
 
 
-def find_first_failure(status: LauncherStatus) -> tuple[int | None, int]:
+def find_first_failed_rank_and_code(status: LauncherStatus) -> tuple[int | None, int]:
     """Return (rank that failed first, its exit code as in a shell); (None, 0) after a success."""
     if status["first_ended"] is None:
         return None, 0

@@ -47,7 +47,7 @@ class Contact:
         self.closed: set[str] = set()  # keys of runs that are complete
 
     def find_or_create_run(
-        self, run_key: str, start_ms: int, tags: Mapping[str, str], name: str
+        self, run_key: str, start_ms: int, tags: Mapping[str, str], run_name: str
     ) -> Run:
         """Return the run whose tag `orc.run` is this key; create it with these tags if there is
         none.
@@ -57,15 +57,15 @@ class Contact:
         first = self.find_run(run_key)
         if first is not None:
             return first
-        run = self.create_run(start_ms, tags, name)
+        run = self.create_run(start_ms, tags, run_name)
         return (
             self.find_run(run_key) or run
         )  # another service may have created one since, and this one been frozen
 
-    def create_run(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+    def create_run(self, start_ms: int, tags: Mapping[str, str], run_name: str) -> Run:
         """Create a run, and return it. `start_ms` is its start in milliseconds since 1970."""
         return self.client.create_run(
-            self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name
+            self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=run_name
         )
 
     def find_run(self, run_key: str) -> Run | None:

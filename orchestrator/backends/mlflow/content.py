@@ -254,7 +254,7 @@ class MetricPoint(NamedTuple):
     step: int
 
 
-def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float]:
+def parse_curves(metric_lines: str, elapsed_ms: float) -> tuple[list[MetricPoint], float]:
     """Return (points with times since the launch, new elapsed milliseconds) from lines of
     `metrics.jsonl`.
 
@@ -263,7 +263,7 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float
     a killed rank leaves such lines.
     """
     points = []
-    for text_line in text.splitlines():
+    for text_line in metric_lines.splitlines():
         row = parse_row(text_line)
         step = row.get("step")
         if not isinstance(step, int):
@@ -277,14 +277,14 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float
     return points, elapsed_ms
 
 
-def parse_samples(text: str, first_number: int) -> tuple[list[MetricPoint], int]:
+def parse_samples(sample_lines: str, first_number: int) -> tuple[list[MetricPoint], int]:
     """Return (points with times since 1970, number of the next sample) from lines of system
     samples.
 
     Each sample's number is the step of its points; the first line has the number `first_number`.
     """
     points = []
-    for text_line in text.splitlines():
+    for text_line in sample_lines.splitlines():
         row = parse_row(text_line)
         if "at_s" not in row:
             continue
@@ -414,8 +414,8 @@ def sweep_description(report: SweepReport, mlflow_link: str) -> str:
     return _fill_template("sweep", report, mlflow_link)[:TEXT_MAX]
 
 
-def _fill_template(name: str, *values: object) -> str:
-    return str(getattr(_load_templates(), name)(*values)).rstrip("\n")
+def _fill_template(template: str, *values: object) -> str:
+    return str(getattr(_load_templates(), template)(*values)).rstrip("\n")
 
 
 @cache

@@ -84,7 +84,7 @@ class ParentRuns:
         }
 
     def _find_or_create_run(
-        self, contact: Contact, name: str, begun_s: float, tags: dict[str, str]
+        self, contact: Contact, run_name: str, begun_s: float, tags: dict[str, str]
     ) -> str:
         """Return the id of the parent run with the key `tags["orc.run"]`; create the run if it is
         missing.
@@ -95,7 +95,7 @@ class ParentRuns:
         with self._lock:
             if key not in contact.run_ids:
                 contact.run_ids[key] = contact.find_or_create_run(
-                    key, int(1000 * begun_s), tags, name
+                    key, int(1000 * begun_s), tags, run_name
                 ).info.run_id
         return contact.run_ids[key]
 

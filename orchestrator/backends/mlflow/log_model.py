@@ -61,12 +61,12 @@ def list_top_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def find_task(folder: Path) -> str | None:
+def find_pipeline_task(folder: Path) -> str | None:
     """Return the pipeline task (such as text-generation) of the transformers model in a folder.
 
     None where the folder has no model with such a task.
     """
-    return _read_task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
+    return _read_pipeline_task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
 
 
 def find_base_model(folder: Path) -> tuple[Path, str] | None:
@@ -81,11 +81,13 @@ def find_base_model(folder: Path) -> tuple[Path, str] | None:
     base = _find_local_model(name)
     if base is None or not _has_any(folder, ADAPTERS):
         return None
-    task = _read_task(base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER))
+    task = _read_pipeline_task(
+        base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER)
+    )
     return None if task is None else (base, task)
 
 
-def _read_task(folder: Path, *, has_tokenizer: bool) -> str | None:
+def _read_pipeline_task(folder: Path, *, has_tokenizer: bool) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         architecture = str(config["architectures"][0])
@@ -101,22 +103,22 @@ def _has_any(folder: Path, names: Iterable[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _find_local_model(name: str) -> Path | None:
+def _find_local_model(model_name: str) -> Path | None:
     """Return the folder of a model: itself if the name is a path, else the model's folder in
     Hugging Face's cache, or None.
     """
-    if Path(name).is_absolute():
-        return Path(name)
+    if Path(model_name).is_absolute():
+        return Path(model_name)
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        path = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(model_name, "config.json")
     except ValueError:  # no name of the hub
         return None
     return Path(path).parent if isinstance(path, str) else None
 
 
-def copy_output(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
+def copy_output(home: str, tracking_uri: str, run_id: str, model_name: str, folder: str) -> None:
     """Copy the job's output folder to the artifacts of its MLflow run, and write the result or the
     error into the tag MODEL_TAG.
     """
@@ -127,17 +129,17 @@ def copy_output(home: str, tracking_uri: str, run_id: str, name: str, folder: st
     client = MlflowClient(tracking_uri)
     output = Path(folder)
     files = list_top_files(output)
-    task = find_task(output)
+    task = find_pipeline_task(output)
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"
     elif task is not None and _can_import("transformers"):
         outcome = _find_or_log_model(
-            client, tracking_uri, run_id, name, task, partial(_save_model, files, task)
+            client, tracking_uri, run_id, model_name, task, partial(_save_model, files, task)
         )
     elif _can_import("transformers", "peft") and (base := find_base_model(output)) is not None:
         outcome = _find_or_log_model(
-            client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base)
+            client, tracking_uri, run_id, model_name, base[1], partial(_save_adapters, files, *base)
         )
     else:
         for path in files:
@@ -156,7 +158,7 @@ def _find_or_log_model(
     client: MlflowClient,
     tracking_uri: str,
     run_id: str,
-    name: str,
+    model_name: str,
     task: str,
     save_model: Callable[[Path, Model], Path],
 ) -> str:
@@ -177,7 +179,10 @@ def _find_or_log_model(
             return str(existing.model_id)
         client.delete_logged_model(existing.model_id)
     model = client.create_logged_model(
-        experiment, name=re.sub(r"[^A-Za-z0-9_-]", "-", name), source_run_id=run_id, model_type=task
+        experiment,
+        name=re.sub(r"[^A-Za-z0-9_-]", "-", model_name),
+        source_run_id=run_id,
+        model_type=task,
     )
     with tempfile.TemporaryDirectory(prefix="orc-model-") as scratch:
         about: Any = Model(model_id=str(model.model_id), run_id=run_id)

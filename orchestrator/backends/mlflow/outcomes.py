@@ -74,12 +74,12 @@ def _sqlite_path(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE) if uri.startswith(SQLITE) else "")
 
 
-def _parse_observation(text: str) -> Observation | None:
+def _parse_observation(observation_json: str) -> Observation | None:
     """Return the observation from its JSON; None where another version of the orchestrator wrote
     it.
     """
     try:
-        return TypeAdapter(Observation).validate_json(text)
+        return TypeAdapter(Observation).validate_json(observation_json)
     except ValidationError:
-        log.warning("an outcome cannot be read and is left out: %s", text[:200])
+        log.warning("an outcome cannot be read and is left out: %s", observation_json[:200])
         return None

@@ -66,7 +66,7 @@ class MlflowServer:
         self._pause_s = RESTART_FIRST_S
 
     @property
-    def uri(self) -> str:
+    def tracking_uri(self) -> str:
         """The tracking URI for MLflow's client in this process."""
         return register_socket_uri(self.home)
 
@@ -110,7 +110,7 @@ class MlflowServer:
         server.
         """
         try:
-            status, body = self._request(
+            status, body = self._get_status_and_body(
                 "/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S
             )
             place = (
@@ -143,11 +143,11 @@ class MlflowServer:
 
     def _is_healthy(self) -> bool:
         try:
-            return self._request("/health", HEALTH_TIMEOUT_S)[0] == 200
+            return self._get_status_and_body("/health", HEALTH_TIMEOUT_S)[0] == 200
         except (OSError, HTTPException):
             return False
 
-    def _request(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+    def _get_status_and_body(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return (HTTP status, body) of a GET request to the server. Raises OSError,
         HTTPException.
         """

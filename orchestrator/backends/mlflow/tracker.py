@@ -362,7 +362,7 @@ class HomeMlflow(MlflowTracker):
         are continued.
         """
         self._server = MlflowServer(home)
-        super().__init__(self._server.uri, home, lookups, ADDRESS)
+        super().__init__(self._server.tracking_uri, home, lookups, ADDRESS)
         self._is_started = False
         if (self._server.folder / "mlflow.db").exists():
             want_server(home)

@@ -22,7 +22,7 @@ class AddressRefused(ConnectionError):
     """The address is not allowed. The message contains no URL."""
 
 
-def is_public(text: str) -> bool:
+def is_public_address(text: str) -> bool:
     """Return whether an IP address is on the public network: not private, loopback, link-local or a
     metadata service.
     """
@@ -62,7 +62,7 @@ def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[s
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if host not in allowed_hosts:
         for address in addresses:
-            if not is_public(address):
+            if not is_public_address(address):
                 raise AddressRefused(
                     f"the address {address} is not public: `notify.allow_hosts` may name its host"
                 )

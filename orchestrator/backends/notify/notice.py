@@ -33,19 +33,19 @@ class Notice:
 
 
 def make_notice(
-    kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]
+    kind: str, event_key: str, at_s: float, title: str, text: str, data: Mapping[str, str]
 ) -> Notice:
-    """Return a notice whose id is derived from `kind` and `key`, so that a repeated notice has the
+    """Return a notice whose id is derived from `kind` and `event_key`, so that a repeated notice has the
     same id in every home.
     """
-    digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{kind}/{event_key}".encode()).hexdigest()[:32]
     return Notice(
         id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data
     )
 
 
-def job_notice(
-    kind: NoticeKind, job: Job, key: str, at_s: float, job_event: str, reason: str
+def make_job_notice(
+    kind: NoticeKind, job: Job, event_key: str, at_s: float, job_event: str, reason: str
 ) -> Notice:
     """Return a notice about one job, with its secrets hidden. Its title is the job's id followed by
     `job_event`.
@@ -59,7 +59,7 @@ def job_notice(
         "reason": reason,
     }
     text = f"{reason}\n\n`orc explain {job.id}` says more."
-    return make_notice(kind, key, at_s, f"{job.id} {job_event}", text, data)
+    return make_notice(kind, event_key, at_s, f"{job.id} {job_event}", text, data)
 
 
 def derive_notices(decisions: Sequence[Decided]) -> Iterator[Notice]:
@@ -80,9 +80,11 @@ def _record_notices(event: Event, record: Record) -> Iterator[Notice]:
             reason = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}."
             reason += f" The job is {job.status}: {describe_status(job)}"
             key = f"{job.key}/{attempt.number}"
-            yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", reason)
+            yield make_job_notice(
+                NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", reason
+            )
     if job.asks:
-        yield job_notice(
+        yield make_job_notice(
             NoticeKind.FAILED,
             job,
             f"{job.key}/asks/{len(job.attempts)}",
@@ -92,4 +94,4 @@ def _record_notices(event: Event, record: Record) -> Iterator[Notice]:
         )
     if job.status in (JobStatus.FAILED, JobStatus.REFUSED):
         verdict = "failed" if job.status is JobStatus.FAILED else "was refused"
-        yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, verdict, job.reason)
+        yield make_job_notice(NoticeKind.FAILED, job, job.key, event.at_s, verdict, job.reason)

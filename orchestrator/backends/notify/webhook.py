@@ -79,7 +79,7 @@ def send_webhook(
 
 
 def _post_notice(
-    url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
+    url: str, signing_key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
 ) -> None:
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
@@ -104,7 +104,7 @@ def _post_notice(
         "User-Agent": "orc",
         "webhook-id": notice.id,
         "webhook-timestamp": str(timestamp_s),
-        "webhook-signature": sign_message(key, notice.id, timestamp_s, body),
+        "webhook-signature": sign_message(signing_key, notice.id, timestamp_s, body),
     }
     watchdog = threading.Timer(
         TOTAL_S, _shut_connection, (connection,)

@@ -135,7 +135,7 @@ class Provider:
                 self._keys = keys, self._clock()
         return keys
 
-    def _find_endpoint(self, name: str) -> str:
+    def _find_endpoint(self, endpoint_name: str) -> str:
         """Return this endpoint's URL from the discovery document, which must name the trusted
         issuer.
         """
@@ -148,9 +148,9 @@ class Provider:
                 raise SignInError("the provider's discovery document is of another issuer")
             self._discovery = discovery, self._clock() + KEEP_S
         try:
-            return safe_url(str(discovery.get(name, "")))
+            return safe_url(str(discovery.get(endpoint_name, "")))
         except ValueError as error:
-            raise SignInError(f"the provider's {name} cannot be used: {error}") from None
+            raise SignInError(f"the provider's {endpoint_name} cannot be used: {error}") from None
 
     def _fetch_json(self, url: str) -> JsonObject:
         try:

@@ -57,8 +57,8 @@ def home_namespace(home: Path) -> str:
 def _use_token(home: Path) -> None:
     """Make Ray in this process use the token of the home's embedded cluster.
 
-    Ray reads these variables once, when it is imported; `ray/_private/authentication_test_utils.py`
-    resets them in the same way.
+    The token is set by environment variables. Ray reads them once, when it is imported;
+    `ray/_private/authentication_test_utils.py` resets them in the same way.
     """
     os.environ.update(token_variables(home))
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]

@@ -310,7 +310,7 @@ def _launch_nodes(
 def _start_node(
     home: Path,
     state: Mapping[str, Any],
-    name: str,
+    node_name: str,
     node: NodeSpec,
     *,
     head: bool,
@@ -341,7 +341,7 @@ def _start_node(
         f"--num-gpus={node.devices if node.device.kind.traits.is_gpu_of_ray else 0}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
-        f"--labels=orc-node={name}",
+        f"--labels=orc-node={node_name}",
         "--disable-usage-stats",
         "--include-log-monitor=false",
     ]

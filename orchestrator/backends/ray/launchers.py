@@ -146,17 +146,19 @@ class ActorGroup:
     def start(
         self,
         ranks: Mapping[str, Sequence[RankStart]],
-        counts: Mapping[str, int],
+        ranks_per_process: Mapping[str, int],
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of every node, unless they were started before, and return the
         launchers' statuses.
 
-        `counts` has the number of ranks per process, by node.
+        `ranks_per_process` has the number of ranks per process, by node.
         """
         answers = [
-            self._actors[node].call("start", list(ranks[node]), workdir, counts[node], fence)
+            self._actors[node].call(
+                "start", list(ranks[node]), workdir, ranks_per_process[node], fence
+            )
             for node in ranks
         ]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
@@ -226,13 +228,16 @@ class RayLaunchers:
         self._idle: dict[str, list[Hosted]] = {}  # by the node's id
 
     def find_launchers(self, attempt: Attempt) -> ActorGroup:
-        """Return the existing launchers of `attempt`."""
+        """Return the existing launchers of `attempt`; the group is empty where there are none."""
         return ActorGroup(_find_hosted(attempt))
 
     def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> ActorGroup | str:
-        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
+        """Create launchers on every node of the attempt's placement, and reserve its devices.
+
+        Returns the launchers, or as text why they cannot be created.
+        """
         bundles = [_resource_bundle(part.devices, live[part.node]) for part in attempt.placement]
         group = placement_group(
             bundles,
@@ -312,7 +317,9 @@ class RayLaunchers:
         return Hosted(attempt.name, name, handle)
 
     def end_launchers(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
+        """End the launchers of `attempt` and its placement group. An attempt without them is no
+        error. Raises ClusterAway.
+        """
         try:
             for node, launcher in _find_hosted(attempt).items():
                 is_free = self._release_host(launcher)
@@ -346,7 +353,9 @@ class RayLaunchers:
     def end_orphan_processes(
         self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
     ) -> None:
-        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
+        """SIGKILL the processes that a lost launcher left on a live node, and remove their swap
+        files.
+        """
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         remote: Any = ray.remote(clean_up)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)

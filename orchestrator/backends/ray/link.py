@@ -230,7 +230,7 @@ class AgentLink:
         else:
             answer.set_exception(ClusterAway(problem) if is_away else CallFailed(problem))
 
-    def _end_agent(self, agent: _Agent | None, why: str) -> None:
+    def _end_agent(self, agent: _Agent | None, reason: str) -> None:
         """Kill an agent. If it was the current one, every waiting call raises ClusterAway with this
         reason.
         """
@@ -240,13 +240,13 @@ class AgentLink:
         with self._lock:
             if self._agent is not agent:
                 return
-            self._agent, self._away_since_s, self._why = None, time.time(), why
+            self._agent, self._away_since_s, self._why = None, time.time(), reason
             waiting = self._waiting
             self._waiting = {}
         if not self._closing.is_set():
-            log.warning("Ray cannot be reached: %s", why)
+            log.warning("Ray cannot be reached: %s", reason)
         for answer in waiting.values():
-            answer.set_exception(ClusterAway(f"Ray cannot be reached: {why}"))
+            answer.set_exception(ClusterAway(f"Ray cannot be reached: {reason}"))
 
     def _record_reason(self, reason: str) -> None:
         """Store why no agent connects: the first line for `problem`, the whole text in the log."""
@@ -294,17 +294,17 @@ class LinkedGroup:
     def start(
         self,
         ranks: Mapping[str, Sequence[RankStart]],
-        counts: Mapping[str, int],
+        ranks_per_process: Mapping[str, int],
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of every node, unless they were started before, and return the
         launchers' statuses.
 
-        `counts` has the number of ranks per process, by node.
+        `ranks_per_process` has the number of ranks per process, by node.
         """
         statuses: list[LauncherStatus] = self._link.call(
-            "start", self._attempt, ranks, counts, workdir, fence
+            "start", self._attempt, ranks, ranks_per_process, workdir, fence
         )
         return statuses
 
@@ -333,25 +333,32 @@ class LinkedLaunchers:
         self._link = link
 
     def find_launchers(self, attempt: Attempt) -> LinkedGroup:
-        """Return the existing launchers of `attempt`."""
+        """Return the existing launchers of `attempt`; the group is empty where there are none."""
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
     def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LinkedGroup | str:
-        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
+        """Create launchers on every node of the attempt's placement, and reserve its devices.
+
+        Returns the launchers, or as text why they cannot be created.
+        """
         used = {part.node: live[part.node] for part in attempt.placement}
         placed = self._link.call("place", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
 
     def end_launchers(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
+        """End the launchers of `attempt` and its placement group. An attempt without them is no
+        error. Raises ClusterAway.
+        """
         self._link.call("end", attempt)
 
     def end_orphan_processes(
         self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
     ) -> None:
-        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
+        """SIGKILL the processes that a lost launcher left on a live node, and remove their swap
+        files.
+        """
         self._link.call("end_orphans", folder, node, list(pids))
 
 

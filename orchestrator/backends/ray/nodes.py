@@ -100,11 +100,11 @@ def select_live_nodes(
     return nodes
 
 
-def _device_ids(spec: NodeSpec | None, devices: int) -> tuple[DeviceId, ...]:
+def _device_ids(spec: NodeSpec | None, device_count: int) -> tuple[DeviceId, ...]:
     """Return the driver's ids of the node's devices; () where Ray has other devices than the
     cluster file.
     """
-    if spec is None or len(spec.device_ids) != devices:
+    if spec is None or len(spec.device_ids) != device_count:
         return ()
     return spec.device_ids
 

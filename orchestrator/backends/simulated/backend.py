@@ -54,7 +54,7 @@ class SimulatedBackend:
         """Start an attempt, since none runs before the simulation begins."""
         process = self._new_process(job, attempt)
         self.processes[attempt.name] = process
-        self._decide(process)
+        self._schedule_course(process)
 
     def stop(self, action: Stop) -> None:
         """Schedule the attempt's end after it has saved a checkpoint; it trains no more, but may
@@ -62,8 +62,8 @@ class SimulatedBackend:
         """
         process = self.processes[action.name]
         if process.evidence is None:
-            step = self._step_of(process)
-            self._after(SAVE_S, partial(self._end, process, FailureKind.CANCELLED, step))
+            step = self._reached_step(process)
+            self._schedule(SAVE_S, partial(self._end_attempt, process, FailureKind.CANCELLED, step))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Advance the clock to the next events, by at most `timeout_s`, and return these events."""
@@ -103,21 +103,24 @@ class SimulatedBackend:
         """
         return attempt.step_s
 
-    def _decide(self, process: SimulatedProcess) -> None:
+    def _schedule_course(self, process: SimulatedProcess) -> None:
         """Schedule the start and the end of an attempt."""
         running_s = (process.last_step - process.first_step) * process.step_s
         ending = FailureKind.PROBED if process.attempt.probe else None
-        self._after(self._launch_s, partial(self._start, process))
-        self._after(
-            self._launch_s + running_s, partial(self._end, process, ending, process.last_step)
+        self._schedule(self._launch_s, partial(self._start_attempt, process))
+        self._schedule(
+            self._launch_s + running_s,
+            partial(self._end_attempt, process, ending, process.last_step),
         )
 
-    def _start(self, process: SimulatedProcess) -> None:
+    def _start_attempt(self, process: SimulatedProcess) -> None:
         if process.evidence is None:
             process.started_at_s = self._now_s
-            self._tell(process.started())
+            self._emit(process.started_event())
 
-    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
+    def _end_attempt(
+        self, process: SimulatedProcess, ending: FailureKind | None, step: int
+    ) -> None:
         """End the attempt after `step`, and store the checkpoint from which a restart continues."""
         if process.evidence is not None:
             return
@@ -131,13 +134,13 @@ class SimulatedBackend:
             self._checkpoints[process.job.id] = complete
         process.ended_at_s = self._now_s
         process.ending = ending
-        process.evidence = self._evidence(
+        process.evidence = self._make_evidence(
             process, ending, step=step, checkpoint_step=complete or None
         )
-        self._tell(process.finished())
-        self._after(self._release_s(process), partial(self._release, process))
+        self._emit(process.finished_event())
+        self._schedule(self._release_s(process), partial(self._release_devices, process))
 
-    def _evidence(
+    def _make_evidence(
         self,
         process: SimulatedProcess,
         ending: FailureKind | None,
@@ -151,18 +154,18 @@ class SimulatedBackend:
         """Return the seconds from the end of an attempt until its devices are free."""
         return 0.0
 
-    def _step_of(self, process: SimulatedProcess) -> int:
+    def _reached_step(self, process: SimulatedProcess) -> int:
         """Return the step that a running attempt has reached."""
         began_s = self._now_s if process.started_at_s is None else process.started_at_s
         steps = int((self._now_s - began_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
-    def _release(self, process: SimulatedProcess) -> None:
+    def _release_devices(self, process: SimulatedProcess) -> None:
         process.released_at_s = self._now_s
-        self._tell(process.released())
+        self._emit(process.released_event())
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self._outbox.append(event)
 
-    def _after(self, delay_s: float, happen: Callable[[], object]) -> None:
+    def _schedule(self, delay_s: float, happen: Callable[[], object]) -> None:
         heapq.heappush(self._agenda, (self._now_s + delay_s, next(self._sequence), happen))

@@ -38,11 +38,11 @@ class SharedBackend(SimulatedBackend):
     `rate` of its speed.
     """
 
-    def __init__(self, cluster: ClusterSpec, rate: float) -> None:
+    def __init__(self, cluster: ClusterSpec, shared_card_rate: float) -> None:
         shared, self._cards = add_guests(cluster)
         super().__init__(shared)
         self._policy = shared.policy
-        self._rate = rate
+        self._rate = shared_card_rate
         self._nodes = idle_nodes(shared)
         self._used_bytes = Counter[Device]()  # as planned, by place
         self._training = dict[str, tuple[SimulatedProcess, Course]]()  # by attempt
@@ -63,26 +63,28 @@ class SharedBackend(SimulatedBackend):
         super().launch(action)
         self._change_used_bytes(self.processes[action.attempt.name], 1)
 
-    def _decide(self, process: SimulatedProcess) -> None:
+    def _schedule_course(self, process: SimulatedProcess) -> None:
         """Schedule the start of an attempt; its end depends on the other attempts on its cards."""
-        self._after(self._launch_s, partial(self._start, process))
+        self._schedule(self._launch_s, partial(self._start_attempt, process))
 
-    def _start(self, process: SimulatedProcess) -> None:
-        super()._start(process)
+    def _start_attempt(self, process: SimulatedProcess) -> None:
+        super()._start_attempt(process)
         if process.evidence is None:
             self._training[process.attempt.name] = (process, Course(1.0, 0.0, self._now_s))
             self._update_rates(process)
 
-    def _end(self, process: SimulatedProcess, ending: FailureKind | None, step: int) -> None:
-        super()._end(process, ending, step)
+    def _end_attempt(
+        self, process: SimulatedProcess, ending: FailureKind | None, step: int
+    ) -> None:
+        super()._end_attempt(process, ending, step)
         if self._training.pop(process.attempt.name, None):
             self._update_rates(process)
 
-    def _release(self, process: SimulatedProcess) -> None:
+    def _release_devices(self, process: SimulatedProcess) -> None:
         self._change_used_bytes(process, -1)
-        super()._release(process)
+        super()._release_devices(process)
 
-    def _step_of(self, process: SimulatedProcess) -> int:
+    def _reached_step(self, process: SimulatedProcess) -> int:
         if process.attempt.name not in self._training:
             return process.first_step
         _, course = self._training[process.attempt.name]
@@ -109,7 +111,7 @@ class SharedBackend(SimulatedBackend):
             is_beside_another = any(crowd[card] > 1 for card in cards)
             course.rate = self._rate if is_beside_another else 1.0
             left_s = max(0.0, _full_speed_s(other) - course.trained_s)
-            self._after(left_s / course.rate, partial(self._end_if_trained, other))
+            self._schedule(left_s / course.rate, partial(self._end_if_trained, other))
 
     def _end_if_trained(self, process: SimulatedProcess) -> None:
         """End the attempt if it has trained enough by now; its rate may have changed since this
@@ -120,7 +122,7 @@ class SharedBackend(SimulatedBackend):
         _, course = self._training[process.attempt.name]
         if course.trained_until(self._now_s) >= _full_speed_s(process) - ROUNDING_S:
             ending = FailureKind.PROBED if process.attempt.probe else None
-            self._end(process, ending, process.last_step)
+            self._end_attempt(process, ending, process.last_step)
 
     def _change_used_bytes(self, process: SimulatedProcess, sign: int) -> None:
         """Add the attempt's planned bytes to its devices' used bytes (`sign` 1), or subtract them
@@ -148,7 +150,7 @@ class SharedBackend(SimulatedBackend):
         event = NodesSeen(
             nodes=tuple(nodes), declared=self._nodes, policy=self._policy, at_s=self._now_s
         )
-        self._tell(event)
+        self._emit(event)
 
 
 def _full_speed_s(process: SimulatedProcess) -> float:

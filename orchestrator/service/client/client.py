@@ -18,8 +18,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.transfer.archive import Limits, unpack
-from orchestrator.service.visible import visible
+from orchestrator.service.transfer.archive import Limits, unpack_archive
+from orchestrator.service.visible import escape_controls
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
 
@@ -76,7 +76,7 @@ class Client:
         # elsewhere the token says who submits
         self._home = None if isinstance(service, Login) else service
 
-    def submit(
+    def submit_job(
         self, spec: JsonObject, fault: JsonObject | None = None, idempotency_key: str | None = None
     ) -> str:
         """Submit a job, and return its id once it is in the queue.
@@ -92,11 +92,11 @@ class Client:
             else self._request_json("POST", "/jobs", body, idempotency_key)
         )["id"]
 
-    def submit_all(self, specs: Sequence[JsonObject]) -> BatchAnswer:
+    def submit_jobs(self, specs: Sequence[JsonObject]) -> BatchAnswer:
         """Submit jobs atomically, and return their ids once they are in the journal.
 
-        The answer also has, by id, expected lateness, kept guarantees and refusals. If one job is
-        invalid, none is submitted.
+        Further fields of the answer say by id which jobs are expected to be late, which guarantees
+        are kept, and which jobs are refused. If one job is invalid, none is submitted.
         """
         jobs = [{"spec": self._add_user(spec)} for spec in specs]
         return self._post_submission("/jobs/batch", {"jobs": jobs})
@@ -113,19 +113,19 @@ class Client:
         next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
         return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
 
-    def users(self) -> list[JsonObject]:
+    def list_users(self) -> list[JsonObject]:
         """Return the record of every user: name and role."""
         return self._request_json("GET", "/users")["users"]
 
-    def set_user(self, name: str, role: str) -> None:
+    def set_user(self, user_name: str, role: str) -> None:
         """Add a user, or change the role of an existing one."""
-        self._request_json("PUT", _route_path("users", name), {"role": role})
+        self._request_json("PUT", _route_path("users", user_name), {"role": role})
 
-    def remove_user(self, name: str) -> None:
+    def remove_user(self, user_name: str) -> None:
         """Remove a user with all tokens."""
-        self._request_json("DELETE", _route_path("users", name))
+        self._request_json("DELETE", _route_path("users", user_name))
 
-    def tokens(self) -> list[JsonObject]:
+    def list_tokens(self) -> list[JsonObject]:
         """Return every token's record: user, creation, expiry and last use."""
         return self._request_json("GET", "/tokens")["tokens"]
 
@@ -146,9 +146,9 @@ class Client:
         """Return the unreadable rows of the journal."""
         return self._request_json("GET", "/journal/unreadable")["rows"]
 
-    def drop_unreadable(self, table: str, row: str) -> None:
+    def delete_unreadable_row(self, table_name: str, row: str) -> None:
         """Delete an unreadable row for good."""
-        self._request_json("DELETE", _route_path("journal", "unreadable", table, row))
+        self._request_json("DELETE", _route_path("journal", "unreadable", table_name, row))
 
     def list_jobs(self, ended_max: int = ENDED_SHOWN) -> list[JobView]:
         """Return every live job, in queue order, and at most `ended_max` jobs that ended last."""
@@ -221,7 +221,7 @@ class Client:
                     )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
-                    unpack(_Reader(answer.iter_bytes()).read, target_folder, limits)
+                    unpack_archive(_Reader(answer.iter_bytes()).read, target_folder, limits)
                 except SpecError as error:
                     raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:
@@ -232,15 +232,15 @@ class Client:
             ) from None
         return size_bytes, left_out
 
-    def explanation(self, job_id: str) -> ExplanationView:
+    def fetch_explanation(self, job_id: str) -> ExplanationView:
         """Return a job's predictions and measurements, and the corrections learned from them."""
         return self._request_json("GET", _route_path("jobs", job_id, "explanation"))
 
-    def comparison(self, job_id: str) -> ComparisonView:
+    def fetch_comparison(self, job_id: str) -> ComparisonView:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
         return self._request_json("GET", _route_path("jobs", job_id, "comparison"))
 
-    def sweeps(self) -> list[SweepReport]:
+    def list_sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
@@ -248,7 +248,7 @@ class Client:
             self._request_json("GET", "/sweeps")["sweeps"]
         )
 
-    def sweep(self, sweep_id: str) -> SweepReport:
+    def fetch_sweep(self, sweep_id: str) -> SweepReport:
         """Return a sweep with its trials."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
@@ -280,7 +280,7 @@ class Client:
             for part in parts
         )
 
-    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
+    def cancel_jobs(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
         """Cancel these jobs, or also all jobs of their arrays; return the cancelled ids once the
         request is durable.
         """
@@ -323,7 +323,7 @@ class Client:
             self._request_json("POST", _route_path("jobs", job_id, "update"), body)["changed"]
         )
 
-    def purge(self, *, dry_run: bool) -> JsonObject:
+    def purge_files(self, *, dry_run: bool) -> JsonObject:
         """Remove files of ended jobs as the cluster file's `keep` says, and return what was
         removed; `dry_run` only lists it.
         """
@@ -377,7 +377,7 @@ class Client:
         except httpx.HTTPError as error:
             raise _no_answer_error(error) from None
 
-    def teams(self) -> list[TeamView]:
+    def list_teams(self) -> list[TeamView]:
         """Return the teams and users of a shared cluster, the next in turn first; [] where the
         cluster has no teams.
         """
@@ -452,20 +452,22 @@ class Client:
         method: str,
         path: str,
         body: Any = None,
-        key: str | None = None,
+        idempotency_key: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        return visible(self._send_request(method, path, body, key, timeout_s).json())
+        return escape_controls(
+            self._send_request(method, path, body, idempotency_key, timeout_s).json()
+        )
 
     def _send_request(
         self,
         method: str,
         path: str,
         body: Any = None,
-        key: str | None = None,
+        idempotency_key: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> httpx.Response:
-        headers = {KEY: key} if key else None
+        headers = {KEY: idempotency_key} if idempotency_key else None
         try:
             answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:

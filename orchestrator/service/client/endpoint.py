@@ -62,15 +62,18 @@ def fingerprint_of(certificate_pem: str) -> str:
 
 
 def parse_listen(
-    text: str, option_name: str = "--listen", example: str = "0.0.0.0:8443"
+    host_and_port: str, option_name: str = "--listen", example: str = "0.0.0.0:8443"
 ) -> tuple[str, int]:
     """Return (host, port) of HOST:PORT; IPv6 addresses are in brackets. Raises SpecError, which
     names `option_name`.
     """
-    host, colon, port = text.rpartition(":")
+    host, colon, port = host_and_port.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise SpecError(
-            "not an address", source=option_name, got=text, allowed=f"HOST:PORT, such as {example}"
+            "not an address",
+            source=option_name,
+            got=host_and_port,
+            allowed=f"HOST:PORT, such as {example}",
         )
     return host.strip("[]"), int(port)
 
@@ -159,11 +162,11 @@ def load_endpoint(home: Path) -> Endpoint | None:
     return parse_endpoint(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
-def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint from the text of `format_endpoint`; None for an empty text."""
-    if not text:
+def parse_endpoint(endpoint_text: str) -> Endpoint | None:
+    """Return the endpoint from the text of `endpoint_text`; None for an empty text."""
+    if not endpoint_text:
         return None
-    fields = json.loads(text)
+    fields = json.loads(endpoint_text)
     return Endpoint(**{**fields, "allowed_hosts": tuple(fields["allowed_hosts"])})
 
 

@@ -34,7 +34,7 @@ def read_join_secret(home: Path) -> str:
         return ""
 
 
-def split_join_token(token: str) -> tuple[str, str]:
+def split_secret_and_fingerprint(token: str) -> tuple[str, str]:
     """Return (secret, certificate's fingerprint) of a token for joining machines. Raises SpecError,
     which hides the token.
     """

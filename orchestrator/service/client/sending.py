@@ -118,7 +118,7 @@ def _listing_digest(listing: Listing) -> str:
 def _send_archive(client: Client, digest: str, listing: Listing) -> None:
     with tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES) as file:
         with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, mtime=0) as archive:
-            for chunk in listing.stream():
+            for chunk in listing.iterate_bytes():
                 archive.write(chunk)
         size_bytes = file.tell()
         file.seek(0)

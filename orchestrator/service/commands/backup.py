@@ -221,20 +221,20 @@ def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _iterate_chunks(
-    archive_file: zipfile.ZipFile, name: str, left_bytes: int, archive: Path
+    archive_file: zipfile.ZipFile, entry_name: str, left_bytes: int, archive: Path
 ) -> Iterator[bytes]:
     """Yield the content of a file in the archive, at most `left_bytes` + 1 bytes. Raises SpecError
     for a damaged archive.
     """
     try:
-        with archive_file.open(name) as source:
+        with archive_file.open(entry_name) as source:
             while left_bytes >= 0 and (chunk := source.read(min(CHUNK_BYTES, left_bytes + 1))):
                 left_bytes -= len(chunk)
                 yield chunk
     except KeyError:
-        raise _damage_error(archive, f"{name} is missing") from None
+        raise _damage_error(archive, f"{entry_name} is missing") from None
     except DAMAGES as error:
-        raise _damage_error(archive, f"{name}: {error}") from None
+        raise _damage_error(archive, f"{entry_name}: {error}") from None
 
 
 def _read_manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
@@ -267,18 +267,18 @@ def _read_manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
 
 
 def _unpack_file(
-    archive_file: zipfile.ZipFile, name: str, entry: JsonObject, path: Path, archive: Path
+    archive_file: zipfile.ZipFile, entry_name: str, entry: JsonObject, path: Path, archive: Path
 ) -> None:
     digest = hashlib.sha256()
     size_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as target:
-        for chunk in _iterate_chunks(archive_file, name, int(entry["bytes"]), archive):
+        for chunk in _iterate_chunks(archive_file, entry_name, int(entry["bytes"]), archive):
             size_bytes += len(chunk)
             digest.update(chunk)
             target.write(chunk)
     if size_bytes != entry["bytes"] or digest.hexdigest() != entry["sha256"]:
-        raise _damage_error(archive, f"{name} is not what the manifest says")
+        raise _damage_error(archive, f"{entry_name} is not what the manifest says")
 
 
 def _file_digest(path: Path) -> str:
@@ -286,5 +286,5 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damage_error(archive: Path, why: str) -> SpecError:
-    return SpecError("not a whole backup", source=str(archive), got=why, hint="take another one")
+def _damage_error(archive: Path, reason: str) -> SpecError:
+    return SpecError("not a whole backup", source=str(archive), got=reason, hint="take another one")

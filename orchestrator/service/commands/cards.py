@@ -79,20 +79,22 @@ def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
     return per_node, nodes
 
 
-def _set_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
+def _set_network(cluster: ClusterSpec, bandwidth_text: str) -> ClusterSpec:
     """Return the cluster with this bandwidth between its nodes. Raises SpecError for a text that is
     no bandwidth.
     """
-    gigabits = GIGABITS.fullmatch(text)
+    gigabits = GIGABITS.fullmatch(bandwidth_text)
     bandwidth = 0
     if gigabits is not None:
         bandwidth = int(float(gigabits[1]) * 10**9 / 8)
     else:
         with contextlib.suppress(ValueError):
-            bandwidth = parse_bandwidth(text)
+            bandwidth = parse_bandwidth(bandwidth_text)
     if not 0 < bandwidth <= BANDWIDTH_MAX:
         allowed = "400Gb, 50GB/s or the like"
-        raise SpecError("no bandwidth of a network", source=SOURCE, got=text, allowed=allowed)
+        raise SpecError(
+            "no bandwidth of a network", source=SOURCE, got=bandwidth_text, allowed=allowed
+        )
     return cluster.model_copy(update={"network_bandwidth": bandwidth})
 
 

@@ -82,7 +82,7 @@ def choose_strategies(
             for candidate in exact
             if not any(_dominates(other, candidate) for other in exact)
         ]
-        pins_of_strategies = [_pin_whole_plan(spec, candidate.plan) for candidate in best]
+        pins_of_strategies = [_pins_of_plan(spec, candidate.plan) for candidate in best]
     else:
         partial = (
             _iterate_strategies(spec, group) if choice == "all" else _read_strategies(spec, choice)
@@ -190,7 +190,7 @@ def make_comparison_jobs(
     return jobs
 
 
-def _pin_whole_plan(spec: JobSpec, plan: Plan) -> Pins:
+def _pins_of_plan(spec: JobSpec, plan: Plan) -> Pins:
     return pins_of(plan, spec.knobs if spec.is_script else None)
 
 
@@ -227,14 +227,16 @@ def _common_micro_batch(
         fitting_sizes = {
             size
             for size in legal
-            if _fits(spec, _pin_micro_batch(pins, size), device_group, calibrated)
+            if _fits_empty_device(spec, _pin_micro_batch(pins, size), device_group, calibrated)
         }
         if fitting_sizes:
             sizes = fitting_sizes if sizes is None else sizes & fitting_sizes
     return max(sizes, default=None) if sizes is not None else None
 
 
-def _fits(spec: JobSpec, pins: Pins, device_group: NodeGroup, calibrated: Calibration) -> bool:
+def _fits_empty_device(
+    spec: JobSpec, pins: Pins, device_group: NodeGroup, calibrated: Calibration
+) -> bool:
     """Return whether a plan with these pins (fixed settings) fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
@@ -269,7 +271,7 @@ def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins
         "offload_target",
     )
     for plan in list_plans(read_request(spec), device_group.hardware):
-        yield tuple(pin for pin in _pin_whole_plan(spec, plan) if pin[0] in names)
+        yield tuple(pin for pin in _pins_of_plan(spec, plan) if pin[0] in names)
 
 
 def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
@@ -280,9 +282,9 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _parse_stages(stages[1])]
     elif Path(choice).is_file():
-        rows = read_document(f"strategies:\n{_indent(Path(choice).read_text())}", choice).data[
-            "strategies"
-        ]
+        rows = read_document(
+            f"strategies:\n{_indent_lines(Path(choice).read_text())}", choice
+        ).data["strategies"]
     else:
         raise SpecError(
             "no way to choose strategies, and no file",
@@ -314,7 +316,7 @@ def _parse_stages(text: str) -> list[int]:
     return list(dict.fromkeys(stages))
 
 
-def _indent(text: str) -> str:
+def _indent_lines(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -340,4 +342,4 @@ def _complete_pins(
             else _complete_pins(spec, pins, None, device_group, calibrated)
         )
     candidate = best_or_nearest(candidates, device_group.hardware.device.memory, calibrated)
-    return pins if candidate is None else _pin_whole_plan(spec, candidate.plan)
+    return pins if candidate is None else _pins_of_plan(spec, candidate.plan)

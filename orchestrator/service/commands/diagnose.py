@@ -124,7 +124,7 @@ def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evide
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_describe_next_action(failure),
-        you_can=_advise(failure, ends, paths),
+        you_can=_suggest_help(failure, ends, paths),
     )
 
 
@@ -182,7 +182,7 @@ def find_project(log_path: Path) -> Project | None:
     return None
 
 
-def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
+def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
     """Return what a person can do. Out of device memory in a known project, it is that project's
     own way to use less.
     """

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.identity import ENTER, USERS
-from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
@@ -84,7 +84,7 @@ def run_checks(home: Path) -> list[Finding]:
         ("journal", lambda: _check_journal(home)),
         ("service", lambda: _check_service(home)),
         ("records", lambda: _check_records(home)),
-        ("starts", lambda: _check_starts(home)),
+        ("starts", lambda: _check_rank_starts(home)),
     ]
     return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
@@ -121,9 +121,9 @@ def _check_python() -> Result:
     return OK, f"{version} ({sys.executable})", ""
 
 
-def _check_package(name: str, purpose: str) -> Result:
+def _check_package(package: str, purpose: str) -> Result:
     try:
-        return OK, importlib.metadata.version(name), ""
+        return OK, importlib.metadata.version(package), ""
     except importlib.metadata.PackageNotFoundError:
         return BAD, "not installed", f"pip install orchestrator again: {purpose}"
 
@@ -214,7 +214,7 @@ def _check_nvme(home: Path) -> Result | None:
 
 
 def _check_host_memory() -> Result:
-    _, available_bytes = read_memory_bytes()
+    _, available_bytes = read_total_and_available_bytes()
     hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     observation = f"{format_bytes(available_bytes)} available"
     return _rate_bytes(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)
@@ -296,9 +296,11 @@ def _check_records(home: Path) -> Result | None:
     return OK, f"MLflow serves {server.folder} on a socket file", ""
 
 
-def _check_starts(home: Path) -> Result | None:
-    """Return how the newest ranks of this home were started (forked or not), as a check's result;
-    None without any rank.
+def _check_rank_starts(home: Path) -> Result | None:
+    """Return as a check's result how the home's newest ranks were started: forked or as new
+    interpreters.
+
+    None where no rank was started.
     """
     paths = sorted(home.glob("jobs/*/attempts/*/starts"), key=os.path.getmtime)
     if not paths:

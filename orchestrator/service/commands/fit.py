@@ -140,10 +140,10 @@ def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
     ]
 
 
-def iterate_fit_rows(ways: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
+def iterate_fit_rows(jobs_by_way: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
     """Yield a row per GPU model and way, smallest GPU first. The job's own `gpus` is ignored."""
     for name in sorted(load_devices(), key=lambda name: _card_hardware(name, 1).device.memory):
-        for way, spec in ways:
+        for way, spec in jobs_by_way:
             yield _make_fit_row(way, spec, name)
 
 
@@ -179,8 +179,8 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
 
 
 @cache
-def _card_hardware(card_name: str, count: int) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(parse_cards(f"{count}x{card_name}")))
+def _card_hardware(card_name: str, card_count: int) -> Hardware:
+    (group,) = group_equal_nodes(idle_nodes(parse_cards(f"{card_count}x{card_name}")))
     return group.hardware
 
 

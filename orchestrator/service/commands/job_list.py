@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, make_trace
 from orchestrator.service.intake.intake import local_time_zone, read_jobs, read_text
-from orchestrator.service.server.sweeps.trials import trials_of
+from orchestrator.service.server.sweeps.trials import list_remaining_trials
 from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import Seconds
@@ -71,7 +71,11 @@ def read_job_list(list_file: Path, home: Path) -> Trace:
     arrivals = list[Arrival]()
     to_come = dict[str, tuple[Arrival, ...]]()
     for number, (at_s, spec, where) in enumerate(submissions):
-        specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
+        specs = (
+            (spec,)
+            if spec.trial is None
+            else list_remaining_trials(spec, f"{spec.name}#{number}", home)
+        )
         first, *rest = (_make_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)
         arrivals.append(first)
         if spec.trial is not None:

@@ -11,11 +11,15 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
-from orchestrator.service.client.join_token import FORM, split_join_token
+from orchestrator.service.client.join_token import FORM, split_secret_and_fingerprint
 from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
 from orchestrator.service.intake.cluster_file import load_joined_nodes
 from orchestrator.service.intake.detection import detect_machine
-from orchestrator.service.server.members import Machine, check_alike, machine
+from orchestrator.service.server.members import (
+    MachineProperties,
+    check_compatible,
+    read_machine_properties,
+)
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
 
@@ -38,7 +42,9 @@ def join_service(home: Path, service: str, node_name: str, token_file: Path | No
     host, port = parse_listen(service)
     with closing(Client(_find_login(home, service, token_file))) as client:
         requirements = client.fetch_join_information()
-        check_alike(Machine(**requirements["machine"]), machine(home))
+        check_compatible(
+            MachineProperties(**requirements["machine"]), read_machine_properties(home)
+        )
         machine_here = detect_machine(node_name)
         was_in = embedded_ray.is_running(home, node_name)
         address = address_towards(host, port)
@@ -103,7 +109,7 @@ def _find_login(home: Path, service: str, token_file: Path | None) -> Login:
         token_file or home / TOKEN_FILE, must_exist=token_file is not None
     )
     if token:
-        secret, fingerprint = split_join_token(token)
+        secret, fingerprint = split_secret_and_fingerprint(token)
         return Login(url=url, token=secret, certificate=fetch_pinned_certificate(url, fingerprint))
     try:
         return find_login(url)

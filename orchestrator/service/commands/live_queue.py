@@ -18,8 +18,8 @@ from orchestrator.scheduling.reports.forecast import (
     estimate_saved_step,
 )
 from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
-from orchestrator.service.server.submissions import Request, jobs_of
-from orchestrator.service.server.sweeps.trials import ToCome, trials_of
+from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
+from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -36,17 +36,17 @@ def simulate_queue(
     *,
     is_live: bool,
     more_jobs: Sequence[JobSpec] = (),
-    coming_trials: ToCome,
+    coming_trials: ComingTrials,
     home: Path,
 ) -> Simulated:
-    """Simulate the live jobs and the jobs in `more_jobs`, submitted now; return the result, in seconds
-    from now.
+    """Simulate the live jobs together with `more_jobs`, submitted now; return the result, with
+    times in seconds from now.
 
-    Running jobs keep their progress; usage, age, drains, maintenance and guarantees are those of
+    Running jobs keep their progress; usage, age, drains, maintenance and guarantees are taken from
     the state. With `is_live` the nodes are those of the state, and `cluster` gives only the policy.
     Else running jobs on devices that the cluster lacks end, and resume from their saved step.
-    `coming_trials` are trials that live sweeps have yet to submit. A job whose end depends on an unknown
-    duration has no end in the result. Raises SpecError where no job is live.
+    `coming_trials` are trials that live sweeps have yet to submit. A job whose end depends on an
+    unknown duration has no end in the result. Raises SpecError where no job is live.
     """
     live = sorted(state.live_jobs, key=lambda job: job.order)
     if not live and not more_jobs:
@@ -124,7 +124,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs submitted during a simulation: `more` at its start, and trials as soon as their sweeps
+    """Jobs submitted during a simulation: `more_jobs` at its start, and trials as soon as their sweeps
     allow them.
     """
 
@@ -132,7 +132,7 @@ class FutureSubmissions:
         self,
         state: State,
         more_jobs: Sequence[JobSpec],
-        coming_trials: ToCome,
+        coming_trials: ComingTrials,
         home: Path,
     ) -> None:
         """Prepare the submissions. Raises SpecError for a job in `more_jobs` of unknown duration, or
@@ -149,16 +149,16 @@ class FutureSubmissions:
                     path="steps",
                     hint="say `steps`",
                 )
-        request = Request([(spec, None) for spec in more_jobs])
-        for event in jobs_of(request, state, state.submitted, state.at_s, state.jobs.get):
+        request = SubmissionRequest([(spec, None) for spec in more_jobs])
+        for event in make_job_events(request, state, state.submitted, state.at_s, state.jobs.get):
             first = event.spec
             if first.trial is not None and event.array is not None:
-                first, *rest = trials_of(first, event.array, home)
+                first, *rest = list_remaining_trials(first, event.array, home)
                 self._trials[event.array] = deque(rest)
             self._begins.append(self._record_job(replace(event, spec=first)))
 
     def iterate_due(self, state: State) -> Iterator[Submitted]:
-        """Yield the submissions that are due in this state."""
+        """Yield the submissions that are due in this state of the scheduler."""
         begins = self._begins
         self._begins = []
         yield from begins
@@ -199,7 +199,7 @@ def _job_outcome(
     job: Job,
     stints: Sequence[SimulatedAttempt],
     now_s: float,
-    devices: int,
+    device_count: int,
     launch_cost_s: float,
     *,
     knows_end: bool,
@@ -226,7 +226,7 @@ def _job_outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + time_alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

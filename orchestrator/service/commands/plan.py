@@ -314,7 +314,7 @@ def _plan_on_kind(
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
-        else _rivals_note(candidates, views, chosen),
+        else _note_on_similar_plans(candidates, views, chosen),
     )
     return _KindPlans(answer, hardware, candidates, calibrated)
 
@@ -397,7 +397,7 @@ def _choose_plans(
     return _ChosenPlans(best, chosen, why_passed_over(choice(chosen), choice(fastest)))
 
 
-def _rivals_note(
+def _note_on_similar_plans(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
     """Return a note on other strategies with as many devices and nearly the same predicted step
@@ -439,8 +439,10 @@ def _strategy_key(plan: Plan) -> tuple[object, ...]:
 def _view_candidate(
     candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
 ) -> CandidateView:
-    """Return the view of a candidate plan. `free_bytes` of all devices, largest first; the smallest
-    one used limits the plan.
+    """Return a candidate plan with its costs and its verdict, as JSON. The plan must fit the
+    smallest of the devices that it uses.
+
+    `free_bytes` are those of all devices, largest first.
     """
     plan = candidate.plan
     estimate = candidate.estimate
@@ -602,7 +604,7 @@ def parse_plan(spec: JobSpec, plan_settings: Sequence[Override]) -> Plan:
     return Plan(layout=layout, gradient_accumulation_steps=steps, **defaults | values)
 
 
-def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
+def _default_engine(spec: JobSpec, layout: ParallelLayout, plan_settings: dict[str, Any]) -> Engine:
     """Return the engine for these settings: DeepSpeed where only it has one, or for ZeRO stages 1
     and 2; else torch.
 
@@ -610,11 +612,12 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
     """
     if spec.is_script:
         return Engine.SCRIPT
-    zero_stage = values.get("zero_stage", ZeroStage.NONE)
+    zero_stage = plan_settings.get("zero_stage", ZeroStage.NONE)
     torch_only = (
-        max(layout.cp, layout.tp, layout.pp, *(values.get(name, 1) for name in TORCH_ONLY)) > 1
+        max(layout.cp, layout.tp, layout.pp, *(plan_settings.get(name, 1) for name in TORCH_ONLY))
+        > 1
     )
-    offload = (values.get("offload"), values.get("offload_target"))
+    offload = (plan_settings.get("offload"), plan_settings.get("offload_target"))
     deepspeed_only = any(
         value is needed
         for value, needed in zip(offload, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True)

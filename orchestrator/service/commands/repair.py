@@ -38,24 +38,24 @@ def repair_journal(home: Path, rows_to_delete: Sequence[str]) -> list[JsonObject
     if is_up(home):
         client = Client(home)
         for table, row in keys:
-            client.drop_unreadable(table, row)
+            client.delete_unreadable_row(table, row)
         return client.unreadable_rows()
     with closing(Journal(find_journal_url(home))) as journal:
-        journal.find_unreadable_rows()
+        journal.set_aside_unreadable()
         for table, row in keys:
             if journal.set_aside.delete_row(table, row) is None:
                 raise SpecError("no such row stands aside", source="--remove", got=f"{table}/{row}")
         return [asdict(row) for row in journal.set_aside.list_rows()]
 
 
-def rows_table(rows: Sequence[JsonObject]) -> Table | str:
+def unreadable_rows_table(unreadable_rows: Sequence[JsonObject]) -> Table | str:
     """Return a table of the unreadable rows with reason, first bytes and advice; a sentence where
     there are none.
     """
-    if not rows:
+    if not unreadable_rows:
         return "every row of the journal can be read"
     table = Table.grid(padding=(0, 2))
-    for row in rows:
+    for row in unreadable_rows:
         key = f"{row['table']}/{row['row']}"
         to_do = (
             f"orc cancel {row['row']}"

@@ -12,7 +12,7 @@ from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import format_decisions
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.sweeps.trials import ToCome, to_come
+from orchestrator.service.server.sweeps.trials import ComingTrials, list_coming_trials
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.state import State
@@ -51,7 +51,7 @@ def read_state(journal_address: str) -> State:
     return scheduler.state
 
 
-def read_queue(journal_address: str, home: Path) -> tuple[State, ToCome]:
+def read_queue(journal_address: str, home: Path) -> tuple[State, ComingTrials]:
     """Return (scheduler's state at the end of a journal, {id of open sweep: trials that it has yet
     to submit}).
 
@@ -59,7 +59,7 @@ def read_queue(journal_address: str, home: Path) -> tuple[State, ToCome]:
     """
     state = read_state(journal_address)
     with open_journal(journal_address) as opened_journal:
-        return state, to_come(
+        return state, list_coming_trials(
             opened_journal.sweeps,
             lambda job_id: state.jobs.get(job_id) or opened_journal.find_ended_job(job_id),
             home,

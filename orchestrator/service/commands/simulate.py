@@ -59,7 +59,7 @@ class Outcome:
     job_id: str = ""  # of a job of the live queue
 
     @property
-    def keeps_promise(self) -> bool:
+    def keeps_start_promise(self) -> bool:
         """Whether the job started in time, and no attempt trained slower than on the devices that
         it asked for, where known.
         """
@@ -141,7 +141,7 @@ class NullJournal:
     def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
 
-    def confirm(self, *, asks: bool = True) -> None:
+    def confirm_ownership(self, *, may_wait: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[Decided]) -> None:
@@ -165,10 +165,10 @@ class NullJournal:
     def find_ended_job(self, job_id: str) -> Job | None:  # noqa: ARG002
         return None
 
-    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
-    def began_at_s(self) -> float | None:
+    def first_event_at_s(self) -> float | None:
         return None
 
     def count_rows(self) -> Totals:
@@ -216,7 +216,7 @@ def simulate_on(
     controller = Controller(
         NullJournal(), backend, backend.current_time_s, lambda state: TimedScheduler(state, taken_s)
     )
-    controller.turn(0.0)  # the cluster is seen
+    controller.run_once(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
 
@@ -225,7 +225,7 @@ def simulate_on(
         controller.submit_all([(_add_deadline(arrival), None) for arrival in together])
 
     def turn(wait_s: float) -> None:
-        controller.turn(wait_s)
+        controller.run_once(wait_s)
         if to_come:
             _submit_next_trials(
                 controller.state, arrivals, to_come, backend.current_time_s(), submit
@@ -416,7 +416,7 @@ def make_report(
         ),
         guaranteed=sum(outcome.guaranteed for outcome in outcomes),
         promised=sum(outcome.starts_by_s is not None for outcome in outcomes),
-        promises_kept=sum(outcome.keeps_promise for outcome in outcomes),
+        promises_kept=sum(outcome.keeps_start_promise for outcome in outcomes),
         restarts=sum(max(0, len(outcome.attempts) - 1) for outcome in outcomes),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.service.commands.live_queue import simulate_queue
 from orchestrator.service.commands.simulate import Outcome, Report
-from orchestrator.service.server.sweeps.trials import ToCome
+from orchestrator.service.server.sweeps.trials import ComingTrials
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -50,7 +50,7 @@ def compare_queues(
     present_cluster: ClusterSpec,
     other_cluster: ClusterSpec,
     more_jobs: Sequence[JobSpec],
-    coming_trials: ToCome,
+    coming_trials: ComingTrials,
     home: Path,
 ) -> WhatIf:
     """Simulate the queue as it is, and on the other cluster with the jobs in `more_jobs`; return both

@@ -23,8 +23,8 @@ def demo(
 ) -> None:
     """Run jobs on two virtual devices of 256 MiB: one runs out of memory and recovers. Needs no GPU."""
     from orchestrator.service.demo.run import HOME, run_demo
-    from orchestrator.service.terminal.output import console_on
+    from orchestrator.service.terminal.output import make_console
 
     folder = folder.expanduser().absolute()
     home = folder / HOME if home is None else home.expanduser().absolute()
-    raise typer.Exit(run_demo(folder, home, console_on(sys.stdout), all_jobs=every))
+    raise typer.Exit(run_demo(folder, home, make_console(sys.stdout), all_jobs=every))

@@ -21,7 +21,7 @@ from orchestrator.service.demo.promises import (
     list_attempt_outcomes,
 )
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
-from orchestrator.service.terminal.follow import ENDS, story
+from orchestrator.service.terminal.follow import ENDS, attempt_history
 from orchestrator.service.terminal.tables import attempts_table
 from orchestrator.service.views.records import JobView
 
@@ -50,7 +50,9 @@ def run_demo(folder: Path, home: Path, console: Console, *, all_jobs: bool) -> i
     )
     write_demo_files(folder)
     promises = {folder / name: PROMISES[name] for name in (PROMISES if all_jobs else SHORT)}
-    _, broken = run_jobs(promises, home, folder / CLUSTER, console, () if all_jobs else BRIEF)
+    _, broken = run_and_check_jobs(
+        promises, home, folder / CLUSTER, console, () if all_jobs else BRIEF
+    )
     console.print(f"\nThe service is still up. Go on with:\n\n  export ORC_HOME={home}")
     for command, meaning in (
         (
@@ -65,7 +67,7 @@ def run_demo(folder: Path, home: Path, console: Console, *, all_jobs: bool) -> i
     return 1 if broken else 0
 
 
-def run_jobs(
+def run_and_check_jobs(
     promise_by_file: Mapping[Path, Promise],
     home: Path,
     cluster_file: Path,
@@ -87,7 +89,7 @@ def run_jobs(
                 path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home
             )
             specs.append(spec.model_dump(mode="json"))
-        job_ids = client.submit_all(specs)["ids"]
+        job_ids = client.submit_jobs(specs)["ids"]
         jobs = _follow_jobs(client, job_ids, console)
     console.print()
     console.print(attempts_table(jobs, console.width))
@@ -114,7 +116,7 @@ def _follow_jobs(client: Client, job_ids: list[str], console: Console) -> list[J
         views = {job["id"]: job for job in client.list_jobs()}
         jobs = [views[job_id] for job_id in job_ids]
         for job in jobs:
-            lines = story(job)
+            lines = attempt_history(job)
             for line in lines[printed[job["id"]] :]:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
             printed[job["id"]] = len(lines)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.system_metrics import read_memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.notes import Notes
@@ -47,7 +47,7 @@ Devices = Sequence[nvml.NvmlDevice]
 
 @frozen
 class DetectedMachine:
-    """Description of this machine as a node of a cluster, and sentences on what a person should check."""
+    """The machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
     notes: Notes
@@ -97,7 +97,7 @@ def _find_device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[Devic
 
 def read_host_bytes() -> int:
     """Return the bytes of memory of this machine, or of this process's container."""
-    all_bytes, _ = read_memory_bytes()
+    all_bytes, _ = read_total_and_available_bytes()
     limits = [all_bytes]
     for path in CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else ""
@@ -166,7 +166,7 @@ def _select_visible(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     if variable is None:
         return _split_mig_devices(devices)
     entries = [word.strip() for word in variable.split(",")]
-    _check_order(entries, devices)
+    _check_device_order(entries, devices)
     visible = tuple(_find_device(word, devices) for word in entries)
     if len({*visible}) < len(visible):
         raise SpecError("CUDA_VISIBLE_DEVICES names a device twice", source=SOURCE, got=variable)
@@ -183,7 +183,7 @@ def _split_mig_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     return tuple(parts)
 
 
-def _check_order(entries: Sequence[str], devices: Devices) -> None:
+def _check_device_order(entries: Sequence[str], devices: Devices) -> None:
     """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
     kinds = {device.name for device in devices if not device.error}
     is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

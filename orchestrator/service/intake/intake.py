@@ -469,12 +469,15 @@ def _read_folder_config(folder: str) -> JsonObject:
     return config if isinstance(config, dict) else {}
 
 
-def _iterate_missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _iterate_missing_files(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not isfile(file):
                 yield SpecError(
-                    "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
+                    "the file does not exist",
+                    source=job_source,
+                    path=f"data.{kind}[{index}]",
+                    got=file,
                 )
     model = spec.known_model
     key = _find_model_key(spec)
@@ -484,51 +487,55 @@ def _iterate_missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     }
     for path, folder in folders.items():
         if isinstance(folder, str) and folder.startswith("/") and not isdir(folder):
-            yield SpecError("the folder does not exist", source=source, path=path, got=folder)
+            yield SpecError("the folder does not exist", source=job_source, path=path, got=folder)
     hf = folders[f"{key}.hf"]
     if model is not None and isinstance(hf, str) and isdir(hf) and not model.config:
         hint = "use a folder as `save_pretrained` writes it"
-        yield SpecError(NO_CONFIG, source=source, path=f"{key}.hf", got=hf, hint=hint)
+        yield SpecError(NO_CONFIG, source=job_source, path=f"{key}.hf", got=hf, hint=hint)
     if model is not None and model.factory is not None:
         file, _, function = model.factory.rpartition(":")
         if not file or not function.isidentifier():
             form = "path/to/file.py:function"
             yield SpecError(
-                "no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form
+                "no function",
+                source=job_source,
+                path=f"{key}.factory",
+                got=model.factory,
+                allowed=form,
             )
         elif not isfile(file):
             yield SpecError(
-                "the file does not exist", source=source, path=f"{key}.factory", got=file
+                "the file does not exist", source=job_source, path=f"{key}.factory", got=file
             )
 
 
 def _iterate_script_errors(
-    spec: JobSpec, source: str, *, check_programs: bool
+    spec: JobSpec, job_source: str, *, check_programs: bool
 ) -> Iterator[SpecError]:
     if spec.workdir is not None and not isdir(spec.workdir):
         yield SpecError(
-            "the folder does not exist", source=source, path="workdir", got=spec.workdir
+            "the folder does not exist", source=job_source, path="workdir", got=spec.workdir
         )
     elif spec.command is not None and spec.workdir is not None:
         folder = Path(spec.workdir)
         files = [("script", "command", _find_script(spec.command, folder))]
         if spec.config is not None:
             files.append(("file", "config.file", spec.config.file))
-            yield from _iterate_missing_keys(spec, folder / spec.config.file, source)
+            yield from _iterate_missing_keys(spec, folder / spec.config.file, job_source)
         if check_programs:
-            yield from _iterate_missing_programs(spec, source)
+            yield from _iterate_missing_programs(spec, job_source)
         for kind, path, file in files:
             if file is not None and not isfile(folder / file):
                 yield SpecError(
                     f"the {kind} does not exist",
-                    source=source,
+                    source=job_source,
                     path=path,
                     got=file,
                     hint=f"write its path relative to `workdir`, here {folder}: it may have moved",
                 )
 
 
-def _iterate_missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _iterate_missing_programs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     """Yield an error for each program of the job that cannot start here; a bare `python` is the
     service's own.
     """
@@ -546,7 +553,7 @@ def _iterate_missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]
                 hint = "make the environment there, or name another one by `--set python=PATH`"
             yield SpecError(
                 what,
-                source=source,
+                source=job_source,
                 path=key,
                 got=program,
                 allowed=f"a program; tried {places}",
@@ -554,7 +561,7 @@ def _iterate_missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]
             )
 
 
-def _iterate_missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[SpecError]:
+def _iterate_missing_keys(spec: JobSpec, file: Path, job_source: str) -> Iterator[SpecError]:
     """Yield an error for each knob whose key the config file lacks: the script may not read that
     key.
 
@@ -571,7 +578,7 @@ def _iterate_missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[Sp
         except (LookupError, TypeError):
             yield SpecError(
                 "the file has no such key",
-                source=source,
+                source=job_source,
                 path=f"knobs.{name}.key",
                 got=knob.key,
                 hint=f"write it as {file} has it, or add it there if the script reads it",
@@ -595,7 +602,7 @@ def _find_script(command: Sequence[str], workdir: Path) -> str | None:
     return first if first.endswith(".py") else None
 
 
-def _iterate_duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _iterate_duplicate_knobs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     """Yield an error for each knob whose flag or variable the job also sets itself: that would
     override the plan.
     """
@@ -606,7 +613,7 @@ def _iterate_duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
         ):
             yield SpecError(
                 "the flag of a knob is already in `command`",
-                source=source,
+                source=job_source,
                 path=f"knobs.{name}",
                 got=word,
                 hint="remove it from `command`: it is added with the value of each plan; or remove the knob",
@@ -614,7 +621,7 @@ def _iterate_duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
         if knob.env and any(knob.env == variable for variable, _ in spec.env):
             yield SpecError(
                 "the variable of a knob is already in `env`",
-                source=source,
+                source=job_source,
                 path=f"knobs.{name}",
                 got=knob.env,
                 hint="remove it from `env`: it is set to the value of each plan; or remove the knob",

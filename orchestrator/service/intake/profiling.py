@@ -60,13 +60,13 @@ class TraceScope:
 
 
 def trace_model(
-    spec: JobSpec, home: Path, source: str, scope: TraceScope
+    spec: JobSpec, home: Path, job_source: str, scope: TraceScope
 ) -> tuple[TracedProfile, ...]:
     """Return the profiles of the job's model for the plans of `scope`, from the cache in `home` if
     present.
 
     Dtype settings in which the model's own code fails are left out. Raises SpecError with the
-    model's own message if it fails in all; `source` is the job file's name in errors.
+    model's own message if it fails in all; `job_source` is the job file's name in errors.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
     arithmetics = _list_arithmetics(spec, scope)
@@ -83,7 +83,7 @@ def trace_model(
             "whole_logits": not has_fused_loss(spec),
             "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
-        profiles = _load_or_trace(spec, request, arithmetics, home / "profiles", source)
+        profiles = _load_or_trace(spec, request, arithmetics, home / "profiles", job_source)
         distinct: dict[
             tuple[bool, ModelProfile], TracedProfile
         ] = {}  # one entry if CUDA and CPU agree
@@ -194,10 +194,12 @@ def _read_profiles(file: Path) -> Profiles | None:
 
 
 def _run_trace(
-    request: JsonObject, source: str, import_folder: str | None, secrets: Mapping[str, str]
+    request: JsonObject, job_source: str, import_folder: str | None, secrets: Mapping[str, str]
 ) -> Profiles:
-    """Run the trace in a child process, and return its profiles. The model's file may import from
-    the folder `import_folder`.
+    """Trace the model's memory and compute cost in a child process, and return the profiles.
+
+    The model's file may import from the folder `import_folder`. Raises SpecError where the model's
+    code fails.
     """
     key = "trains" if import_folder is not None else "model"
     if sys.stderr.isatty():
@@ -225,14 +227,14 @@ def _run_trace(
             )
         except subprocess.TimeoutExpired:
             what = f"tracing its memory did not finish within {TRACE_TIMEOUT_S} s"
-            raise SpecError(what, source=source, path=key, hint=HINT) from None
+            raise SpecError(what, source=job_source, path=key, hint=HINT) from None
     if child.returncode == -signal.SIGXCPU:
         what = f"tracing its memory did not finish within {TRACE_CPU_S} s of processor time"
-        raise SpecError(what, source=source, path=key, hint=HINT)
+        raise SpecError(what, source=job_source, path=key, hint=HINT)
     if child.returncode == BAD_JOB_EXIT_CODE:
         error = json.loads(child.stdout)
         path = re.sub(r"^model\b", key, error["path"] or "")
-        raise SpecError(source=source, **{**error, "path": path, "hint": error["hint"] or HINT})
+        raise SpecError(source=job_source, **{**error, "path": path, "hint": error["hint"] or HINT})
     if child.returncode:
         stderr = child.stderr.decode(errors="replace")
         what = f"there is no closed form of its memory, and tracing it failed: {_last_error_line(child)}"
@@ -241,7 +243,7 @@ def _run_trace(
         if place is not None:
             what += f" ({place})"
             hint = f"see whether transformers alone trains this configuration, or write a `factory`; else {HINT}"
-        raise SpecError(what, source=source, path=key, hint=hint)
+        raise SpecError(what, source=job_source, path=key, hint=hint)
     return _profiles_adapter().validate_json(child.stdout)
 
 

@@ -61,8 +61,9 @@ def recall_cluster(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def read_rates(cluster: ClusterSpec) -> CpuRates | None:
-    """Return the cached rates of this machine's CPU ranks; None if unmeasured, or if the cluster
-    has no CPU ranks.
+    """Return the cached compute and memory rates of this machine's CPU ranks.
+
+    None if they were never measured, or if the cluster has no CPU ranks.
     """
     ranks = _count_cpu_ranks(cluster)
     return _read_cached_rates(_cache_file(ranks)) if ranks else None

@@ -9,7 +9,7 @@ from orchestrator.service.pages.frame import safe_web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, load_attempt_curves
 from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
-from orchestrator.service.views.comparison import ComparisonView, reasons, tables_of
+from orchestrator.service.views.comparison import ComparisonView, list_failure_reasons, table_cells
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
 
@@ -51,7 +51,7 @@ def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
     """Return the data of a comparison's page."""
     rows = comparison["rows"]
     picture = comparison["picture"]
-    columns = {name: cells for table in tables_of(rows) for name, cells in table.items()}
+    columns = {name: cells for table in table_cells(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
         attempts = (
@@ -71,7 +71,7 @@ def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
         "main": {name: cells for name, cells in columns.items() if name in MAIN},
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "most_bytes": max(filter(None, peaks), default=1),
-        "reasons": reasons(rows),
+        "reasons": list_failure_reasons(rows),
         "picture": draw_frontier(picture_from_view(picture), "Memory against step time", "")
         if picture
         else "",

@@ -96,9 +96,9 @@ def _iterate_sections(
 
 
 def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonObject | None:
-    """Return the schema of the mapping that a key holds.
+    """Return the JSON schema of the mapping that a key of a job file holds.
 
-    None where the key may hold other values, or a mapping of the same kind as itself.
+    None where the key may also hold other values, or where the mapping may contain itself.
     """
     (kind, *others) = _value_schemas(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")

@@ -25,7 +25,7 @@ async def stream_changes(
     """
     yield "retry: 1000\n\n"
     while await asyncio.to_thread(is_signed_in):
-        await waits.until(partial(_differs, current_version, version_seen), WAIT_S)
+        await waits.wait_until(partial(_is_other_version, current_version, version_seen), WAIT_S)
         if current_version() == version_seen:
             yield ": still here\n\n"
         else:
@@ -34,5 +34,5 @@ async def stream_changes(
     yield "event: ended\ndata: sign in\n\n"
 
 
-def _differs(current_version: Callable[[], int], version_seen: int) -> bool:
+def _is_other_version(current_version: Callable[[], int], version_seen: int) -> bool:
     return current_version() != version_seen

@@ -105,7 +105,7 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
             tone=colour_class(attempt.outcome),
-            tooltip=_tooltip(attempt, now_s),
+            tooltip=_attempt_tooltip(attempt, now_s),
             label=job.id,
         )
         for job in jobs
@@ -120,7 +120,13 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
     from_s = max(from_s, min(first_s, now_s - LEAST_S))
     names = [f"{node}[{index}]" for node, index in lanes]
     return draw_gantt(
-        "What ran on each device", names, bars, from_s, now_s, now_s, _round_times(from_s, now_s)
+        "What ran on each device",
+        names,
+        bars,
+        from_s,
+        now_s,
+        now_s,
+        _round_times_and_labels(from_s, now_s),
     )
 
 
@@ -163,11 +169,11 @@ def _draw_forecast_chart(expected: Expectations, now_s: float) -> Markup:
         now_s,
         max(until_s, now_s + 60),
         now_s,
-        _round_times(now_s, until_s),
+        _round_times_and_labels(now_s, until_s),
     )
 
 
-def _round_times(from_s: float, until_s: float) -> list[tuple[float, str]]:
+def _round_times_and_labels(from_s: float, until_s: float) -> list[tuple[float, str]]:
     """Return (time in seconds since 1970, label) of round times in the span, at most nine."""
     steps_s = (
         10,
@@ -198,6 +204,6 @@ def _format_time(at_s: float) -> str:
     return time.strftime("%H:%M", time.localtime(at_s))
 
 
-def _tooltip(attempt: Attempt, now_s: float) -> str:
+def _attempt_tooltip(attempt: Attempt, now_s: float) -> str:
     lasted_s = attempt.end_or(now_s) - attempt.launched_at_s
     return f"{attempt.name}: {attempt.outcome}, {format_seconds(lasted_s)}"

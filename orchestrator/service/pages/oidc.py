@@ -17,7 +17,7 @@ from fastapi.responses import RedirectResponse
 
 from orchestrator.service.pages.frame import render_page
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
-from orchestrator.service.server.access.sessions import keep
+from orchestrator.service.server.access.sessions import set_cookie
 from orchestrator.specs.access import Role
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.oidc import SignInError
@@ -48,7 +48,7 @@ class OidcSignIn:
         """Return a redirect to the provider's page; the browser later returns to the page
         `came_from`.
         """
-        if self._gate.is_guessing(request, count=False):
+        if self._gate.is_guessing(request, count_one=False):
             return self._refuse(request, "too many wrong answers", 429)
         try:
             begun = self._provider.begin_sign_in(_callback_url(request))
@@ -65,7 +65,7 @@ class OidcSignIn:
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
             _cookie_name(request),
-            self._gate.sessions.sealed(base64.urlsafe_b64encode(text).decode()),
+            self._gate.sessions.sign_text(base64.urlsafe_b64encode(text).decode()),
             max_age=int(BEGUN_S),
             path=OIDC,
             httponly=True,
@@ -79,7 +79,7 @@ class OidcSignIn:
 
         It is accepted once, in the browser that began the sign-in, within BEGUN_S seconds.
         """
-        if self._gate.is_guessing(request, count=False):
+        if self._gate.is_guessing(request, count_one=False):
             return self._refuse(request, "too many wrong answers", 429)
         try:
             begun = self._read_pending(request)
@@ -96,17 +96,17 @@ class OidcSignIn:
         except SignInError as error:
             self._gate.is_guessing(request)
             return self._refuse(request, str(error), 403)
-        cookie = self._gate.sessions.opened(user, role, self._provider.spec.session)
+        cookie = self._gate.sessions.open_session(user, role, self._provider.spec.session)
         log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
         # leads on
         answer = render_page(request, "signed_in", came_from=begun["next"])
         answer.delete_cookie(_cookie_name(request), path=OIDC)
-        keep(request, answer, cookie)
+        set_cookie(request, answer, cookie)
         return answer
 
     def _read_pending(self, request: Request) -> JsonObject:
-        text = self._gate.sessions.unsealed(request.cookies.get(_cookie_name(request), ""))
+        text = self._gate.sessions.verify_text(request.cookies.get(_cookie_name(request), ""))
         if text is None:
             raise SignInError("the browser has begun no sign in")
         begun: JsonObject = json.loads(base64.urlsafe_b64decode(text))

@@ -74,22 +74,22 @@ from orchestrator.service.server.access.gate import (
     SIGN_IN,
     STATIC,
     Gate,
-    by_route,
-    route_of,
+    parse_route,
+    role_by_route,
 )
 from orchestrator.service.server.access.ownership import may_change
-from orchestrator.service.server.access.sessions import drop, keep
+from orchestrator.service.server.access.sessions import delete_cookie, set_cookie
 from orchestrator.service.server.routes.answers import PlainRoute
-from orchestrator.service.server.routes.attempt_files import view_of
+from orchestrator.service.server.routes.attempt_files import view_job
 from orchestrator.service.server.routes.dependencies import (
     NEVER_SEEN,
     Forbidden,
     Pages,
     Service,
-    job_of,
-    reachable_address,
+    address_for_sender,
+    find_job,
 )
-from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
@@ -129,24 +129,24 @@ class _Pages:
         self._forecasts = service.forecasts
         self._reasons = service.reasons
         self._playing = threading.Lock()
-        self._archive = ArchivedJobs(controller.ended)
+        self._archive = ArchivedJobs(controller.list_ended_jobs)
         self._waits = Waits(controller.wait_for_change)
         self._mlflow = service.trackers.get("mlflow")
-        self._links = Links(partial(find_job_url, service.home))
+        self._links = MlflowLinks(partial(find_job_url, service.home))
 
     def _get_from_api(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route at this path."""
         return self._api["GET", path](**parameters)
 
     def _view_job(self, job_id: str) -> JobView:
-        return self._make_view(job_of(self._controller, job_id))
+        return self._make_view(find_job(self._controller, job_id))
 
     def _make_view(self, job: Job) -> JobView:
-        return view_of(
+        return view_job(
             self._home,
-            self._reasons.explained(job),
+            self._reasons.explain_job(job),
             self._controller.state.policy,
-            self._controller.health.delays(),
+            self._controller.health.list_delays(),
         )
 
     def _render(self, request: Request, template: str, **data: Any) -> Response:
@@ -160,7 +160,7 @@ class _Pages:
             is_own = may_change(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
-        shared = {"problems": self._controller.health.problems()}
+        shared = {"problems": self._controller.health.list_problems()}
         return render_page(
             request,
             template,
@@ -204,18 +204,20 @@ class _Pages:
         return self.oidc.begin_sign_in(request, _safe_path(request.query_params.get("next", "")))
 
     def sign_out(self, request: Request) -> Response:
-        self._gate.sessions.close(request)
+        self._gate.sessions.close_session(request)
         answer = RedirectResponse(SIGN_IN, 303)
-        drop(request, answer)
+        delete_cookie(request, answer)
         return answer
 
     async def sign_in_by_token(self, request: Request) -> Response:
         form = await _read_form(request)
         came_from = _safe_path(form.get("next", ""))
-        cookie = await run_in_threadpool(self._gate.sessions.cookie, form.get("token", "").strip())
+        cookie = await run_in_threadpool(
+            self._gate.sessions.make_cookie, form.get("token", "").strip()
+        )
         if cookie is not None:
             answer: Response = RedirectResponse(came_from, 303)
-            keep(request, answer, cookie)
+            set_cookie(request, answer, cookie)
             return answer
         is_guessing = self._gate.is_guessing(request)
         message = (
@@ -230,8 +232,8 @@ class _Pages:
         """
         came_from = _safe_path(request.query_params.get("next", ""))
         cookie = None
-        if not self._gate.is_guessing(request, count=False):
-            cookie = self._gate.links.claim(request.path_params["code"])
+        if not self._gate.is_guessing(request, count_one=False):
+            cookie = self._gate.links.claim_session(request.path_params["code"])
         if cookie is None:
             self._gate.is_guessing(request)
             message = "This link was used before, or is older than five minutes: `orc open` makes another."
@@ -239,7 +241,7 @@ class _Pages:
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
         # leads on
         answer = render_page(request, "signed_in", came_from=came_from)
-        keep(request, answer, cookie)
+        set_cookie(request, answer, cookie)
         return answer
 
     async def events(self, request: Request) -> Response:
@@ -251,7 +253,7 @@ class _Pages:
             int(version_seen) if version_seen.isdecimal() else NEVER_SEEN,
             lambda: self._controller.version,
             self._waits,
-            lambda: self._gate.principal(request) is not None,
+            lambda: self._gate.find_principal(request) is not None,
         )
         return StreamingResponse(
             stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
@@ -261,7 +263,7 @@ class _Pages:
 
     def overview(self, request: Request) -> Response:
         state = self._controller.state
-        expected = self._forecasts.newest()
+        expected = self._forecasts.find_newest()
         return self._render(
             request,
             "overview",
@@ -282,7 +284,7 @@ class _Pages:
             self._controller.state,
             self._archive.list_newest(),
             self._make_view,
-            self._forecasts.newest(),
+            self._forecasts.find_newest(),
             criteria,
             _query_number(query, "page", 1),
         )
@@ -290,7 +292,7 @@ class _Pages:
 
     def job(self, request: Request) -> Response:
         job = self._view_job(request.path_params["job_id"])
-        last = self._controller.job(job["id"])
+        last = self._controller.find_job(job["id"])
         curves = add_failure_memory(load_curves(self._home, job), job)
         return self._render(
             request,
@@ -307,7 +309,7 @@ class _Pages:
             curves=curves,
             facts=job_facts(last) if last else {},
             memory=memory_rows(job, self._capacity_by_device()),
-            expected=self._forecasts.newest().get(job["id"]),
+            expected=self._forecasts.find_newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.is_compared else None,
             sweep=last.array if last and last.spec.trial else None,
@@ -322,7 +324,7 @@ class _Pages:
         if self._mlflow is None or job is None or not job.attempts:
             return None
         return safe_web_address(
-            reachable_address(request, self._links.of(self._mlflow, job.key, 1) or "")
+            address_for_sender(request, self._links.find_cached(self._mlflow, job.key, 1) or "")
         )
 
     def plan(self, request: Request) -> Response:
@@ -396,10 +398,10 @@ class _Pages:
         data = night_data(
             self._controller.state,
             self._archive.list_newest(),
-            self._forecasts.newest(),
-            self._sweeper.reports(),
+            self._forecasts.find_newest(),
+            self._sweeper.make_reports(),
             looked_back,
-            self._controller.since_s(now_s - looked_back * 3600),
+            self._controller.report_start_s(now_s - looked_back * 3600),
             now_s,
         )
         return self._render(request, "night", **data)
@@ -508,7 +510,12 @@ class _Pages:
             other = other.with_order(Order(form["order"]))
         jobs = _parse_jobs(form["job"]) if form["job"].strip() else []
         return compare_queues(
-            advance_to_now(state), present, other, jobs, self._sweeper.to_come(), self._home
+            advance_to_now(state),
+            present,
+            other,
+            jobs,
+            self._sweeper.list_coming_trials(),
+            self._home,
         )
 
     def audit(self, request: Request) -> Response:
@@ -549,7 +556,9 @@ _HANDLERS: Mapping[Role, Mapping[str, Callable[[_Pages, Request], Any]]] = {
     },
     Role.ADMIN: {"GET /audit": _Pages.audit},
 }
-PAGE_ROLES = {(method, PAGES + path): role for (method, path), role in by_route(_HANDLERS).items()}
+PAGE_ROLES = {
+    (method, PAGES + path): role for (method, path), role in role_by_route(_HANDLERS).items()
+}
 
 
 def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
@@ -567,7 +576,7 @@ def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
     }
     for handlers in _HANDLERS.values():
         for name, handler in handlers.items():
-            method, path = route_of(name)
+            method, path = parse_route(name)
             routes[method, PAGES + path] = partial(handler, pages)
     if pages.oidc is not None:
         routes |= {

@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Bar of a waterfall chart: a cause of memory and its bytes."""
+    """A bar of a waterfall chart: a cause of memory and its bytes."""
 
     name: str
     count_bytes: int

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Awaited(Enum):
-    """What a connection waits for."""
+    """The thing for which a connection waits."""
 
     HEADERS = "the headers of a request"  # also where the last one is answered, or was none
     BODY = "the rest of its body"
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files to the hard limit; where that is refused, the limit stays."""
+    """Raise this process's limit of open files to the hard limit; where that is refused, the limit
+    stays as it is.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -46,8 +48,9 @@ def raise_open_files() -> None:
 class Listener(socket.socket):
     """Listening socket with a bound on its open connections.
 
-    At the bound the connection that has waited longest without a full request is ended; those with one are admitted
-    ones, and may exceed it. Only the thread of the event loop may use it once it listens.
+    At the bound, the connection that has waited longest without a full request is closed.
+    Connections with a full request are not closed, and may exceed the bound. Only the thread of the
+    event loop may use the socket once it listens.
     """
 
     def __init__(self, family: int) -> None:
@@ -65,33 +68,39 @@ class Listener(socket.socket):
         self._is_logged = False
 
     def listen(self, _backlog: int = QUEUE) -> None:
-        """Listen with a long queue, whatever is asked for: asyncio asks with its number of accepts."""
+        """Listen with a queue of QUEUE connections; the given length is ignored, since asyncio
+        passes a short one.
+        """
         super().listen(QUEUE)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return a connection and its address. Raises BlockingIOError where asyncio is to ask again."""
+        """Return (connection, its address). Raises BlockingIOError where asyncio must call it
+        again.
+        """
         if len(self._open) >= self._connections_max:
-            self._make_room()
+            self._close_oldest()
         connection, address = super().accept()
         number = connection.fileno()
-        silent = partial(_shut, connection)
+        silent = partial(_shut_down, connection)
         self._open[number] = connection
-        self.wait(number, silent)
+        self.mark_waiting(number, silent)
         # TLS says nothing of a handshake that never ends
         loop = asyncio.get_running_loop()
-        loop.call_later(WINDOW_S[Awaited.HEADERS], self._end_silent, number, silent)
+        loop.call_later(WINDOW_S[Awaited.HEADERS], self._close_if_silent, number, silent)
         return connection, address
 
-    def wait(self, number: int, end: Callable[[], None]) -> None:
-        """Record that a connection waits for a full request from now on; calling `end` closes the connection."""
-        self.serve(number)
-        self._waiting[number] = end
+    def mark_waiting(self, descriptor: int, close_connection: Callable[[], None]) -> None:
+        """Record that a connection waits for a full request from now on; calling `close_connection` closes the
+        connection.
+        """
+        self.mark_served(descriptor)
+        self._waiting[descriptor] = close_connection
 
-    def serve(self, number: int) -> None:
-        """Note that a connection has a full request, or is closed."""
-        self._waiting.pop(number, None)
+    def mark_served(self, descriptor: int) -> None:
+        """Record that a connection has a full request, or is closed."""
+        self._waiting.pop(descriptor, None)
 
-    def _make_room(self) -> None:
+    def _close_oldest(self) -> None:
         self._open = {
             number: connection
             for number, connection in self._open.items()
@@ -107,13 +116,15 @@ class Listener(socket.socket):
         self._waiting.pop(next(iter(self._waiting)))()
         raise BlockingIOError
 
-    def _end_silent(self, number: int, silent: Callable[[], None]) -> None:
-        if self._waiting.get(number) is silent:
-            silent()
+    def _close_if_silent(self, descriptor: int, close_connection: Callable[[], None]) -> None:
+        if self._waiting.get(descriptor) is close_connection:
+            close_connection()
 
 
 class BoundedConnection(H11Protocol):
-    """HTTP connection that ends where its client keeps a request or an answer back too long."""
+    """HTTP connection that is closed where its client sends a request, or reads an answer, too
+    slowly.
+    """
 
     def __init__(self, listener: Listener, **parts: Any) -> None:
         super().__init__(**parts)
@@ -124,44 +135,46 @@ class BoundedConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Begin to wait for the first request; asyncio calls this."""
         super().connection_made(transport)
         self._number = transport.get_extra_info("socket").fileno()
-        self._note()
+        self._update_awaited()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place of the connection."""
+        """Remove the connection from the listener's count; asyncio calls this."""
         super().connection_lost(exc)
-        self._listener.serve(self._number)
+        self._listener.mark_served(self._number)
         self._end_window()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request."""
+        """Process bytes of a request, and count them as progress; asyncio calls this."""
         if self._awaited is Awaited.BODY:
             # whoever is admitted and goes on sending is not the oldest
             self._progress_bytes += len(data)
-            self._listener.wait(self._number, self.transport.abort)
+            self._listener.mark_waiting(self._number, self.transport.abort)
         elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._begin_window()
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Take what the bytes say, and note what is awaited now."""
+        """Process the received HTTP events, and update what the connection waits for."""
         super().handle_events()
-        self._note()
+        self._update_awaited()
 
     def on_response_complete(self) -> None:
-        """Note that the next request is awaited."""
+        """Update what the connection waits for: the next request."""
         super().on_response_complete()
-        self._note()
+        self._update_awaited()
 
     def resume_writing(self) -> None:
-        """Note that the client has taken most of what was written."""
+        """Count as progress that the client has read most of what was written; asyncio calls
+        this.
+        """
         super().resume_writing()
         self._progress_bytes += 1
 
-    def _note(self) -> None:
-        """Begin another wait where another thing is awaited."""
+    def _update_awaited(self) -> None:
+        """Begin a new wait if the connection now waits for something else."""
         awaited = Awaited.HEADERS
         if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
             is_sending = self.conn.their_state is h11.SEND_BODY
@@ -170,22 +183,22 @@ class BoundedConnection(H11Protocol):
             return
         self._awaited = awaited
         self._windows = 0
-        self._listener.wait(self._number, self.transport.abort)
+        self._listener.mark_waiting(self._number, self.transport.abort)
         if awaited is Awaited.ANSWER:
-            self._listener.serve(self._number)
+            self._listener.mark_served(self._number)
         self._begin_window()
 
     def _begin_window(self) -> None:
         self._end_window()
         self._progress_bytes = 0
-        self._timer = self.loop.call_later(WINDOW_S[self._awaited], self._look)
+        self._timer = self.loop.call_later(WINDOW_S[self._awaited], self._check_progress)
 
     def _end_window(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
-        """End the connection where its client is late; else begin another window."""
+    def _check_progress(self) -> None:
+        """Close the connection if its client is too slow; else begin the next time window."""
         self._windows += 1
         if self._awaited is Awaited.BODY:
             is_late = self._progress_bytes < BODY_WINDOW_BYTES and not (
@@ -201,6 +214,6 @@ class BoundedConnection(H11Protocol):
             self._begin_window()
 
 
-def _shut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):  # the client was faster
         connection.shutdown(socket.SHUT_RDWR)

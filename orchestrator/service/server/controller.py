@@ -16,14 +16,14 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.log_lines import log_fields, log_line
-from orchestrator.service.server.logs import about
-from orchestrator.service.server.retry import Begin
+from orchestrator.service.server.logs import job_log_fields
+from orchestrator.service.server.retry import RetryStart
 from orchestrator.service.server.submissions import (
     GROUP,
-    Request,
     SubmissionQueue,
-    answer,
-    new_jobs,
+    SubmissionRequest,
+    make_submissions,
+    wake_submitters,
 )
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
@@ -82,7 +82,9 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Owner of the state. Only the thread in `run` calls the backend; other methods are thread-safe."""
+    """Owner of the scheduler's state. Only the thread in `run` calls the backend; other methods are
+    thread-safe.
+    """
 
     def __init__(
         self,
@@ -92,17 +94,18 @@ class Controller:
         scheduler: Callable[[State], Scheduler] = Scheduler,
         check_first: Callable[[State, JobSpec], None] = lambda _state, _spec: None,
     ) -> None:
-        """Restore the state from the journal and adopt every attempt that holds devices.
+        """Restore the state from the journal, and adopt every attempt that holds devices.
 
-        `scheduler` makes the Scheduler of a state: a benchmark gives one that takes the time. `check_first` raises
-        SpecError for a job on which no decision can be made (`FirstDecisions`); it is asked outside of all locks.
+        `scheduler` makes the Scheduler of a state: a benchmark gives one that measures its time.
+        `check_first` raises SpecError for a job on which no decision can be made
+        (`FirstDecisions`); it is called outside of all locks.
         """
         self._check_first = check_first
         snapshot, tail = journal.load_state_and_events()
         deciding = scheduler(snapshot or State())
         self._read_only: str | None = None  # why nothing is decided
         try:
-            _decide_again(deciding, tail)
+            _check_same_decisions(deciding, tail)
         except ServiceError as error:
             if (unreadable := journal.describe_unreadable_rows()) is None:
                 raise
@@ -110,18 +113,18 @@ class Controller:
             tail = ()
             deciding = scheduler(snapshot or State(jobs=journal.load_live_jobs()))
         self.health = Health()
-        self.health.watch(lambda: self._storage_problem, is_fatal=True)
-        self.health.watch(lambda: self._read_only, is_fatal=True)
-        self.health.watch(journal.describe_unreadable_rows)
-        self.health.watch(self.standstill, is_fatal=True)
-        self.health.watch(lambda: unreadable_problem(self._state))
+        self.health.register_source(lambda: self._storage_problem, is_fatal=True)
+        self.health.register_source(lambda: self._read_only, is_fatal=True)
+        self.health.register_source(journal.describe_unreadable_rows)
+        self.health.register_source(self.describe_standstill, is_fatal=True)
+        self.health.register_source(lambda: describe_unreadable_devices(self._state))
         # kind, log line and monotonic start of a decision
         self._under_way: tuple[str, str, float] | None = None
         self._storage_problem: str | None = None
         # the journal may know what this process does not
         self._uncertain: UncertainError | None = None
         self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
-        self._began_at_s = journal.began_at_s()
+        self._began_at_s = journal.first_event_at_s()
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -133,13 +136,13 @@ class Controller:
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
         self._loop: int | None = None  # the thread of `run`
-        self._submissions = SubmissionQueue(self._admit)
+        self._submissions = SubmissionQueue(self._commit_submissions)
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values() if self._read_only is None else ():
             for attempt in job.attempts:
                 if not attempt.released and (not job.unreadable or job.cancelling):
-                    self._adopt(job, attempt)
+                    self._adopt_attempt(job, attempt)
 
     @property
     def state(self) -> State:
@@ -155,58 +158,68 @@ class Controller:
         """Return the current time of the service's clock, in seconds since 1970."""
         return self._clock()
 
-    def standstill(self, *, names_job: bool = False) -> str | None:
-        """Return text on a decision that has not ended for STANDSTILL_S seconds; None otherwise. Takes no lock.
+    def describe_standstill(self, *, name_job: bool = False) -> str | None:
+        """Return a sentence on a decision that has taken more than STANDSTILL_S seconds; None
+        otherwise. Takes no lock.
 
-        Anonymous callers may read it, unless it names the job.
+        With `name_job` it names the job; without, anonymous callers may read it.
         """
         under_way = self._under_way
         if under_way is None or (taken_s := time.monotonic() - under_way[2]) < STANDSTILL_S:
             return None
         since = datetime.fromtimestamp(time.time() - taken_s).astimezone()
-        what = under_way[1] if names_job else under_way[0]
+        what = under_way[1] if name_job else under_way[0]
         return (
             f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
         )
 
     def wake_at_s(self) -> float | None:
-        """Return when the loop next decides without an event; None: not before the next event."""
+        """Return when the loop next decides without an event, in seconds since 1970; None: only at
+        the next event.
+        """
         with self._changed:
             return self._scheduler.wake_at_s()
 
-    def confirm(self) -> None:
-        """Return normally where this service owns its journal and decides; never waits.
-
-        Raises ServiceError otherwise.
+    def confirm_ownership(self) -> None:
+        """Return None if this service owns its journal and decides; raise ServiceError otherwise.
+        Never waits.
         """
         self._check_decides()
-        self._journal.confirm(asks=False)
+        self._journal.confirm_ownership(may_wait=False)
 
     def _check_decides(self) -> None:
-        """Raise ReadOnlyError where the service decides nothing."""
+        """Raise ReadOnlyError while this service makes no decisions."""
         if self._read_only is not None:
             raise ReadOnlyError(self._read_only)
 
-    def unreadable(self) -> str | None:
-        """Return a sentence on which rows of the journal cannot be read; None where all can."""
+    def describe_unreadable_rows(self) -> str | None:
+        """Return a sentence that counts the journal's rows that cannot be read; None where all can
+        be read.
+        """
         return self._journal.describe_unreadable_rows()
 
-    def job(self, job_id: str) -> Job | None:
+    def find_job(self, job_id: str) -> Job | None:
         """Return the job's current or final record; None for an unknown id."""
         return self._state.jobs.get(job_id) or self._journal.find_ended_job(job_id)
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """Return at most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
-        return self._journal.list_ended_jobs(limit, before)
+    def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
+        """Return at most `jobs_max` archived jobs, the latest end first; see
+        `Journal.list_ended_jobs`.
+        """
+        return self._journal.list_ended_jobs(jobs_max, before_job_id)
 
-    def since_s(self, asked_s: float) -> float:
-        """Return the start of a report: `asked_s`, but not before the journal's first event."""
+    def report_start_s(self, requested_s: float) -> float:
+        """Return the start of a report in seconds since 1970: the requested one, but not before the
+        journal's first event.
+        """
         if self._began_at_s is None:
-            self._began_at_s = self._journal.began_at_s()
-        return asked_s if self._began_at_s is None else max(asked_s, self._began_at_s)
+            self._began_at_s = self._journal.first_event_at_s()
+        return requested_s if self._began_at_s is None else max(requested_s, self._began_at_s)
 
-    def figures(self) -> Figures:
-        """Return the data of `/metrics`, all of one time. Raises ServiceError if the journal cannot be read."""
+    def read_figures(self) -> Figures:
+        """Return the data of `/metrics`, all of the same moment. Raises ServiceError if the journal
+        cannot be read.
+        """
         with self._changed:
             totals = self._journal.count_rows()
             ends_s = self._scheduler.expected_ends_s()
@@ -215,100 +228,117 @@ class Controller:
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
     def submit(
-        self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None
+        self, spec: JobSpec, fault: Fault | None = None, idempotency_key: RequestKey | None = None
     ) -> str:
-        """Submit a job; return its id once it is in the journal. Raises ServiceError if it cannot be stored."""
-        return self.submit_all([(spec, fault)], key)[0]
+        """Submit a job, and return its id once it is in the journal. Raises ServiceError if it
+        cannot be stored.
+
+        `fault` is a planned failure for tests; `idempotency_key` is the request's idempotency key.
+        """
+        return self.submit_all([(spec, fault)], idempotency_key)[0]
 
     def submit_all(
-        self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None
+        self,
+        jobs: Sequence[tuple[JobSpec, Fault | None]],
+        idempotency_key: RequestKey | None = None,
     ) -> list[str]:
-        """Submit jobs atomically; return their ids once they are in the journal. Raises ServiceError if they are not.
+        """Submit jobs atomically, and return their ids once they are in the journal. Raises
+        ServiceError if it cannot store them.
 
-        Submitted again under the same idempotency key, they are the same jobs. Raises SpecError if a job depends on an
-        unknown job, or on one whose end excludes it, or missed its deadline, or if something else was submitted under
-        the key.
+        Submitted again under the same idempotency key, they are the same jobs. Raises SpecError if
+        a job depends on an unknown job, or on one whose end excludes it, or missed its deadline, or
+        if something else was submitted under the key.
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
-        return self._commit(Request(jobs, key))
+        return self._commit_request(SubmissionRequest(jobs, idempotency_key))
 
     def submit_retry(
-        self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None
+        self, job: Job, spec: JobSpec, start: RetryStart, idempotency_key: RequestKey | None = None
     ) -> str:
-        """Submit an ended job again, as `submit` does, starting as `begin` says."""
-        request = Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
-        return self._commit(request)[0]
+        """Submit an ended job again, as `submit` does, from the checkpoint that `start` names;
+        return the new job's id.
+        """
+        request = SubmissionRequest(
+            [(spec, None)], idempotency_key, job.id, start.continues_from, start.step
+        )
+        return self._commit_request(request)[0]
 
-    def _commit(self, request: Request) -> list[str]:
-        """Return the ids of the request's jobs once they are in the journal."""
+    def _commit_request(self, request: SubmissionRequest) -> list[str]:
+        """Commit a submission, and return its jobs' ids once they are in the journal."""
         self._check_decides()
         for spec, _ in request.jobs:
             self._check_first(self._state, spec)
         return self._submissions.commit(request)
 
-    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
-        """Request cancellation of the live jobs among these, or of the live members of their arrays; return their ids.
+    def cancel_jobs(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
+        """Request cancellation of these jobs, or of all live members of their arrays; return the
+        ids of the jobs to cancel.
 
-        On an error none is cancelled. Raises ServiceError for an unknown job, a job of no array, and where all have
-        ended.
+        On an error none is cancelled. Raises ServiceError for an unknown job, an ended job, a job
+        of no array, and an array that has ended.
         """
         with self._changed:
             live_ids = [
                 job_id
                 for job_id in job_ids
-                if (job := self.job(job_id)) is None or not job.status.ended
+                if (job := self.find_job(job_id)) is None or not job.status.ended
             ]
             named_ids = job_ids if whole_arrays or not live_ids else live_ids
             ids = [
                 live_id
                 for job_id in named_ids
-                for live_id in self._to_cancel(job_id, whole_array=whole_arrays)
+                for live_id in self._list_cancellable(job_id, whole_array=whole_arrays)
             ]
             at_s = self._clock()
-            self._apply(
+            self._apply_events(
                 [CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(ids)]
             )
             return [*dict.fromkeys(ids)]
 
-    def retry(self, job_id: str, spec: JobSpec) -> None:
-        """Let a job with an open question continue with this spec. Raises ServiceError for a job without one."""
+    def continue_job(self, job_id: str, spec: JobSpec) -> None:
+        """Let a job with an open question continue with this spec. Raises ServiceError for a job
+        without a question.
+        """
         with self._changed:
             job = self._state.jobs.get(job_id)
             if job is None or not job.asks:
                 raise ServiceError(
                     f"job {job_id} asks nothing: `orc show {job_id}` tells how it stands"
                 )
-            self._apply([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
+            self._apply_events([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
-    def change(self, job_ids: Sequence[str], change: Change) -> list[str]:
+    def change_jobs(self, job_ids: Sequence[str], make_event: Change) -> list[str]:
         """Hold, release or update these jobs; return the ids of the jobs that changed.
 
-        On an error none is changed. Raises ServiceError for an unknown job and an ended one, and what `change` raises.
+        `make_event` returns the event that changes a job, or raises. On an error none is changed.
+        Raises ServiceError for an unknown or ended job.
         """
         with self._changed:
             live_ids = [
                 live
                 for job_id in dict.fromkeys(job_ids)
-                for live in self._to_cancel(job_id, whole_array=False)
+                for live in self._list_cancellable(job_id, whole_array=False)
             ]
             at_s = self._clock()
             events = [
                 event
                 for job_id in live_ids
-                if (event := change(self._state.jobs[job_id], at_s)) is not None
+                if (event := make_event(self._state.jobs[job_id], at_s)) is not None
             ]
             if events:
-                self._apply(events)
+                self._apply_events(events)
             return [event.job_id for event in events]
 
-    def stop_early(self, job_id: str, reason: str) -> None:
-        """Request the cancellation of a job for a reason of the service's own; ended jobs are ignored."""
+    def cancel_with_reason(self, job_id: str, reason: str) -> None:
+        """Request the cancellation of a job for a reason of the service's own; ended jobs are
+        ignored.
+        """
         with self._changed:
-            self._apply([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
+            self._apply_events([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
 
-    def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
-        job = self.job(job_id)
+    def _list_cancellable(self, job_id: str, *, whole_array: bool) -> list[str]:
+        job = self.find_job(job_id)
         if job is None:
             raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")
         if not whole_array:
@@ -328,95 +358,107 @@ class Controller:
             raise ServiceError(f"all jobs of the array {job.array} have ended already")
         return members
 
-    def drain(self, node: str, *, undo: bool) -> None:
-        """Drain a node, or undo it. Raises ServiceError if there is no such node."""
+    def drain_node(self, node_name: str, *, undo: bool) -> None:
+        """Let a node take no new jobs (drain it), or with `undo` take them again. Raises
+        ServiceError if there is no such node.
+        """
         with self._changed:
             state = self._state
             names = {spec.name for spec in (*state.nodes, *state.declared)} | {*state.drained}
-            if node not in names:
-                near = closest(node, names)
+            if node_name not in names:
+                near = closest(node_name, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
-                raise UnknownError(f"there is no node {node!r}: {hint}")
-            is_suspended = any(entry.node == node for entry in state.suspensions)
-            if undo == (node in state.drained) or (undo and is_suspended):
-                self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
+                raise UnknownError(f"there is no node {node_name!r}: {hint}")
+            is_suspended = any(entry.node == node_name for entry in state.suspensions)
+            if undo == (node_name in state.drained) or (undo and is_suspended):
+                self._apply_events([DrainRequested(node=node_name, undo=undo, at_s=self._clock())])
 
-    def observe(self, observations: Sequence[Observation]) -> int:
-        """Store observations that were measured elsewhere; return how many were new."""
+    def store_observations(self, observations: Sequence[Observation]) -> int:
+        """Store observations (predicted and measured values) of another home; return how many were
+        new.
+        """
         with self._changed:
             earlier = set(self._state.observations)
-            self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
+            self._apply_events([Observed(observations=tuple(observations), at_s=self._clock())])
             return len(set(self._state.observations) - earlier)
 
-    def wait_for_change(self, version: int, timeout_s: float) -> int:
-        """Wait until the state's version differs from `version`, at most `timeout_s`; return it (0: no change yet)."""
+    def wait_for_change(self, known_version: int, timeout_s: float) -> int:
+        """Wait at most `timeout_s` until the state's version differs from `known_version`; return the
+        version (0: no change yet).
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._version != version, timeout_s)
+            self._changed.wait_for(lambda: self._version != known_version, timeout_s)
             return self._version
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop` is set. Raises ServiceError if the journal is lost, since no action may go unrecorded."""
+        """Decide and act until `stop` is set. Raises ServiceError if the journal is lost, since no
+        action may go unrecorded.
+        """
         self._loop = threading.get_ident()
         while not stop.is_set():
             try:
-                self.turn(POLL_S)
+                self.run_once(POLL_S)
             except StorageError:  # a full disk: what runs goes on, and what it tells waits
                 stop.wait(STORAGE_S)
         with self._changed:
             # a snapshot: another version may decide differently, and then has no events to fold
-            self._save()
+            self._store_snapshot()
 
-    def turn(self, wait_s: float) -> None:
-        """Run one loop iteration: perform pending actions, wait up to `wait_s` for events, decide, perform again."""
+    def run_once(self, wait_s: float) -> None:
+        """Run one iteration: perform pending actions, wait at most `wait_s` for events, decide,
+        perform the new actions.
+        """
         if self._uncertain is not None:
             raise self._uncertain
-        self._journal.confirm()
+        self._journal.confirm_ownership()
         if self._read_only is not None:
             time.sleep(min(wait_s, POLL_S))
             return
         if self._storage_problem is not None:
             self._prove_storage()
-        self._perform()
+        self._perform_actions()
         wake_s = self.wake_at_s()
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
-        self._uncommitted = self._uncommitted or list(self._listen(wait_s))
+        self._uncommitted = self._uncommitted or list(self._read_events(wait_s))
         while self._uncommitted:
-            self._apply(self._uncommitted[:GROUP])
+            self._apply_events(self._uncommitted[:GROUP])
             del self._uncommitted[:GROUP]
         wake_s = self.wake_at_s()
         now_s = self._clock()
         if wake_s is not None and wake_s <= now_s:
-            self._apply([TimerFired(at_s=now_s)])
-        self._perform()
+            self._apply_events([TimerFired(at_s=now_s)])
+        self._perform_actions()
 
     def _prove_storage(self) -> None:
-        """Write something. Raises StorageError while the journal cannot be written."""
+        """Write to the journal. Raises StorageError while it cannot be written."""
         with self._changed:
             self._unsaved_events += 1
-            self._save()
+            self._store_snapshot()
             if self._storage_problem is not None:
                 raise StorageError(self._storage_problem)
 
-    def _note_storage(self, problem: str | None) -> None:
-        """Note, and log once, whether the journal can be written."""
+    def _record_storage_problem(self, problem: str | None) -> None:
+        """Record whether the journal can be written (None) or why not, and log each change."""
         if (problem is None) != (self._storage_problem is None):
             log.error("%s", problem) if problem is not None else log.info(
                 "the journal is written again"
             )
         self._storage_problem = problem
 
-    def _listen(self, wait_s: float) -> Sequence[Event]:
+    def _read_events(self, wait_s: float) -> Sequence[Event]:
         try:
-            events = map(self._as_kept, self._backend.events(wait_s))
+            events = map(self._round_trip_event, self._backend.events(wait_s))
             return [event for event in events if event is not None]
         except Exception:  # a backend's fault: the queue goes on
             log.exception("backend failed to return events")
             time.sleep(DEAF_S)
             return ()
 
-    def _as_kept(self, event: Event) -> Event | None:
-        """Return an event of the world as the journal will have it; None where it cannot be kept and ends nothing."""
+    def _round_trip_event(self, event: Event) -> Event | None:
+        """Return a backend's event as the journal will read it back; None where it cannot be stored
+        and ends nothing.
+        """
         try:
             return self._journal.round_trip_event(event)
         except Exception as error:  # the edge of an event: others are heard
@@ -430,36 +472,42 @@ class Controller:
                 ),
             )
 
-    def _admit(self) -> None:
+    def _commit_submissions(self) -> None:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
         error: BaseException | None = None
         with self._changed:
-            requests = self._submissions.take()
+            requests = self._submissions.take_requests()
             try:
-                self._apply(new_jobs(requests, self._state, self._journal, self._clock(), self.job))
+                self._apply_events(
+                    make_submissions(
+                        requests, self._state, self._journal, self._clock(), self.find_job
+                    )
+                )
             except (
                 BaseException
             ) as failure:  # re-raised in the thread of every submitter of this group
                 error = failure
-        answer(requests, error)
+        wake_submitters(requests, error)
 
-    def _apply(self, events: Sequence[Event]) -> None:
-        """Decide each event and commit all together; only then is the state visible and are actions performed."""
+    def _apply_events(self, events: Sequence[Event]) -> None:
+        """Decide on each event, and commit all of them together. Only then the state changes, and
+        actions become pending.
+        """
         self._check_decides()
         with self._changed:
             if self._uncertain is not None:
                 raise self._uncertain
             try:
-                decisions_made, decisions_s = self._decide(events)
+                decisions_made, decisions_s = self._decide_events(events)
                 if not decisions_made:
                     return
                 commit = f"commit of {len(decisions_made)} events"
                 self._under_way = commit, commit, time.monotonic()
                 self._journal.append(decisions_made)
-                self._note_storage(None)
+                self._record_storage_problem(None)
             except BaseException as error:  # noted, and raised again below
                 if isinstance(error, StorageError):
-                    self._note_storage(str(error))
+                    self._record_storage_problem(str(error))
                 if isinstance(error, UncertainError):
                     self._uncertain = error
                 self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
@@ -469,7 +517,7 @@ class Controller:
             self._state = state = self._scheduler.state
             self._version += 1
             for (event, actions), decision_s in zip(decisions_made, decisions_s, strict=True):
-                self._tally.add(event, actions, decision_s, state.policy)
+                self._tally.count_event(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", log_line(event), extra=log_fields(event))
                 self._pending.extend(
@@ -481,10 +529,12 @@ class Controller:
             self._unsaved_events += len(decisions_made)
             # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
-                self._save()
+                self._store_snapshot()
 
-    def _decide(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
-        """Step the scheduler by each event that changes something; return the decisions, and the seconds of each."""
+    def _decide_events(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
+        """Pass each event that changes something to the scheduler; return (decisions, seconds of
+        each decision).
+        """
         decisions_made = list[Decided]()
         decisions_s = list[float]()
         for event in events:
@@ -496,24 +546,24 @@ class Controller:
             decisions_s.append(time.perf_counter() - began_s)
         return decisions_made, decisions_s
 
-    def _save(self) -> None:
-        """Write a snapshot. Where that fails, the journal still has all events."""
+    def _store_snapshot(self) -> None:
+        """Store a snapshot of the state. Where that fails, the journal still has all events."""
         if not self._unsaved_events:
             return
         try:
             self._journal.store_snapshot(self._state)
         except StorageError as error:
-            self._note_storage(str(error))
+            self._record_storage_problem(str(error))
         except UncertainError as error:
             # what was appended is kept: whoever waits for that has an answer
             self._uncertain = error
         else:
             self._unsaved_events = 0
-            self._note_storage(None)
+            self._record_storage_problem(None)
 
-    def _perform(self) -> None:
+    def _perform_actions(self) -> None:
         while self._pending:
-            self._journal.confirm()
+            self._journal.confirm_ownership()
             action = self._pending.popleft()
             log.info("action %s", log_line(action), extra=log_fields(action))
             if isinstance(action, Launch):
@@ -542,9 +592,11 @@ class Controller:
                 "backend failed to stop attempt=%s", action.name, extra=log_fields(action)
             )
 
-    def _adopt(self, job: Job, attempt: Attempt) -> None:
-        """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
-        extra = about(job.id, attempt.number)
+    def _adopt_attempt(self, job: Job, attempt: Attempt) -> None:
+        """After a restart, resume an attempt that holds devices, and repeat a stop that was in
+        progress.
+        """
+        extra = job_log_fields(job.id, attempt.number)
         log.info(
             "adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra
         )
@@ -558,14 +610,16 @@ class Controller:
             self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
 
     def _end_unlaunched(self, attempt: Attempt, error: Exception) -> None:
-        """A failed launch ends the attempt, but only the backend can report that its devices are free."""
-        extra = about(attempt.job_id, attempt.number)
+        """Record that a failed launch ended the attempt; only the backend can report that its
+        devices are free.
+        """
+        extra = job_log_fields(attempt.job_id, attempt.number)
         log.error("backend failed on attempt=%s", attempt.name, exc_info=error, extra=extra)
         if attempt.status is AttemptStatus.ENDED:
             return
         reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
         evidence = Evidence(launch_error=reason)
-        self._apply(
+        self._apply_events(
             [
                 Finished(
                     job_id=attempt.job_id,
@@ -576,12 +630,16 @@ class Controller:
             ]
         )
         job = self._state.jobs[attempt.job_id]
-        self._adopt(job, job.attempts[attempt.number - 1])
+        self._adopt_attempt(job, job.attempts[attempt.number - 1])
 
 
-def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]) -> None:
-    """Decide recorded events anew. Raises ServiceError where a decision is another one than was recorded."""
-    for event, recorded_text in tail:
+def _check_same_decisions(
+    scheduler: Scheduler, history: Sequence[tuple[Event, str | None]]
+) -> None:
+    """Repeat recorded decisions. Raises ServiceError where this version decides differently from
+    what was recorded.
+    """
+    for event, recorded_text in history:
         actions = scheduler.step(event)
         if recorded_text not in (None, format_decisions(actions)):
             raise ServiceError(
@@ -591,8 +649,8 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
             )
 
 
-def unreadable_problem(state: State) -> str | None:
-    """Return text on devices that the driver cannot read; None where it can read all."""
+def describe_unreadable_devices(state: State) -> str | None:
+    """Return a sentence on devices that the driver cannot read; None where it can read all."""
     places = describe_unreadable(state.nodes)
     return f"devices cannot be read, and nothing new starts there: {places}" if places else None
 

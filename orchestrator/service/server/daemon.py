@@ -68,14 +68,14 @@ from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
-from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
+from orchestrator.service.server.logs import VARIABLE, LogFormat, configure_logging
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.server.routes.dependencies import Pages, Service
-from orchestrator.service.server.routes.waiting import waiting_app
+from orchestrator.service.server.routes.waiting import make_waiting_app
 from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
@@ -93,8 +93,10 @@ STREAMS_S = 2
 log = logging.getLogger(__name__)
 
 
-def main(pages: Pages) -> None:
-    """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
+def run_daemon(pages: Pages) -> None:
+    """Serve the home folder of the command line until SIGTERM (training continues) or `orc down`
+    (training stops).
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument(
@@ -106,7 +108,7 @@ def main(pages: Pages) -> None:
     arguments = parser.parse_args()
     home: Path = arguments.home.resolve()
     try:
-        configure(os.environ.get(VARIABLE, LogFormat.TEXT))
+        configure_logging(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
         sys.exit(f"{error}")
     raise_open_files()
@@ -125,7 +127,7 @@ def main(pages: Pages) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        serve(
+        run_service(
             home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby
         )
     except OrchestratorError as error:
@@ -134,7 +136,7 @@ def main(pages: Pages) -> None:
     log.info("ended")
 
 
-def serve(
+def run_service(
     home: Path,
     pages: Pages,
     stop: threading.Event,
@@ -143,10 +145,12 @@ def serve(
     *,
     standby: bool,
 ) -> None:
-    """Run the service until `stop` is set, at `endpoint` or the home's default. Raises OrchestratorError.
+    """Run the service until `stop` is set, at `endpoint` or the home's default. Raises
+    OrchestratorError.
 
-    With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
-    jobs may run there. A standby waits for the lease of another service; the home is read only after that.
+    If `down` is also set, Ray and the trackers' processes stop too. A failed start stops them as
+    well, unless Ray ran before: jobs may run there. A standby waits for the lease of another
+    service; the home is read only after that.
     """
     prepare_home(home)
     endpoint = endpoint or load_endpoint(home)
@@ -158,7 +162,7 @@ def serve(
         )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
-            waiting.enter_context(_served_to_others(waiting_app(), endpoint))
+            waiting.enter_context(_serve_endpoint(make_waiting_app(), endpoint))
         journal = _open_journal(home, stop, standby=standby)
         if journal is None:
             return
@@ -181,31 +185,38 @@ def serve(
         journal.notices.register_receivers(targets)
         lookups = Lookups(
             state=lambda: controller.state,
-            job=lambda job_id: controller.job(job_id),
-            sweep=lambda sweep_id: sweeper.report(sweep_id),
+            job=lambda job_id: controller.find_job(job_id),
+            sweep=lambda sweep_id: sweeper.make_report(sweep_id),
         )
         trackers = _start_trackers(home, cluster, lookups, stack, must_end)
-        named_ray = _named_ray(home)
-        own_ray = None if named_ray else _own_ray(home, declared, endpoint)
+        named_ray = _read_ray_address(home)
+        own_ray = None if named_ray else _make_own_ray(home, declared, endpoint)
         if own_ray is not None:
-            stack.callback(_end, own_ray.stop, must_end)
+            stack.callback(_end_if, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(
             closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
         )
         controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
-        controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
+        controller.run_once(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = None
         if targets:
             notifier = Notifier(
-                cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
+                cluster.notify,
+                targets,
+                journal.notices,
+                controller,
+                time.time,
+                sweeper.make_reports,
             )
-        relays = stack.enter_context(_relays(journal, trackers, targets))
+        relays = stack.enter_context(_run_relays(journal, trackers, targets))
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
         for source in (purger, *targets.values()):
-            controller.health.watch(partial(getattr, source, "problem"), delays_jobs=False)
-        _start_thread(_notify, controller, relays, stop)
+            controller.health.register_source(
+                partial(getattr, source, "problem"), delays_jobs=False
+            )
+        _start_thread(_wake_relays, controller, relays, stop)
 
         def shut_down() -> None:
             down.set()
@@ -224,7 +235,7 @@ def serve(
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.allowed_host_names() if endpoint else LOOPBACK,
-            members=_members(home, declared, own_ray, backend),
+            members=_make_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
             provider=provider,
@@ -241,29 +252,34 @@ def _start_trackers(
     home: Path,
     cluster: ClusterSpec,
     lookups: Lookups,
-    stack: ExitStack,
+    exit_stack: ExitStack,
     must_end: Callable[[], bool],
 ) -> dict[str, Tracker]:
-    """Return the cluster's trackers by name. Those whose processes must end are shut down with the stack."""
+    """Return {name: tracker} of the cluster's trackers. `exit_stack` shuts down the processes of those
+    for which `must_end` is true.
+    """
     trackers: dict[str, Tracker] = {}
     for name in cluster.trackers:
         trackers[name] = TRACKERS[name](home, lookups)
-        stack.callback(_end, trackers[name].shut_down, must_end)
+        exit_stack.callback(_end_if, trackers[name].shut_down, must_end)
     return trackers
 
 
 def _make_controller(
-    home: Path, journal: Journal, backend: RayBackend, stack: ExitStack, stop: threading.Event
+    home: Path, journal: Journal, backend: RayBackend, exit_stack: ExitStack, stop: threading.Event
 ) -> Controller:
-    """Return the controller, with watches of its decisions, the backend and the home's disk."""
+    """Return the controller, with monitors of its decisions, the backend and the home's disk."""
     first = FirstDecisions()
-    stack.callback(first.close)
-    controller = Controller(journal, backend, time.time, check_first=first.check)
-    controller.health.watch(lambda: backend.problem)
-    controller.health.watch(FAULTS.problem)
+    exit_stack.callback(first.close)
+    controller = Controller(journal, backend, time.time, check_first=first.check_job)
+    controller.health.register_source(lambda: backend.problem)
+    controller.health.register_source(FAULTS.problem)
     _watch_disk(home, controller.health, stop)
     _start_thread(
-        _log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop
+        _log_problem_changes,
+        partial(controller.describe_standstill, name_job=True),
+        "decisions end again",
+        stop,
     )
     return controller
 
@@ -271,17 +287,19 @@ def _make_controller(
 def _serve_requests(
     service: Service,
     endpoint: Endpoint | None,
-    waiting: ExitStack,
+    waiting_app: ExitStack,
     is_serving: threading.Event,
     stop: threading.Event,
 ) -> None:
-    """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
+    """Answer requests in place of the waiting application, and run the controller until `stop` is
+    set.
+    """
     application = create_app(service)
-    waiting.close()
-    earlier_port = _earlier_port(service.home)
+    waiting_app.close()
+    earlier_port = _read_earlier_port(service.home)
     with (
         serve_http(application, port=earlier_port) as port,
-        _served_to_others(application, endpoint),
+        _serve_endpoint(application, endpoint),
     ):
         write_service_file(service.home, port)
         with suppress(OSError):  # a full disk: the next start takes another port
@@ -295,21 +313,25 @@ def _serve_requests(
         gc.freeze()
         log.info("serving home=%s port=%d cluster=%s", service.home, port, service.cluster)
         service.controller.run(stop)
-        if _is_ours(service.home, service.token):
+        if _is_home_unchanged(service.home, service.token):
             with suppress(OSError):  # a read-only disk: the note names a process that has ended
                 (service.home / "service.json").unlink(missing_ok=True)
 
 
 def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
-    """Start a thread that ends with the service at the latest: the last argument is the event that stops it."""
+    """Start a thread that calls `run`. The last argument is the event that ends it, with the
+    service at the latest.
+    """
     start_loop(run.__qualname__.strip("_"), partial(run, *arguments), arguments[-1])
 
 
 @contextmanager
-def _relays(
+def _run_relays(
     journal: Journal, trackers: Mapping[str, Tracker], targets: Mapping[str, Target]
 ) -> Iterator[list[OutboxRelay[Any]]]:
-    """Relays that carry records to trackers and notices to targets, until the context ends."""
+    """Run relays that carry records to trackers and notices to targets, until the context ends;
+    yield them.
+    """
     relays: list[OutboxRelay[Any]] = [
         *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
         *(OutboxRelay(name, target, journal.notices) for name, target in targets.items()),
@@ -322,22 +344,26 @@ def _relays(
 
 
 def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
-    """Watch the home folder's disk; its problems go to `health` and the log."""
+    """Monitor the home folder's disk; problems go to `health` and the log."""
     disk = HomeWatch(home)
-    health.watch(lambda: disk.problem, is_fatal=True)
+    health.register_source(lambda: disk.problem, is_fatal=True)
     _start_thread(disk.run, stop)
-    _start_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
+    _start_thread(
+        _log_problem_changes, lambda: disk.problem, "the home folder is written again", stop
+    )
 
 
 def _separate_users(
-    home: Path, declared: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
+    home: Path, cluster: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
 ) -> Callable[[str], None]:
-    """Open the home to the user ids of the cluster file; return a check of users without one.
+    """Set the home's permissions for the user ids of the cluster file; return a check that a user
+    has a user id.
 
-    Jobs of such users would run as this process's user. The check raises ServiceError, and so does this function for
-    the users that exist already, or where this process may not run jobs as others.
+    Jobs of a user without an id would run as this process's user. The check raises ServiceError,
+    and so does this function for users that exist already, or where this process may not run jobs
+    as others.
     """
-    if declared.users:
+    if cluster.users:
         if os.geteuid() != 0:
             raise ServiceError(
                 "`users` of the cluster file has user ids, and only root may run jobs as others"
@@ -345,7 +371,7 @@ def _separate_users(
         open_home(home)
 
     def refuse(name: str) -> None:
-        if endpoint is None or endpoint.trusts_users or declared.users or name == user_name():
+        if endpoint is None or endpoint.trusts_users or cluster.users or name == user_name():
             return
         raise ServiceError(
             f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
@@ -355,19 +381,23 @@ def _separate_users(
     for user in accounts.list_users():
         if user.role.may(Role.MEMBER):
             refuse(user.name)
-    if declared.oidc is not None:
+    if cluster.oidc is not None:
         refuse("whom the OpenID provider signs in")
     return refuse
 
 
-def _named_ray(home: Path) -> str:
-    """Return the address of the Ray that `orc up --ray` named; empty where the service has its own."""
+def _read_ray_address(home: Path) -> str:
+    """Return the address of the Ray that `orc up --ray` named; "" where the service has its own
+    Ray.
+    """
     path = home / "ray_address"
     return path.read_text() if path.exists() else ""
 
 
 def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
-    """Return the journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
+    """Open and return the journal; a standby waits for it. None where the standby was stopped.
+    Raises ServiceError.
+    """
     try:
         return Journal(find_journal_url(home), stop=stop if standby else None)
     except ServiceError:
@@ -376,34 +406,43 @@ def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journa
         raise
 
 
-def _own_ray(home: Path, declared: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
-    """Return the service's own Ray on this machine; nothing of it is started yet."""
-    here = select_local_nodes(declared, load_joined_nodes(home), local_node_name())
+def _make_own_ray(
+    home: Path, cluster: ClusterSpec, endpoint: Endpoint | None
+) -> embedded_ray.OwnRay:
+    """Return the object that starts the service's own Ray on this machine; no process is started
+    yet.
+    """
+    here = select_local_nodes(cluster, load_joined_nodes(home), local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
-def _members(
+def _make_members(
     home: Path, declared: ClusterSpec, own_ray: embedded_ray.OwnRay | None, backend: RayBackend
 ) -> Members | None:
-    """Return the machines that join the service's own Ray; None where it has none. The backend gets their rates."""
+    """Return the registry of machines that join the service's own Ray; None where it has none.
+
+    The backend is given each changed cluster, with measured rates.
+    """
     if own_ray is None:
         return None
     return Members(
         home,
         declared,
         own_ray.known_address,
-        backend.addresses,
+        backend.address_by_node,
         lambda cluster: backend.set_cluster(recall_cluster(cluster)),
     )
 
 
-def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
+def _end_if(end: Callable[[], None], must_end: Callable[[], bool]) -> None:
     if must_end():
-        what()
+        end()
 
 
-def _is_ours(home: Path, token: str) -> bool:
-    """Return whether the folder is still the one for which this service was started."""
+def _is_home_unchanged(home: Path, token: str) -> bool:
+    """Return whether the home folder still has this token, so that it is the folder of this
+    service.
+    """
     try:
         return (home / "token").read_text() == token
     except FileNotFoundError:
@@ -413,9 +452,11 @@ def _is_ours(home: Path, token: str) -> bool:
 def _watch_home(
     home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event
 ) -> None:
-    """Shut down once the folder is removed or replaced: clients can no longer find this service."""
+    """Shut down once the home folder is removed or replaced, since clients can no longer find this
+    service.
+    """
     while not stop.wait(HOME_CHECK_S):
-        if not _is_ours(home, token):
+        if not _is_home_unchanged(home, token):
             log.error(
                 "the home folder %s was removed or replaced: stopping everything started for it",
                 home,
@@ -423,19 +464,21 @@ def _watch_home(
             shut_down()
 
 
-def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.Event) -> None:
-    """Log when `source` begins to have a problem, and when it is cured."""
+def _log_problem_changes(
+    find_problem: Callable[[], str | None], cured_message: str, stop: threading.Event
+) -> None:
+    """Log each time when `find_problem` begins to return a problem, and when it returns None again."""
     before: str | None = None
     while not stop.wait(HEALTH_S):
-        now = source()
+        now = find_problem()
         if now is not None and before is None:
             log.error("%s", now)
         elif now is None and before is not None:
-            log.info("%s", cured)
+            log.info("%s", cured_message)
         before = now
 
 
-def _notify(
+def _wake_relays(
     controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event
 ) -> None:
     """Wake the relays after each change of the state."""
@@ -448,14 +491,14 @@ def _notify(
                 relay.wake()
 
 
-def _served_to_others(
-    app: FastAPI, endpoint: Endpoint | None
-) -> AbstractContextManager[int | None]:
+def _serve_endpoint(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
     return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
-def _earlier_port(home: Path) -> int:
-    """Return the port of the home's last service, so that open pages and links stay; 0 without one."""
+def _read_earlier_port(home: Path) -> int:
+    """Return the port of the home's last service, so that open pages and links stay valid; 0
+    without one.
+    """
     try:
         port = int((home / PORT_FILE).read_text()[:PORT_DIGITS])
     except (OSError, ValueError):
@@ -465,10 +508,11 @@ def _earlier_port(home: Path) -> int:
 
 @contextmanager
 def serve_http(app: FastAPI, endpoint: Endpoint | None = None, port: int = 0) -> Iterator[int]:
-    """Run the application in a separate thread, and yield its port: on the loopback, or TLS on an endpoint.
+    """Run the application in a separate thread, and yield its port: on the loopback, or by TLS at
+    an endpoint.
 
-    On the loopback it is `port`, or a free one where that is taken or 0. Raises ServiceError where the address cannot
-    be bound.
+    On the loopback the port is `port`, or a free one where that is taken or 0. Raises ServiceError
+    where the address cannot be bound.
     """
     host = "127.0.0.1"
     if endpoint is not None:

@@ -21,14 +21,18 @@ REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
 class Reports:
-    """Cache of the newest reports of a state; a report serves all requests of REPORT_S seconds."""
+    """Cache of the newest morning reports of a state; a report serves all requests of REPORT_S
+    seconds.
+    """
 
-    def __init__(self, report: Callable[[float], JsonObject]) -> None:
-        self._report, self._lock = report, threading.Lock()
+    def __init__(self, make_report: Callable[[float], JsonObject]) -> None:
+        self._report, self._lock = make_report, threading.Lock()
         self._version, self._reports = -1, dict[tuple[int, int], JsonObject]()
 
-    def of(self, version: int, since_s: float) -> JsonObject:
-        """Return the report from `since_s` to now for one version of the state. Only one is made at a time."""
+    def find_report(self, version: int, since_s: float) -> JsonObject:
+        """Return the report from `since_s` to now for this version of the state. Only one report is
+        made at a time.
+        """
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:
             if version != self._version or len(self._reports) >= REPORTS_MAX:
@@ -42,20 +46,23 @@ class Reports:
 def make_report(
     controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]
 ) -> MorningReport:
-    """Return the report between two times (seconds since 1970), with sweeps that had trials then.
+    """Return the morning report between two times (seconds since 1970), with the sweeps that had
+    trials in it.
 
     It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
-    since_s = controller.since_s(since_s)
-    ended = _ended_since(controller, since_s)
+    since_s = controller.report_start_s(since_s)
+    ended = _iterate_ended_since(controller, since_s)
     return make_morning_report(controller.state, ended, since_s, until_s, sweeps)
 
 
-def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
-    """Archived jobs, the latest end first, up to the first page that ended before."""
+def _iterate_ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
+    """Yield archived jobs, the latest end first, up to the first page of jobs that ended before
+    `since_s`.
+    """
     before: str | None = None
     for _ in range(REPORTED_MAX // PAGE):
-        page = controller.ended(PAGE, before)
+        page = controller.list_ended_jobs(PAGE, before)
         yield from page
         if len(page) < PAGE or all(ended_at_s(job) < since_s for job in page):
             return

@@ -44,12 +44,18 @@ log = logging.getLogger(__name__)
 
 
 class FirstDecisions:
-    """Tries jobs of new shapes, one at a time. Every method is thread-safe."""
+    """Tries the first decision on a job of a new shape in a child process, one job at a time. Every
+    method is thread-safe.
+    """
 
     def __init__(
         self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S
     ) -> None:
-        """Limit each decision to so many seconds of a processor, and of the clock."""
+        """Limit each decision to `cpu_s` seconds of a processor, and to `answer_s` seconds of the
+        clock.
+
+        `program` is the child's Python module.
+        """
         self._cpu_s = cpu_s
         self._program = program
         self._answer_s = answer_s
@@ -58,8 +64,9 @@ class FirstDecisions:
         self._passed: OrderedDict[object, None] = OrderedDict()
         self._state, self._event = Codec(State), Codec(Submitted)
 
-    def check(self, state: State, spec: JobSpec) -> None:
-        """Return normally where a decision on the job ends in time. Raises SpecError beyond a limit or PLANS_MAX.
+    def check_job(self, state: State, spec: JobSpec) -> None:
+        """Raise SpecError if a decision on the job exceeds a limit or has more than PLANS_MAX
+        plans.
 
         Before any live node is reported, the nodes of the cluster file count.
         """
@@ -71,7 +78,7 @@ class FirstDecisions:
         with self._lock:
             if shape in self._passed:
                 return
-            self._raise_for(self._reply_to(state, spec), spec)
+            self._raise_refusal(self._ask_child(state, spec), spec)
             self._passed[shape] = None
             if len(self._passed) > SHAPES_MAX:
                 self._passed.popitem(last=False)
@@ -79,12 +86,13 @@ class FirstDecisions:
     def close(self) -> None:
         """End the child process."""
         with self._lock:
-            self._end()
+            self._end_child()
 
-    def _reply_to(self, state: State, spec: JobSpec) -> JsonObject | None:
-        """Return what the child says of the job; None where it ended instead.
+    def _ask_child(self, state: State, spec: JobSpec) -> JsonObject | None:
+        """Return the child's answer about the job; None where the child ended instead.
 
-        The child knows no other jobs: the decision is the one that comes once all dependencies are over.
+        The child knows no other jobs: it makes the decision that follows once all dependencies have
+        ended.
         """
         spec = spec.model_copy(update={"depends_on": ()})
         event = Submitted(
@@ -94,24 +102,24 @@ class FirstDecisions:
             {"state": self._state.write(state, exclude={"jobs"}), "event": self._event.write(event)}
         )
         for child in (self._child, None):  # one that was idle may just have ended
-            child = child or self._start()
+            child = child or self._start_child()
             try:
                 assert child.stdin is not None, "a pipe"
                 assert child.stdout is not None, "a pipe"
                 child.stdin.write(request + "\n")
                 child.stdin.flush()
-                reply = _line_of(child.stdout, self._answer_s)
+                reply = _read_line(child.stdout, self._answer_s)
             except OSError:
                 reply = ""
             if reply:
                 return dict(json.loads(reply))
             was_idle = child.poll() == 0
-            self._end()
+            self._end_child()
             if not was_idle:
                 return None
         return None
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start_child(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", self._program, str(self._cpu_s)]
         try:
             self._child = subprocess.Popen(
@@ -128,14 +136,14 @@ class FirstDecisions:
             ) from None
         return self._child
 
-    def _end(self) -> None:
+    def _end_child(self) -> None:
         child = self._child
         self._child = None
         if child is not None:
             child.kill()
             child.communicate()
 
-    def _raise_for(self, reply: JsonObject | None, spec: JobSpec) -> None:
+    def _raise_refusal(self, reply: JsonObject | None, spec: JobSpec) -> None:
         if reply is None:
             log.error("the first decision on job %s did not end within its limits", spec.name)
             raise SpecError(
@@ -150,26 +158,34 @@ class FirstDecisions:
             raise SpecError(source=spec.name, **reply)
 
 
-def _line_of(stream: IO[str], timeout_s: float) -> str:
-    """Return the next line; "" at the end of the stream, and where none comes in time."""
+def _read_line(stream: IO[str], timeout_s: float) -> str:
+    """Return the next line of the stream; "" at its end, and where no line comes within
+    `timeout_s`.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         return stream.readline() if selector.select(timeout_s) else ""
 
 
-def main() -> None:
-    """Read jobs from standard input, decide on each, and print the result; end with the input."""
+def serve_first_decisions() -> None:
+    """Run the child process: read jobs from standard input, let a scheduler decide on each, and
+    print the outcomes.
+
+    It ends with the input.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     cpu_s = float(sys.argv[1])
     state_codec = Codec(State)
     event_codec = Codec(Submitted)
-    while line := _line_of(sys.stdin, IDLE_S):
+    while line := _read_line(sys.stdin, IDLE_S):
         signal.setitimer(
             signal.ITIMER_PROF, cpu_s
         )  # its signal ends the process; a limit is whole seconds
         request = json.loads(line)
         try:
-            reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
+            reply = decide_job(
+                state_codec.read(request["state"]), event_codec.read(request["event"])
+            )
         except MemoryError:  # a limit, and the end of this child
             raise
         except Exception as error:  # the same decision would stop the service
@@ -183,7 +199,7 @@ def main() -> None:
         print(json.dumps(reply), flush=True)
 
 
-def decide(state: State, event: Submitted) -> JsonObject:
+def decide_job(state: State, event: Submitted) -> JsonObject:
     """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
     for group in group_equal_nodes(state.nodes):
         try:
@@ -200,4 +216,4 @@ def decide(state: State, event: Submitted) -> JsonObject:
 
 
 if __name__ == "__main__":
-    main()
+    serve_first_decisions()

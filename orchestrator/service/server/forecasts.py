@@ -34,10 +34,12 @@ Expectations = Mapping[str, ExpectedJob]
 
 
 class Forecasts:
-    """The newest forecast of the live queue, at most FRESH_S old while requested and quick to compute."""
+    """Computes forecasts of the live queue in a thread on request; a forecast is used for at most
+    FRESH_S seconds.
+    """
 
-    def __init__(self, state: Callable[[], State]) -> None:
-        self._state = state
+    def __init__(self, read_state: Callable[[], State]) -> None:
+        self._state = read_state
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._lock = threading.Lock()
         self._known: Expectations = {}
@@ -48,15 +50,17 @@ class Forecasts:
         self._took_s = 0.0
         self._pending: Future[None] | None = None
 
-    def newest(self) -> Expectations:
-        """Return {job id: forecast} of the newest forecast. Jobs submitted since are missing."""
+    def find_newest(self) -> Expectations:
+        """Return {job id: forecast} of the newest forecast. Jobs that were submitted since are
+        missing.
+        """
         with self._lock:
             is_first = self._pending is None
             is_old = not self._is_fresh()
             is_idle = self._pending is None or self._pending.done()
             is_due = time.monotonic() > self._at_s + REST * self._took_s
             if is_old and is_idle and is_due:
-                self._pending = self._worker.submit(self._compute)
+                self._pending = self._worker.submit(self._compute_forecast)
         if is_first and len(self._state().jobs) <= SOON_MAX:
             self._is_known.wait(PATIENCE_S)
         return self._known
@@ -69,7 +73,7 @@ class Forecasts:
             and self._began_s < request_s
             and time.monotonic() < request_s + FORECAST_S
         ):
-            self.newest()
+            self.find_newest()
             with self._is_computed:
                 self._is_computed.wait(PATIENCE_S)
         return self._known
@@ -77,30 +81,33 @@ class Forecasts:
     def _is_fresh(self) -> bool:
         return self._of is self._state() and time.monotonic() <= self._at_s + FRESH_S
 
-    def _compute(self) -> None:
+    def _compute_forecast(self) -> None:
         state = self._state()
         began_s = time.monotonic()
         try:
             if not self._is_known.is_set():  # ranges of a long queue take half a minute
-                self._store(state, ranged=False)
-            self._store(state, ranged=True)
+                self._store_forecast(state, with_ranges=False)
+            self._store_forecast(state, with_ranges=True)
         finally:
             self._of, self._at_s, self._began_s = state, time.monotonic(), began_s
             self._took_s = self._at_s - began_s
             with self._is_computed:
                 self._is_computed.notify_all()
 
-    def _store(self, state: State, *, ranged: bool) -> None:
-        self._known = {row["id"]: row for row in expected_jobs(state, time.time(), ranged=ranged)}
+    def _store_forecast(self, state: State, *, with_ranges: bool) -> None:
+        self._known = {
+            row["id"]: row for row in expected_jobs(state, time.time(), with_ranges=with_ranges)
+        }
         self._is_known.set()
 
 
-def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[ExpectedJob]:
-    """Return every live job's forecast, earliest expected start first; jobs without one come last.
+def expected_jobs(state: State, now_s: float, *, with_ranges: bool = True) -> list[ExpectedJob]:
+    """Return every live job's forecast, the earliest expected start first; jobs without a forecast
+    come last.
 
     Without ranges it takes a hundredth of the time.
     """
-    expectations = (make_forecast if ranged else make_quick_forecast)(
+    expectations = (make_forecast if with_ranges else make_quick_forecast)(
         with_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
     )
     waits = WaitExplainer(state)

@@ -8,43 +8,45 @@ Source = Callable[[], str | None]  # one sentence at once, or None while all is 
 
 
 class Health:
-    """Present problems from all registered sources. Every method is thread-safe."""
+    """The present problems from all registered sources. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
         self._fatal: list[Source] = []
         self._delaying: list[Source] = []
 
-    def watch(
+    def register_source(
         self,
-        source: Source,
+        find_problem: Source,
         *,
         is_fatal: bool = False,
         delays_jobs: bool = True,
     ) -> None:
-        """Register a source.
+        """Register a source: a function that returns a problem as a sentence, or None.
 
-        No job is accepted while a fatal source has a problem. A problem that delays jobs stands in the reason of those
-        that wait; a notice that reaches nobody delays none.
+        No job is accepted while a fatal source has a problem. A problem that delays jobs is added
+        to the reasons of waiting jobs; a notice that reaches nobody delays none.
         """
-        self._sources.append(source)
+        self._sources.append(find_problem)
         if is_fatal:
-            self._fatal.append(source)
+            self._fatal.append(find_problem)
         if delays_jobs:
-            self._delaying.append(source)
+            self._delaying.append(find_problem)
 
-    def problems(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Return one sentence per present problem; [] while all is well."""
-        return _sentences_of(self._sources)
+        return _list_problems(self._sources)
 
-    def delays(self) -> list[str]:
-        """Return the problems for which jobs may wait."""
-        return _sentences_of(self._delaying)
+    def list_delays(self) -> list[str]:
+        """Return the present problems for which jobs may wait."""
+        return _list_problems(self._delaying)
 
-    def failures(self) -> list[str]:
-        """Return the problems that prevent accepting jobs; [] while the service is ready."""
-        return _sentences_of(self._fatal)
+    def list_failures(self) -> list[str]:
+        """Return the present problems that prevent accepting jobs; [] while the service is
+        ready.
+        """
+        return _list_problems(self._fatal)
 
 
-def _sentences_of(sources: Sequence[Source]) -> list[str]:
+def _list_problems(sources: Sequence[Source]) -> list[str]:
     return [problem for source in sources if (problem := source()) is not None]

@@ -15,7 +15,7 @@ PAGE_BYTES = 4096  # an empty file may fit where nothing else does
 
 
 class HomeWatch:
-    """Writes a page every two seconds, in a thread that a hanging disk may block."""
+    """Writes to the home folder every two seconds, in a thread that a hanging disk may block."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -36,7 +36,7 @@ class HomeWatch:
 
     @property
     def problem(self) -> str | None:
-        """Text on why the home folder cannot be written; None where it can."""
+        """Sentence on why the home folder cannot be written; None where it can."""
         began_s = self._began_s
         if began_s is not None and time.monotonic() - began_s > SLOW_S:
             return f"the home folder {self._home} has taken no write for {time.monotonic() - began_s:.0f} s"

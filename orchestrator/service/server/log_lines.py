@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.service.server.logs import about
+from orchestrator.service.server.logs import job_log_fields
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import placement_text
 from orchestrator.specs.events import (
@@ -18,30 +18,34 @@ from orchestrator.specs.events import (
 )
 
 
-def log_fields(subject: Event | Launch | Stop) -> dict[str, object]:
-    """Return job and attempt as the fields of a log record."""
-    if isinstance(subject, Launch):
-        return about(subject.job.id, subject.attempt.number)
-    return about(getattr(subject, "job_id", None), getattr(subject, "number", None))
+def log_fields(event_or_action: Event | Launch | Stop) -> dict[str, object]:
+    """Return the job and the attempt of an event or action, as fields of a log record."""
+    if isinstance(event_or_action, Launch):
+        return job_log_fields(event_or_action.job.id, event_or_action.attempt.number)
+    return job_log_fields(
+        getattr(event_or_action, "job_id", None), getattr(event_or_action, "number", None)
+    )
 
 
-def log_line(subject: Event | Launch | Stop) -> str:
-    """Return a log line: kind, job, attempt; never a job's settings, which may hold secrets."""
-    match subject:
+def log_line(event_or_action: Event | Launch | Stop) -> str:
+    """Return a log line for an event or action: kind, job, attempt; never a job's settings, which
+    may hold secrets.
+    """
+    match event_or_action:
         case NodesSeen():
-            return f"nodes_seen nodes={len(subject.nodes)}"
+            return f"nodes_seen nodes={len(event_or_action.nodes)}"
         case TimerFired():
             return "woke"
         case DrainRequested():
-            return f"drain_requested node={subject.node}{' undo' if subject.undo else ''}"
+            return f"drain_requested node={event_or_action.node}{' undo' if event_or_action.undo else ''}"
         case Observed():
-            return f"observed outcomes={len(subject.observations)}"
+            return f"observed outcomes={len(event_or_action.observations)}"
         case Launch():
-            devices = placement_text(subject.attempt.placement)
-            return f"launch job={subject.job.id} attempt={subject.attempt.number} on={devices}"
+            devices = placement_text(event_or_action.attempt.placement)
+            return f"launch job={event_or_action.job.id} attempt={event_or_action.attempt.number} on={devices}"
         case Stop():
-            return f"stop job={subject.job_id} attempt={subject.number}"
+            return f"stop job={event_or_action.job_id} attempt={event_or_action.number}"
         case Submitted() | CancelRequested() | RetryRequested() | UpdateRequested():
-            return f"{subject.type} job={subject.job_id}"
+            return f"{event_or_action.type} job={event_or_action.job_id}"
         case _:
-            return f"{subject.type} job={subject.job_id} attempt={subject.number}"
+            return f"{event_or_action.type} job={event_or_action.job_id} attempt={event_or_action.number}"

@@ -38,13 +38,17 @@ class LogFormat(StrEnum):
 
 
 class TextFormatter(logging.Formatter):
-    """Text log format: a record begins with its time, further lines with CONTINUED; control characters are escaped."""
+    """Text format of the log: a record begins with its time, and its further lines begin with
+    CONTINUED.
+
+    Control characters are escaped.
+    """
 
     def __init__(self) -> None:
         super().__init__(TEXT)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record, of one line or more."""
+        """Return the record as text of one line or more."""
         text = CONTROL.sub(
             lambda match: match[0].encode("unicode_escape").decode(), super().format(record)
         )
@@ -55,7 +59,11 @@ class JsonFormatter(logging.Formatter):
     """Log format in JSON: one ASCII object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return time (RFC 3339, UTC), level, logger, message, the known FIELDS, and an exception's traceback."""
+        """Return the log record as a JSON line: time (RFC 3339, UTC), level, logger, message, and
+        traceback if there is one.
+
+        It also has those of FIELDS that the record has.
+        """
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {
             "time": time.replace("+00:00", "Z"),
@@ -70,41 +78,55 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def about(job: str | None = None, attempt: int | None = None) -> dict[str, object]:
-    """Return log fields about a job for records outside a request, since one commit may serve several."""
-    return {"job": job, "attempt": attempt, "request": None}
+def job_log_fields(
+    job_id: str | None = None, attempt_number: int | None = None
+) -> dict[str, object]:
+    """Return the log fields of a job, for records outside a request: one commit may serve several
+    requests.
+    """
+    return {"job": job_id, "attempt": attempt_number, "request": None}
 
 
-def configure(name: str) -> None:
-    """Log to stderr in this format, warnings and uncaught exceptions too. Raises SpecError for an unknown format."""
-    if name not in list(LogFormat):
+def configure_logging(format_name: str) -> None:
+    """Log to stderr in this format (text or json), including warnings and uncaught exceptions.
+
+    Raises SpecError for an unknown format.
+    """
+    if format_name not in list(LogFormat):
         raise SpecError(
-            "no format of a log", source=VARIABLE, got=name, allowed=", ".join(LogFormat)
+            "no format of a log", source=VARIABLE, got=format_name, allowed=", ".join(LogFormat)
         )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if name == LogFormat.JSON else TextFormatter())
-    handler.addFilter(_with_request)
+    handler.setFormatter(JsonFormatter() if format_name == LogFormat.JSON else TextFormatter())
+    handler.addFilter(_add_request_id)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
-    sys.excepthook = _uncaught
-    threading.excepthook = _note_thread
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_thread_fault
 
 
-def _with_request(record: logging.LogRecord) -> bool:
+def _add_request_id(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request"):
         record.request = REQUEST.get()
     return True
 
 
-def _note_thread(ended: threading.ExceptHookArgs) -> None:
-    """Log an exception that ended a thread, and name the thread to people."""
-    if ended.exc_value is not None and not issubclass(ended.exc_type, SystemExit):
-        FAULTS.record_fault(ended.thread.name if ended.thread else "unknown", ended.exc_value)
-    _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
+def _log_thread_fault(thread_exception: threading.ExceptHookArgs) -> None:
+    """Log the exception that ended a thread, and record it as a problem of the service."""
+    if thread_exception.exc_value is not None and not issubclass(
+        thread_exception.exc_type, SystemExit
+    ):
+        FAULTS.record_fault(
+            thread_exception.thread.name if thread_exception.thread else "unknown",
+            thread_exception.exc_value,
+        )
+    _log_uncaught(
+        thread_exception.exc_type, thread_exception.exc_value, thread_exception.exc_traceback
+    )
 
 
-def _uncaught(
-    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+def _log_uncaught(
+    error_type: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    if error is not None and not issubclass(kind, SystemExit):
-        log.critical("uncaught %s", kind.__name__, exc_info=(kind, error, trace))
+    if error is not None and not issubclass(error_type, SystemExit):
+        log.critical("uncaught %s", error_type.__name__, exc_info=(error_type, error, trace))

@@ -24,8 +24,8 @@ LOOPBACK_PREFIX = "127."
 
 
 @frozen
-class Machine:
-    """Properties that all machines of a cluster must share."""
+class MachineProperties:
+    """Properties of a machine that all machines of a cluster must share, such as versions."""
 
     home: str
     home_mark: str  # of what is in that folder; empty where there is no home
@@ -35,11 +35,11 @@ class Machine:
     orchestrator: str
 
 
-def machine(home: Path) -> Machine:
-    """Return this machine's properties."""
-    return Machine(
+def read_machine_properties(home: Path) -> MachineProperties:
+    """Return the properties of this machine."""
+    return MachineProperties(
         home=str(home.resolve()),
-        home_mark=_home_mark(home),
+        home_mark=_home_digest(home),
         python=f"{sys.version_info[0]}.{sys.version_info[1]}",
         interpreter=sys.executable,
         ray=importlib.metadata.version("ray"),
@@ -47,14 +47,18 @@ def machine(home: Path) -> Machine:
     )
 
 
-def check_alike(service: Machine, here: Machine) -> None:
-    """Raise one SpecError that lists every difference that prevents a job from running on both machines."""
+def check_compatible(
+    service_machine: MachineProperties, joining_machine: MachineProperties
+) -> None:
+    """Raise one SpecError that lists every difference between two machines that prevents a job from
+    running on both.
+    """
     install = "install the same version here: `pip install {}=={}`"
     differences = {
-        "python": f"run `orc join` by the service's interpreter, {service.interpreter}",
+        "python": f"run `orc join` by the service's interpreter, {service_machine.interpreter}",
         "interpreter": "ranks start by that path on every machine: install the environment there",
-        "ray": install.format("ray", service.ray),
-        "orchestrator": install.format("orchestrator", service.orchestrator),
+        "ray": install.format("ray", service_machine.ray),
+        "orchestrator": install.format("orchestrator", service_machine.orchestrator),
         "home": "mount the service's home here at the same path, and name it: `--home`, ORC_HOME",
     }
     problems = [
@@ -66,43 +70,57 @@ def check_alike(service: Machine, here: Machine) -> None:
             hint=hint,
         )
         for name, hint in differences.items()
-        if (actual := getattr(here, name)) != (expected := getattr(service, name))
+        if (actual := getattr(joining_machine, name))
+        != (expected := getattr(service_machine, name))
     ]
-    if here.home == service.home and here.home_mark != service.home_mark:
+    if (
+        joining_machine.home == service_machine.home
+        and joining_machine.home_mark != service_machine.home_mark
+    ):
         what = (
             "this folder is not the service's home"
-            if here.home_mark
+            if joining_machine.home_mark
             else "the service's home is not here"
         )
         hint = "mount the storage that the service's machine has there"
         problems.append(
-            SpecError(what, path="home", got=here.home, allowed="one shared folder", hint=hint)
+            SpecError(
+                what, path="home", got=joining_machine.home, allowed="one shared folder", hint=hint
+            )
         )
     if problems:
         raise join_problems(problems, "orc join")
 
 
 class Members:
-    """The joined machines, stored in the home. Every method is thread-safe."""
+    """The machines that joined the service's Ray, stored in the home. Every method is
+    thread-safe.
+    """
 
     def __init__(
         self,
         home: Path,
         cluster: ClusterSpec,
-        ray_address: Callable[[], str],
-        addresses: Callable[[], Mapping[str, str]],
-        tell: Callable[[ClusterSpec], None],
+        find_ray_address: Callable[[], str],
+        find_node_addresses: Callable[[], Mapping[str, str]],
+        set_cluster: Callable[[ClusterSpec], None],
     ) -> None:
-        """`cluster` is the file's; `addresses` returns those of live nodes; `tell` gets the cluster with members."""
+        """Load the joined machines. `cluster` is that of the cluster file; `find_node_addresses` returns
+        those of live nodes.
+
+        `set_cluster` is called with each changed cluster, joined machines included.
+        """
         self._home = home
         self._cluster = cluster
-        self._ray_address = ray_address
-        self._addresses = addresses
-        self._tell = tell
+        self._ray_address = find_ray_address
+        self._addresses = find_node_addresses
+        self._tell = set_cluster
         self._lock = threading.Lock()
 
-    def ray_address(self) -> str:
-        """Return the address of Ray for joining. Raises ServiceError where none can join."""
+    def joining_address(self) -> str:
+        """Return the address of Ray for machines that join. Raises ServiceError where none can
+        join.
+        """
         address = self._ray_address()
         if address.startswith(LOOPBACK_PREFIX):
             raise ServiceError(
@@ -111,39 +129,50 @@ class Members:
             )
         return address
 
-    def add(self, node: NodeSpec, address: str) -> None:
-        """Add a machine, or add it again. Raises ServiceError where its name is another's, or its devices changed."""
-        self.ray_address()
+    def add_machine(self, node: NodeSpec, machine_address: str) -> None:
+        """Add a machine as this node, or add it again. Raises ServiceError where another machine
+        has its name, or its devices changed.
+        """
+        self.joining_address()
         with self._lock:
             joined = {member.name: member for member in load_joined_nodes(self._home)}
             live = self._addresses()
-            if live.get(node.name, address) != address:
+            if live.get(node.name, machine_address) != machine_address:
                 raise ServiceError(
                     f"node {node.name} is in the cluster already, at {live[node.name]}: "
                     "`orc join --name NAME` gives this machine another name"
                 )
-            node = self._as_declared(node)
+            node = self._use_declaration(node)
             if joined.get(node.name) == node:
                 return
             if node.name in live:
                 raise ServiceError(
                     f"the devices of node {node.name} have changed: `orc leave` there, then join again"
                 )
-            self._store({**joined, node.name: node})
+            self._store_nodes({**joined, node.name: node})
 
-    def remove(self, name: str) -> None:
-        """Remove a machine. Raises UnknownError for one that has not joined, ServiceError where its Ray still runs."""
+    def remove_machine(self, node_name: str) -> None:
+        """Remove a machine. Raises UnknownError for one that has not joined, ServiceError where its
+        Ray still runs.
+        """
         with self._lock:
             joined = {member.name: member for member in load_joined_nodes(self._home)}
-            if name not in joined:
+            if node_name not in joined:
                 names = ", ".join(sorted(joined)[:NAMED_MAX]) or "none"
-                raise UnknownError(f"no machine {name!r} has joined; those that have: {names}")
-            if name in self._addresses():
-                raise ServiceError(f"node {name} still runs: `orc leave` on that machine stops it")
-            self._store({member: node for member, node in joined.items() if member != name})
+                raise UnknownError(f"no machine {node_name!r} has joined; those that have: {names}")
+            if node_name in self._addresses():
+                raise ServiceError(
+                    f"node {node_name} still runs: `orc leave` on that machine stops it"
+                )
+            self._store_nodes(
+                {member: node for member, node in joined.items() if member != node_name}
+            )
 
-    def _as_declared(self, node: NodeSpec) -> NodeSpec:
-        """Return the node as the cluster file declares it, if it does. Raises ServiceError if the machine has less."""
+    def _use_declaration(self, node: NodeSpec) -> NodeSpec:
+        """Return the node as the cluster file declares it; unchanged without a declaration.
+
+        Raises ServiceError if the machine has less than the declaration.
+        """
         declared = next(
             (declaration for declaration in self._cluster.nodes if node.name in declaration.names),
             None,
@@ -157,14 +186,14 @@ class Members:
             )
         return declared.model_copy(update={"name": node.name, "count": 1})
 
-    def _store(self, joined: Mapping[str, NodeSpec]) -> None:
+    def _store_nodes(self, joined: Mapping[str, NodeSpec]) -> None:
         nodes = tuple(joined.values())
         store_joined_nodes(self._home, nodes)
         self._tell(add_joined_nodes(self._cluster, nodes))
 
 
-def _home_mark(home: Path) -> str:
-    """Return a digest of what only this home has; empty where there is no home."""
+def _home_digest(home: Path) -> str:
+    """Return a digest of something that only this home has; "" where there is no home."""
     try:
         return hashlib.sha256(b"orc home " + (home / "token").read_bytes()).hexdigest()
     except OSError:

@@ -41,7 +41,7 @@ Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 
 @frozen
-class Running:
+class RunningAttempt:
     """A live attempt, with the last heartbeats (progress reports) of its ranks."""
 
     job: Job
@@ -60,66 +60,71 @@ class Running:
 class Metrics(Collector):
     """Prometheus collector of a service.
 
-    `figures` reads one consistent view; `beats` a running job's newest heartbeats.
+    `figures` reads its numbers, all of one moment; `beats` reads a running job's newest heartbeats.
     """
 
     def __init__(
-        self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats
+        self,
+        read_figures: Callable[[], Figures],
+        confirm: Callable[[], None],
+        read_heartbeats: Beats,
     ) -> None:
-        self._figures = figures
+        self._figures = read_figures
         self._confirm = confirm
-        self._beats = beats
+        self._beats = read_heartbeats
         self._version = version("orchestrator")
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def text(self) -> bytes:
-        """Return the text that Prometheus scrapes, of MEDIA_TYPE."""
+    def scrape_text(self) -> bytes:
+        """Return the metrics as text in the format that Prometheus scrapes, of MEDIA_TYPE."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Return nothing, since registration needs no scrape."""
+        """Return an empty list, so that registration of the collector reads nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; without the journal, only that it is not owned."""
-        yield _gauge(
+        """Yield every metric; without ownership of the journal, only the metric that says so."""
+        yield _make_gauge(
             "orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version"
         )
         try:
             self._confirm()
             figures = self._figures()
         except ServiceError:
-            yield _gauge(
+            yield _make_gauge(
                 "orc_journal_lease_held", "1 while this service owns its journal.", {(): 0.0}
             )
             return
-        yield _gauge("orc_journal_lease_held", "1 while this service owns its journal.", {(): 1.0})
+        yield _make_gauge(
+            "orc_journal_lease_held", "1 while this service owns its journal.", {(): 1.0}
+        )
         live = [
-            Running(job=job, attempt=job.last, beats=self._beats(job))
+            RunningAttempt(job=job, attempt=job.last, beats=self._beats(job))
             for job in figures.state.jobs.values()
             if job.last is not None and job.last.status is not AttemptStatus.ENDED
         ]
-        yield from _job_metrics(figures)
-        yield from _running_job_metrics(figures, live)
-        yield from _device_metrics(figures.state)
-        yield from _metrics_since_start(figures, live)
+        yield from _iterate_job_metrics(figures)
+        yield from _iterate_running_metrics(figures, live)
+        yield from _iterate_device_metrics(figures.state)
+        yield from _iterate_metrics_since_start(figures, live)
         records: Values = {
             (name,): float(rows) for name, rows in figures.totals.undelivered.items()
         }
-        yield _gauge(
+        yield _make_gauge(
             "orc_tracker_pending_records",
             "Records that a tracker has yet to get.",
             records,
             "tracker",
         )
         notices: Values = {(name,): float(rows) for name, rows in figures.totals.notices.items()}
-        yield _gauge(
+        yield _make_gauge(
             "orc_notify_pending_notices", "Notices that a target has yet to get.", notices, "target"
         )
         made_s: Values = {(name,): at_s for name, at_s in figures.totals.oldest_notices_s.items()}
-        yield _gauge(
+        yield _make_gauge(
             "orc_notify_oldest_timestamp_seconds",
             "When the oldest of them was made.",
             made_s,
@@ -127,11 +132,11 @@ class Metrics(Collector):
         )
 
 
-def _job_metrics(figures: Figures) -> Iterator[Metric]:
+def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
     by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
-    yield _gauge(
+    yield _make_gauge(
         "orc_jobs",
         "Jobs by status, the ended ones of the whole journal included.",
         by_status,
@@ -140,16 +145,18 @@ def _job_metrics(figures: Figures) -> Iterator[Metric]:
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
     reasons = Counter(pending_code(job, figures.at_s) for job in queued)
     by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
-    yield _gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
+    yield _make_gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
-    yield _gauge(
+    yield _make_gauge(
         "orc_pending_oldest_timestamp_seconds",
         "When the oldest queued job was submitted.",
         oldest_s,
     )
 
 
-def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+def _iterate_running_metrics(
+    figures: Figures, attempts: Sequence[RunningAttempt]
+) -> Iterator[Metric]:
     values: dict[str, tuple[str, Values]] = {
         "orc_memory_predicted_bytes": (
             "Predicted allocated peak of the worst rank of a running job.",
@@ -174,7 +181,7 @@ def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[
             {},
         ),
     }
-    for running in live:
+    for running in attempts:
         row = (
             predicted_peak_bytes(running.attempt),
             running.peak_bytes,
@@ -188,10 +195,10 @@ def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[
             if value is not None and isfinite(value):
                 by_job[(running.job.id,)] = float(value)
     for name, (help_text, by_job) in values.items():
-        yield _gauge(name, help_text, by_job, "job_id")
+        yield _make_gauge(name, help_text, by_job, "job_id")
 
 
-def _device_metrics(state: State) -> Iterator[Metric]:
+def _iterate_device_metrics(state: State) -> Iterator[Metric]:
     job_ids = job_id_by_held_device(state)
     held_devices = Counter(node for node, _ in job_ids)
     unreadable_devices = Counter(
@@ -209,21 +216,23 @@ def _device_metrics(state: State) -> Iterator[Metric]:
         rest = "absent" if name not in alive else "drained" if name in state.drained else "free"
         counts = {"held": min(devices, held_devices[name]), "unreadable": unreadable, rest: idle}
         values |= {(name, word): float(counts.get(word, 0)) for word in DEVICE_STATES}
-    yield _gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
+    yield _make_gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
 
 
-def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+def _iterate_metrics_since_start(
+    figures: Figures, attempts: Sequence[RunningAttempt]
+) -> Iterator[Metric]:
     tally = figures.tally
     policy = figures.state.policy
     ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
-    yield _counter(
+    yield _make_counter(
         "orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome"
     )
     preempted: Values = {
         ("scheduler",): float(tally.outcomes[FailureKind.MOVED.value]),
         ("outside",): float(tally.outcomes[FailureKind.PREEMPTED.value]),
     }
-    yield _counter(
+    yield _make_counter(
         "orc_preemptions",
         "Attempts since the start that were ended so that others run.",
         preempted,
@@ -231,40 +240,40 @@ def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[
     )
     names = {team.name for team in policy.teams} | {policy.team_of("").name} | set(tally.device_s)
     used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
-    for running in live:
+    for running in attempts:
         used[(policy.team_of(running.job.user).name,)] += device_seconds(
             running.attempt, figures.at_s
         )
-    yield _counter(
+    yield _make_counter(
         "orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team"
     )
-    yield _histogram(
+    yield _make_histogram(
         "orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s
     )
-    yield _histogram(
+    yield _make_histogram(
         "orc_decision_seconds", "Seconds to decide what follows from an event.", tally.decision_s
     )
-    yield _histogram(
+    yield _make_histogram(
         "orc_memory_peak_ratio", "Measured over predicted peak of ended attempts.", tally.peak_ratio
     )
 
 
-def _gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+def _make_gauge(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    return _add_values(GaugeMetricFamily(metric_name, help_text, labels=labels), values)
 
 
-def _counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+def _make_counter(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    return _add_values(CounterMetricFamily(metric_name, help_text, labels=labels), values)
 
 
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-    """Return the family with these values."""
+def _add_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    """Add these values to the metric family, and return it."""
     for key, value in values.items():
         family.add_metric(key, value)
     return family
 
 
-def _histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
+def _make_histogram(metric_name: str, help_text: str, distribution: Distribution) -> Metric:
     buckets = []
     below = 0
     for bound, count in zip(
@@ -272,6 +281,6 @@ def _histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
     ):
         below += count
         buckets.append((bound, float(below)))
-    family = HistogramMetricFamily(name, help_text)
+    family = HistogramMetricFamily(metric_name, help_text)
     family.add_metric([], buckets, distribution.sum)
     return family

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.backends.journal.outbox import Notices
-from orchestrator.backends.notify.notice import Notice, job_notice, make_notice
+from orchestrator.backends.notify.notice import Notice, make_job_notice, make_notice
 from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
-from orchestrator.service.views.report import markdown, title
+from orchestrator.service.views.report import format_markdown, report_title
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job_record import Job
@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Sender of time-dependent notices, with access to all notification targets."""
+    """Sends notices that depend on time, such as reports and late jobs, to the notification
+    targets.
+    """
 
     def __init__(
         self,
@@ -39,41 +41,46 @@ class Notifier:
         notices: Notices,
         controller: Controller,
         clock: Callable[[], float],
-        sweeps: Callable[[], Sequence[SweepReport]],
+        list_sweeps: Callable[[], Sequence[SweepReport]],
     ) -> None:
-        """Send nothing yet. The report that was due before the first start counts as sent."""
+        """Make the notifier; nothing is sent yet. A report that was due before the first start
+        counts as sent.
+        """
         self.targets = targets
         self._spec = spec
         self._notices = notices
         self._controller = controller
         self._clock = clock
-        self._sweeps = sweeps
+        self._sweeps = list_sweeps
         if spec.report_at is not None and not notices.was_kind_sent(NoticeKind.REPORT):
-            due_s = self._due_s(clock())
+            due_s = self._last_due_s(clock())
             notices.mark_sent(make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
-        """Check every LOOK_S seconds until `stop` is set; ends with the journal."""
-        poll_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
+        """Send due notices every LOOK_S seconds until `stop` is set, or the journal is lost."""
+        poll_until(stop, self.send_due_notices, LOOK_S, log, "looking for late jobs failed")
 
-    def look(self) -> None:
-        """Send notices of jobs expected to be late, of a due report, of unreadable rows and devices, each once."""
+    def send_due_notices(self) -> None:
+        """Send notices of jobs expected to be late, of a due report, and of unreadable rows and
+        devices, each once.
+        """
         now_s = self._clock()
         self._notices.append_notices(
             [
-                *self._late(now_s),
-                *self._report(now_s),
-                *self._unreadable(now_s),
-                *self._driver(now_s),
+                *self._late_job_notices(now_s),
+                *self._report_notices(now_s),
+                *self._unreadable_row_notices(now_s),
+                *self._driver_notices(now_s),
             ]
         )
 
-    def test(self, names: Sequence[str]) -> dict[str, str | None]:
-        """Send a test notice to these targets, or to all, at once. Returns {name: error or None}.
+    def test_targets(self, target_names: Sequence[str]) -> dict[str, str | None]:
+        """Send a test notice to these targets, or to all if none is named. Return {name: error, or
+        None}.
 
         Raises SpecError for an unknown target.
         """
-        for name in names:
+        for name in target_names:
             if name not in self.targets:
                 near = closest(name, self.targets)
                 hint = (
@@ -86,7 +93,7 @@ class Notifier:
         trial = make_notice(
             "test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {}
         )
-        problems: dict[str, str | None] = dict.fromkeys(names or self.targets)
+        problems: dict[str, str | None] = dict.fromkeys(target_names or self.targets)
         for name in problems:
             try:
                 self.targets[name].deliver([trial])
@@ -94,20 +101,21 @@ class Notifier:
                 problems[name] = str(error)
         return problems
 
-    def _late(self, now_s: float) -> list[Notice]:
+    def _late_job_notices(self, now_s: float) -> list[Notice]:
         state = self._controller.state
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
-        ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
+        ids = {job_id: _make_late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
         sent_ids = self._notices.find_sent([*ids.values()]) if ids else set()
         reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
         return [
-            _late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()
+            _make_late_notice(state.jobs[job_id], now_s, reason)
+            for job_id, reason in reasons.items()
         ]
 
-    def _report(self, now_s: float) -> list[Notice]:
+    def _report_notices(self, now_s: float) -> list[Notice]:
         if self._spec.report_at is None:
             return []
-        due_s = self._due_s(now_s)
+        due_s = self._last_due_s(now_s)
         if self._notices.find_sent(
             [make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]
         ):
@@ -118,11 +126,15 @@ class Notifier:
             "since_s": repr(report.since_s),
             "until_s": repr(report.until_s),
         }
-        heading = f"Report, {title(report)}"
-        return [make_notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(report), data)]
+        heading = f"Report, {report_title(report)}"
+        return [
+            make_notice(
+                NoticeKind.REPORT, repr(due_s), now_s, heading, format_markdown(report), data
+            )
+        ]
 
-    def _unreadable(self, now_s: float) -> list[Notice]:
-        problem = self._controller.unreadable()
+    def _unreadable_row_notices(self, now_s: float) -> list[Notice]:
+        problem = self._controller.describe_unreadable_rows()
         if problem is None:
             return []
         return [
@@ -136,8 +148,10 @@ class Notifier:
             )
         ]
 
-    def _driver(self, now_s: float) -> list[Notice]:
-        """Return a notice for each node and moment at which devices became unreadable, if they still are."""
+    def _driver_notices(self, now_s: float) -> list[Notice]:
+        """Return a notice for each node whose devices are unreadable now, by the moment at which
+        they became so.
+        """
         nodes = {node.name: node for node in self._controller.state.nodes}
         since = {(entry.node, entry.since_s) for entry in self._controller.state.unreadable}
         notices = []
@@ -151,13 +165,15 @@ class Notifier:
                 notices.append(make_notice(NoticeKind.DRIVER, key, now_s, title, text, data))
         return notices
 
-    def _due_s(self, now_s: float) -> float:
-        """Return the last moment at which a report was due."""
+    def _last_due_s(self, now_s: float) -> float:
+        """Return the last moment (seconds since 1970) at which a report was due."""
         assert self._spec.report_at is not None
         first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
         next_s = self._spec.report_at.due_s(first_s)
         return next_s if next_s <= now_s else first_s
 
 
-def _late_notice(job: Job, at_s: float, reason: str) -> Notice:
-    return job_notice(NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {reason}")
+def _make_late_notice(job: Job, at_s: float, reason: str) -> Notice:
+    return make_job_notice(
+        NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {reason}"
+    )

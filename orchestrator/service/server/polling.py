@@ -11,16 +11,18 @@ from orchestrator.specs.errors import ServiceError
 
 def poll_until(
     stop: threading.Event,
-    look: Callable[[], None],
+    call: Callable[[], None],
     every_s: float,
     log: logging.Logger,
-    failure: str,
+    failure_message: str,
 ) -> None:
-    """Call `look` every `every_s` seconds until `stop` is set; `failure` describes an unexpected error in the log."""
+    """Call `call` every `every_s` seconds until `stop` is set; an exception is logged with the text
+    `failure_message`.
+    """
     while not stop.wait(every_s):
         try:
-            look()
+            call()
         except ServiceError as error:  # the controller meets the same, and decides what follows
             log.error("%s", error)
         except Exception:  # jobs go on
-            log.exception(failure)
+            log.exception(failure_message)

@@ -53,7 +53,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Purge:
-    """Result of a purge: removed parts with reasons, (count, bytes) that stay by reason, errors, and home bytes."""
+    """The result of a purge: removed parts with reasons, what stays by reason, errors, and the
+    home's bytes.
+    """
 
     goes: list[tuple[Part, str]] = field(default_factory=list)
     stays: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -62,27 +64,27 @@ class Purge:
     beyond_bytes: int = 0  # above the budget after all that may go
     more: int = 0  # parts that go in the next pass
 
-    def stay(self, reason: str, count_bytes: int) -> None:
-        """Count something that stays for this reason."""
+    def count_staying(self, reason: str, size_bytes: int) -> None:
+        """Count a part of this size that stays for this reason."""
         parts, total = self.stays.get(reason, (0, 0))
-        self.stays[reason] = parts + 1, total + count_bytes
+        self.stays[reason] = parts + 1, total + size_bytes
 
 
 class Purger:
-    """Removes files of ended jobs in one home. Every method is thread-safe."""
+    """Removes files of a home's ended jobs. Every method is thread-safe."""
 
     def __init__(
         self,
         home: Path,
-        keep: KeepSpec,
+        keep_rules: KeepSpec,
         trackers: Sequence[str],
         controller: Controller,
         journal: Journal,
         accounts: Accounts,
     ) -> None:
-        """Nothing is removed before `run` or `purge`."""
+        """Make the purger; nothing is removed before `run` or `purge`."""
         self._home = home
-        self._keep = keep
+        self._keep = keep_rules
         self._trackers = trackers
         self._controller = controller
         self._journal = journal
@@ -93,30 +95,37 @@ class Purger:
         self._next_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Empty the trash every LOOK_S, and purge every PASS_S if `keep` sets anything, until `stop` is set."""
+        """Empty the trash every LOOK_S seconds until `stop` is set; if `keep` has rules, purge
+        every PASS_S seconds.
+        """
         with suppress(OSError):  # now, since a full disk may have no room for a folder
             (self._home / TRASH).mkdir(mode=0o700, exist_ok=True)
         poll_until(
-            stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed"
+            stop,
+            lambda: self._purge_if_due(stop),
+            LOOK_S,
+            log,
+            "files of ended jobs cannot be removed",
         )
 
     @property
     def problem(self) -> str | None:
-        """Text on why some files could not be removed; None without any."""
+        """Sentence on why some files could not be removed; None if all could be."""
         return "; ".join(filter(None, (self._problem, *self._left[:SHOWN_MAX]))) or None
 
     def purge(
         self,
-        by: Principal,
+        principal: Principal,
         request_id: str,
         *,
         is_dry: bool,
         pause: Callable[[], object] = lambda: None,
     ) -> Purge:
-        """Remove at most PARTS_MAX parts that `keep` no longer protects; with `is_dry`, only list them.
+        """Remove at most PARTS_MAX parts that the rules of `keep` no longer protect; with `is_dry`,
+        only list them.
 
-        `pause` is called now and then. Raises ServiceError where the service does not own its journal, where rows of it
-        cannot be read, and where another purge is running.
+        `pause` is called now and then. Raises ServiceError where the service does not own its
+        journal, where rows of it cannot be read, and where another purge is running.
         """
         if not self._lock.acquire(blocking=False):
             raise ServiceError(
@@ -124,15 +133,15 @@ class Purger:
             )
         try:
             planned_for = {*self._controller.state.jobs}
-            purge = self._plan(pause)
+            purge = self._plan_purge(pause)
             if not is_dry:
-                self._remove(purge, planned_for, by, request_id, pause)
-                self._problem = self._problem_of(purge)
+                self._remove_parts(purge, planned_for, principal, request_id, pause)
+                self._problem = self._describe_problem(purge)
             return purge
         finally:
             self._lock.release()
 
-    def _look(self, stop: threading.Event) -> None:
+    def _purge_if_due(self, stop: threading.Event) -> None:
         self._left = empty_trash(self._home, TRASH_PARTS)
         now_s = self._controller.now_s()
         if self._keep != UNLIMITED and now_s >= self._next_s:
@@ -141,11 +150,11 @@ class Purger:
             if purge.more:
                 self._next_s = now_s
 
-    def _plan(self, pause: Callable[[], object]) -> Purge:
-        self._check()
+    def _plan_purge(self, pause: Callable[[], object]) -> Purge:
+        self._check_may_purge()
         # before the live jobs: what has ended by then has ended for good
-        ends = self._journal.ends_by_job()
-        needed = self._needed(ends.keys())
+        ends = self._journal.status_and_end_by_job()
+        needed = self._reasons_to_keep(ends.keys())
         purge = Purge()
         spare = list[Part]()
         count = 0
@@ -164,18 +173,22 @@ class Purger:
             total_bytes = size_bytes(path, tick)
             purge.home_bytes += total_bytes
             if path.is_symlink() or jobs.is_symlink():
-                purge.stay("its folder is behind a link", total_bytes)
+                purge.count_staying("its folder is behind a link", total_bytes)
             elif path.name in ends and path.name not in needed:
                 spare += list_removable_parts(self._home, path.name, *ends[path.name], tick)
             elif path.name in self._controller.state.jobs:
-                purge.stay("its job has not ended", total_bytes)
+                purge.count_staying("its job has not ended", total_bytes)
             else:
-                purge.stay(needed.get(path.name, "the journal has no such job"), total_bytes)
-        self._choose(purge, spare)
+                purge.count_staying(
+                    needed.get(path.name, "the journal has no such job"), total_bytes
+                )
+        self._choose_parts(purge, spare)
         return purge
 
-    def _choose(self, purge: Purge, spare: Sequence[Part]) -> None:
-        """Share out the parts that no job needs: by their age, then by the budget."""
+    def _choose_parts(self, purge: Purge, removable_parts: Sequence[Part]) -> None:
+        """Divide the parts that no job needs into those to remove and those that stay: by age, then
+        by the home's budget.
+        """
         keep = self._keep
         now_s = self._controller.now_s()
         young = list[Part]()
@@ -184,8 +197,12 @@ class Purger:
             period_s = getattr(keep, part.kind)
             return period_s is not None and now_s - part.ended_at_s >= period_s
 
-        newest = {part.job: part.kind for part in spare if part.kind in OUTPUTS and is_due(part)}
-        for part in sorted(spare, key=lambda part: (part.ended_at_s, part.job, part.path)):
+        newest = {
+            part.job: part.kind for part in removable_parts if part.kind in OUTPUTS and is_due(part)
+        }
+        for part in sorted(
+            removable_parts, key=lambda part: (part.ended_at_s, part.job, part.path)
+        ):
             if is_due(part):
                 purge.goes.append((part, keep.words(part.kind)))
             elif (
@@ -205,39 +222,48 @@ class Purger:
                 purge.goes.append((part, keep.words("budget")))
                 left_bytes -= part.size_bytes
             elif getattr(keep, part.kind) is None:
-                purge.stay(f"keep.{part.kind} is not set", part.size_bytes)
+                purge.count_staying(f"keep.{part.kind} is not set", part.size_bytes)
             else:
-                purge.stay(f"{keep.words(part.kind)}, since the job ended", part.size_bytes)
+                purge.count_staying(
+                    f"{keep.words(part.kind)}, since the job ended", part.size_bytes
+                )
         purge.beyond_bytes = 0 if keep.budget is None else max(0, left_bytes - keep.budget)
         purge.more = max(0, len(purge.goes) - PARTS_MAX)
         del purge.goes[PARTS_MAX:]
 
-    def _remove(
+    def _remove_parts(
         self,
         purge: Purge,
         planned_for: set[str],
-        by: Principal,
+        principal: Principal,
         request_id: str,
         pause: Callable[[], object],
     ) -> None:
-        """Move the parts to the trash; those stay that cannot be moved, or that a job beyond `planned_for` names."""
+        """Move the chosen parts to the trash. A part stays where that fails, or where a job newer
+        than the plan needs it.
+
+        `planned_for` are the ids of the jobs that the plan knew.
+        """
         planned = purge.goes
         purge.goes = []
         planned_jobs = {part.job for part, _ in planned}
         needed = dict[str, str]()
         looked_at = None
         for part, why in planned:
-            self._check()
+            self._check_may_purge()
             if (jobs := self._controller.state.jobs) is not looked_at:
                 fresh = [job for job in jobs.values() if job.id not in planned_for]
                 looked_at = jobs
                 planned_for |= {job.id for job in fresh}
-                needed |= _needed_by_jobs(fresh, planned_jobs)
+                needed |= _reasons_from_jobs(fresh, planned_jobs)
             if part.job in needed:
-                purge.stay(needed[part.job], part.size_bytes)
+                purge.count_staying(needed[part.job], part.size_bytes)
                 continue
             removal = Removal(
-                at_s=self._controller.now_s(), why=why, by=by.name, size_bytes=part.size_bytes
+                at_s=self._controller.now_s(),
+                why=why,
+                by=principal.name,
+                size_bytes=part.size_bytes,
             )
             try:
                 move_to_trash(self._home, part, removal)
@@ -246,39 +272,39 @@ class Purger:
                 continue
             purge.goes.append((part, why))
             action = f"purge {part.job}/{part.path}: {part.size_bytes} bytes, {why}"
-            log.info("user=%s action=%s", by.name, action)
+            log.info("user=%s action=%s", principal.name, action)
             try:
-                self._accounts.add_audit_row(by, request_id, action, 200)
+                self._accounts.add_audit_row(principal, request_id, action, 200)
             except ServiceError as error:  # as on a full disk, which this is to mend
                 log.error("a removal has no row in the audit log: %s", error)
             pause()
 
-    def _needed(self, ended: Set[str]) -> dict[str, str]:
-        """Return why files of ended jobs are needed, by the ids of these jobs."""
-        needed = _needed_by_jobs(self._controller.state.jobs.values(), ended)
+    def _reasons_to_keep(self, ended_ids: Set[str]) -> dict[str, str]:
+        """Return {id of ended job: why its files are still needed}."""
+        needed = _reasons_from_jobs(self._controller.state.jobs.values(), ended_ids)
         for sweep_id in self._journal.sweeps.list_open_sweeps():
             trials = [trial.job for trial in self._journal.sweeps.list_trials(sweep_id)]
-            first = self._controller.job(trials[0]) if trials else None
-            named = {*trials} | (_possible_ids(first.spec) if first is not None else set())
-            needed |= dict.fromkeys(named & ended, f"{sweep_id} has not ended")
+            first = self._controller.find_job(trials[0]) if trials else None
+            named = {*trials} | (_collect_words(first.spec) if first is not None else set())
+            needed |= dict.fromkeys(named & ended_ids, f"{sweep_id} has not ended")
         for name in self._trackers:
             pending = self._journal.outbox.list_pending(name, RECORDS_MAX)
             waiting = (
-                ended
+                ended_ids
                 if len(pending) == RECORDS_MAX
-                else {record.job.id for _, record in pending} & ended
+                else {record.job.id for _, record in pending} & ended_ids
             )
             needed |= dict.fromkeys(waiting, f"records wait for {name}")
         return needed
 
-    def _check(self) -> None:
-        self._controller.confirm()
-        if (problem := self._controller.unreadable()) is not None:
+    def _check_may_purge(self) -> None:
+        self._controller.confirm_ownership()
+        if (problem := self._controller.describe_unreadable_rows()) is not None:
             raise ServiceError(
                 f"nothing is removed while it is not known which files jobs need: {problem}"
             )
 
-    def _problem_of(self, purge: Purge) -> str | None:
+    def _describe_problem(self, purge: Purge) -> str | None:
         parts = [
             f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:SHOWN_MAX]
         ]
@@ -290,25 +316,27 @@ class Purger:
         return "; ".join(parts) or None
 
 
-def _needed_by_jobs(jobs: Iterable[Job], ended: Set[str]) -> dict[str, str]:
-    """Return which of these jobs has not ended and names an ended one, as a reason by the id of the ended one."""
+def _reasons_from_jobs(jobs: Iterable[Job], ended_ids: Set[str]) -> dict[str, str]:
+    """Return {id of ended job: sentence that names the unfinished job which refers to it}."""
     needed = dict[str, str]()
     for job in jobs:
         if not job.status.ended:
             compared = list_compared_job_ids(job) if job.spec.is_compared else ()
-            named = (_possible_ids(job.spec) | {*compared}) & ended
+            named = (_collect_words(job.spec) | {*compared}) & ended_ids
             needed |= dict.fromkeys(named, f"{job.id}, which has not ended, names its job")
     return needed
 
 
-def _possible_ids(spec: JobSpec) -> set[str]:
-    """Return the words of a job file, each a possible id: of `depends_on`, of a path, of a command or a variable."""
+def _collect_words(spec: JobSpec) -> set[str]:
+    """Return all words of a job's spec that may be job ids: in `depends_on`, paths, its command and
+    its variables.
+    """
     text = re.sub(r"\\[nrtbf]", " ", spec.model_dump_json())
     return {*WORD.findall(text)}
 
 
-def purge_view(purge: Purge, *, is_dry: bool) -> Mapping[str, object]:
-    """Return the purge as JSON for the API."""
+def view_purge(purge: Purge, *, is_dry: bool) -> Mapping[str, object]:
+    """Return the purge's result as JSON for the API."""
     return {
         "dry_run": is_dry,
         "goes": [

@@ -13,30 +13,34 @@ from orchestrator.specs.state import State
 
 
 class Reasons:
-    """Explanations of why jobs wait. Thread-safe."""
+    """Explains why jobs wait in the newest state. Thread-safe."""
 
-    def __init__(self, state: Callable[[], State]) -> None:
-        self._state, self._lock, self._zone = state, threading.Lock(), local_time_zone()
+    def __init__(self, read_state: Callable[[], State]) -> None:
+        self._state, self._lock, self._zone = read_state, threading.Lock(), local_time_zone()
         self._of: State | None = None
         self._waits = WaitExplainer(State(), self._zone)
         self._reasons: dict[str, str] = {}  # by job, of that state
 
-    def explained(self, job: Job) -> Job:
-        """Return the job with the reason for which it waits in the newest state; other jobs unchanged."""
+    def explain_job(self, job: Job) -> Job:
+        """Return the job with the reason for which it waits in the newest state; jobs that do not
+        wait are unchanged.
+        """
         if job.status is not JobStatus.QUEUED:
             return job
         with self._lock:
-            waits = self._newest()
+            waits = self._newest_waits()
             if job.id not in self._reasons:
                 self._reasons[job.id] = waits.explain_wait(job)
             return replace(job, reason=self._reasons[job.id])
 
-    def sooner(self, job: Job) -> tuple[str, ...]:
-        """Return sentences on when a job starts, and what would start it sooner; () if it waits for no devices."""
+    def explain_start(self, job: Job) -> tuple[str, ...]:
+        """Return sentences on when a job starts, and what would start it sooner; () if it waits for
+        no devices.
+        """
         with self._lock:
-            return self._newest().list_remedies(job)
+            return self._newest_waits().list_remedies(job)
 
-    def _newest(self) -> WaitExplainer:
+    def _newest_waits(self) -> WaitExplainer:
         state = self._state()
         if state is not self._of:
             self._of, self._waits, self._reasons = state, WaitExplainer(state, self._zone), {}

@@ -57,36 +57,42 @@ OF_THE_OLD = {
 }  # of its array, sweep and probes
 
 
-class Begin(NamedTuple):
-    """The start of a retry: the job whose checkpoint it continues (None: from scratch), its step, and why."""
+class RetryStart(NamedTuple):
+    """The start of a retry: the job whose checkpoint it continues (None: from scratch), the
+    checkpoint's step, and why.
+    """
 
     continues_from: str | None  # the job with whose newest checkpoint; None: from the beginning
     step: int  # of that checkpoint
     why: str  # in words
 
 
-def check_retry(job: Job, *, allows: bool) -> None:
-    """Raise ServiceError for an unfinished job. Raise SpecError for options that only answer a job's question."""
+def check_retry(job: Job, *, has_allow: bool) -> None:
+    """Raise ServiceError for an unfinished job; raise SpecError for options that only answer a
+    job's question.
+    """
     if job.status is JobStatus.RUNNING or not job.status.ended:
         verb = "runs" if job.status is JobStatus.RUNNING else "waits"
         raise ServiceError(
             f"job {job.id} {verb}: `orc update {job.id}` changes its priority, deadline or time limit; "
             f"`orc cancel {job.id}` ends it, then `orc retry {job.id}` submits it again"
         )
-    if allows:
+    if has_allow:
         hint = "say --set degrade.allow=semantic, or --set global_batch_size=N"
         raise SpecError(f"{job.id} has ended, and asks nothing", source="orc retry", hint=hint)
 
 
-def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
-    """Return the job's spec with `--set key=value` applied, without its array or sweep. Raises SpecError."""
+def make_retry_spec(job: Job, settings: Sequence[Override], option_name: str) -> JobSpec:
+    """Return the job's spec with the settings of `--set` applied, without its array or sweep.
+    Raises SpecError.
+    """
     traced = [key for key, _ in settings if key.split(".")[0] in TRACED_BY]
     if job.spec.traced and traced:
         hint = "`orc submit` its job file with this `--set`"
         raise SpecError(
-            "the model would have to be traced anew", source=source, path=traced[0], hint=hint
+            "the model would have to be traced anew", source=option_name, path=traced[0], hint=hint
         )
-    spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, source)
+    spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, option_name)
     is_here = spec.workdir is not None and Path(spec.workdir).is_dir()
     return (
         spec.model_copy(update={"source": read_code_source(Path(spec.workdir or "."))})
@@ -95,9 +101,11 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
     )
 
 
-def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
-    """Return the start of a retry with changed `keys`: from a checkpoint, or from scratch, and why."""
-    changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
+def choose_start(job: Job, spec: JobSpec, changed_keys: Sequence[str]) -> RetryStart:
+    """Return where a retry with these changed keys starts: from a checkpoint, or from scratch; and
+    why.
+    """
+    changed = sorted({key.split(".")[0] for key in changed_keys} - UNTRAINED)
     saved_steps = [
         attempt.facts.checkpoint_step or 0 for attempt in job.attempts if not attempt.probe
     ]
@@ -115,14 +123,17 @@ def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
     elif spec.is_script and (spec.knobs.resume_from is None or spec.knobs.output_dir is None):
         why = "nothing tells its script another folder to resume from: `knobs.resume_from` and `knobs.output_dir` do"
     else:
-        return Begin(source, step, f"continues from step {step}, the newest checkpoint of {source}")
-    return Begin(None, 0, f"starts over: {why}")
+        return RetryStart(
+            source, step, f"continues from step {step}, the newest checkpoint of {source}"
+        )
+    return RetryStart(None, 0, f"starts over: {why}")
 
 
-def changed_files(job: Job, spec: JobSpec) -> list[str]:
+def list_changed_files(job: Job, spec: JobSpec) -> list[str]:
     """Return the files and folders of the job's data that are newer than its first attempt.
 
-    Files in a folder are not looked at. Files without a size have no time of change: the kernel makes them.
+    Files inside a folder are not checked. Files without a size are left out: the kernel makes them,
+    without a time of change.
     """
     began_s = job.attempts[0].launched_at_s if job.attempts else job.submitted_at_s
     paths = (Path(path) for key, path in paths_of(spec) if key.startswith("data."))

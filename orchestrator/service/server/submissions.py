@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """Jobs whose submitter waits for the commit."""
+class SubmissionRequest:
+    """Jobs to submit, whose submitter waits for the commit, and the result."""
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     key: RequestKey | None = None
@@ -45,26 +45,30 @@ class Request:
 
 
 class SubmissionQueue:
-    """Requests that are not committed yet. The thread of one submitter commits for all that wait (group commit)."""
+    """Submissions that are not committed yet. One submitter's thread commits for all that wait
+    (group commit).
+    """
 
-    def __init__(self, admit: Callable[[], None]) -> None:
-        """`admit` commits the requests that `take` returns, and answers each by `answer`."""
-        self._admit = admit
+    def __init__(self, commit_waiting: Callable[[], None]) -> None:
+        """Make the queue. `commit_waiting` commits the requests that `take_requests` returns, and wakes them
+        by `wake_submitters`.
+        """
+        self._admit = commit_waiting
         self._lock = threading.Lock()
-        self._requests: deque[Request] = deque()
+        self._requests: deque[SubmissionRequest] = deque()
         self._has_leader = False  # whether a submitter's thread commits them, or was chosen to
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def commit(self, request: Request) -> list[str]:
-        """Return the ids of the request's jobs once they are in the journal."""
+    def commit(self, request: SubmissionRequest) -> list[str]:
+        """Wait until the request is committed, by this or another thread; return its jobs' ids."""
         with self._lock:
             self._requests.append(request)
             leads = not self._has_leader
             self._has_leader = True
         if not leads and not request.woken.wait(ANSWER_S):
-            self._give_up(request)
+            self._withdraw(request)
         if not request.is_answered:  # first in the queue: this thread commits for all that wait
             try:
                 self._admit()
@@ -84,9 +88,11 @@ class SubmissionQueue:
             )
         return request.ids
 
-    def take(self) -> list[Request]:
-        """Return the oldest requests, of about GROUP jobs together."""
-        requests = list[Request]()
+    def take_requests(self) -> list[SubmissionRequest]:
+        """Remove the oldest requests from the queue, with about GROUP jobs together, and return
+        them.
+        """
+        requests = list[SubmissionRequest]()
         jobs = 0
         with self._lock:
             while self._requests and jobs < GROUP:
@@ -94,8 +100,10 @@ class SubmissionQueue:
                 jobs += len(requests[-1].jobs)
         return requests
 
-    def _give_up(self, request: Request) -> None:
-        """Handle a timeout: withdraw the request and raise ServiceError, unless it was answered meanwhile."""
+    def _withdraw(self, request: SubmissionRequest) -> None:
+        """After a timeout, withdraw the request and raise ServiceError, unless it was answered in
+        the meantime.
+        """
         with self._lock:
             if request.woken.is_set():
                 return
@@ -109,24 +117,25 @@ class SubmissionQueue:
         )
 
 
-def answer(requests: Iterable[Request], error: BaseException | None) -> None:
-    """Wake the submitters of a group, with the error of its commit, if any."""
+def wake_submitters(requests: Iterable[SubmissionRequest], error: BaseException | None) -> None:
+    """Wake the submitters of these requests; each raises `error`, if there is one."""
     for request in requests:
         request.error = request.error or error
         request.is_answered = True
         request.woken.set()
 
 
-def new_jobs(
-    requests: Sequence[Request],
+def make_submissions(
+    requests: Sequence[SubmissionRequest],
     state: State,
     journal: EventLog,
     at_s: float,
     find_job: Callable[[str], Job | None],
 ) -> list[Submitted]:
-    """Return the new jobs of the requests; one that came before under its key, or in this group, asks for none.
+    """Return the submission events of the requests' new jobs.
 
-    A request that is refused gets its SpecError, and the others go on.
+    A request whose key was used before, or in this group, adds no jobs. A refused request gets its
+    SpecError, and the others continue.
     """
     keys = [request.key.name for request in requests if request.key is not None]
     submissions = dict(journal.find_submissions(keys)) if keys else {}
@@ -135,11 +144,11 @@ def new_jobs(
         try:
             earlier = submissions.get(request.key.name) if request.key is not None else None
             if earlier is not None:
-                _repeat(request, earlier)
+                _reuse_ids(request, earlier)
                 continue
             if request.retry_of is not None:
                 _check_not_retried(request.retry_of, state, events)
-            jobs = jobs_of(request, state, state.submitted + len(events), at_s, find_job)
+            jobs = make_job_events(request, state, state.submitted + len(events), at_s, find_job)
             for event in jobs:
                 if journal.round_trip_event(event) != event:
                     hint = "report this: it is a fault of the service"
@@ -162,7 +171,7 @@ def new_jobs(
 
 
 def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -> None:
-    """Raise SpecError where a live job, or one of these submissions, retries the job already."""
+    """Raise SpecError where a live job, or one of these submissions, already retries this job."""
     live_ids = {job.retry_of: job.id for job in state.live_jobs}
     live_ids |= {event.retry_of: event.job_id for event in events}
     if (live_id := live_ids.get(job_id)) is not None:
@@ -172,18 +181,22 @@ def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -
         )
 
 
-def jobs_of(
-    request: Request,
+def make_job_events(
+    request: SubmissionRequest,
     state: State,
-    submitted: int,
+    submitted_count: int,
     at_s: float,
     find_job: Callable[[str], Job | None],
 ) -> list[Submitted]:
-    """Return the request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
+    """Return the submission events of the request's jobs, with new ids. Raises SpecError if one
+    depends on an unknown job.
+
+    `submitted_count` is the number of jobs that were ever submitted.
+    """
     events = list[Submitted]()
     together: dict[str, list[str]] = {}  # ids by name
     array: str | None = None
-    for order, (draft, fault) in enumerate(request.jobs, start=submitted + 1):
+    for order, (draft, fault) in enumerate(request.jobs, start=submitted_count + 1):
         if draft.deadline is not None and draft.deadline.due_s(at_s) <= at_s:
             raise SpecError(
                 "the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline)
@@ -217,13 +230,15 @@ def jobs_of(
     return events
 
 
-def _repeat(request: Request, earlier: Submission) -> None:
-    """Give a repeated request its earlier ids. Raises SpecError where its key stands for another request."""
+def _reuse_ids(request: SubmissionRequest, earlier_submission: Submission) -> None:
+    """Give a repeated request the ids of its earlier jobs. Raises SpecError if the key was used for
+    another request.
+    """
     assert request.key is not None
-    if request.key.digest != earlier.digest:
+    if request.key.digest != earlier_submission.digest:
         hint = "a key names one submission: send another one under a key of its own"
         raise SpecError(
             "another submission came under this key", source="Idempotency-Key", hint=hint
         )
-    request.ids = [*earlier.ids]
+    request.ids = [*earlier_submission.ids]
     request.is_repeated = True

@@ -27,14 +27,14 @@ PEAK_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 class Distribution:
     """A histogram as in Prometheus: each bucket counts the values up to its bound."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
+    def __init__(self, bucket_bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bucket_bounds)
         self.counts = [0] * (
-            len(bounds) + 1
+            len(bucket_bounds) + 1
         )  # of each bucket alone; the last has what is above all bounds
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
+    def count_value(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
@@ -42,7 +42,7 @@ class Distribution:
 
 @dataclass(slots=True)
 class Tally:
-    """Counters over committed events. Calls must not overlap."""
+    """Counters over committed events since the service's start. Calls must not overlap."""
 
     wait_s: Distribution = field(
         default_factory=lambda: Distribution(WAIT_S)
@@ -56,23 +56,23 @@ class Tally:
         default_factory=lambda: defaultdict(float)
     )  # of ended attempts, by team
 
-    def add(
+    def count_event(
         self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec
     ) -> None:
-        """Count a committed event with its actions, and the seconds of its decision."""
-        self.decision_s.add(decision_s)
+        """Count a committed event with its actions, and the seconds that its decision took."""
+        self.decision_s.count_value(decision_s)
         ended = (event.job_id, event.number) if isinstance(event, Finished) else None
         for action in actions:
             if isinstance(action, Launch) and action.attempt.number == 1:
-                self.wait_s.add(max(0.0, event.at_s - action.job.submitted_at_s))
+                self.wait_s.count_value(max(0.0, event.at_s - action.job.submitted_at_s))
             if (
                 isinstance(action, Record)
                 and action.attempt
                 and (action.job.id, action.attempt.number) == ended
             ):
-                self._end(action.job, action.attempt, policy)
+                self._count_ended_attempt(action.job, action.attempt, policy)
 
-    def _end(self, job: Job, attempt: Attempt, policy: PolicySpec) -> None:
+    def _count_ended_attempt(self, job: Job, attempt: Attempt, policy: PolicySpec) -> None:
         assert attempt.status is AttemptStatus.ENDED, attempt.name
         assert attempt.ended_at_s is not None, attempt.name
         self.outcomes[attempt.failure.kind.value if attempt.failure else SUCCEEDED] += 1
@@ -80,12 +80,14 @@ class Tally:
         predicted = predicted_peak_bytes(attempt)
         measured = attempt.peak_bytes
         if predicted and measured:
-            self.peak_ratio.add(measured / predicted)
+            self.peak_ratio.count_value(measured / predicted)
 
 
 @frozen
 class Figures:
-    """A consistent view of a service: its state, the journal's counts, and counters since its start."""
+    """All numbers of a service at one moment: its state, the journal's counts, and the counters
+    since its start.
+    """
 
     at_s: float
     state: State
@@ -95,6 +97,8 @@ class Figures:
 
 
 def device_seconds(attempt: Attempt, until_s: float) -> float:
-    """Return the attempt's device-seconds from its launch to `until_s`."""
+    """Return the attempt's device-seconds: its devices times the seconds from its launch to its
+    release, at most `until_s`.
+    """
     devices = device_count(attempt.placement)
     return devices * max(0.0, until_s - attempt.launched_at_s)

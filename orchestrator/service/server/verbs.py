@@ -18,31 +18,37 @@ Change = Callable[
 ]  # of a live job, at a time; None: it is so already
 
 
-def hold(user: str) -> Change:
-    """Return the change that keeps a waiting job from starting. It raises ServiceError for a running job."""
+def make_hold(user: str) -> Change:
+    """Return the change that keeps a waiting job from starting; `user` is its holder. It raises
+    ServiceError for a running job.
+    """
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         if job.held_by is None and job.status is JobStatus.RUNNING:
             raise ServiceError(
                 f"job {job.id} runs: `orc suspend {job.id}` has it save and leave its devices"
             )
-        return suspend(user)(job, at_s)
+        return make_suspension(user)(job, at_s)
 
     return change
 
 
-def suspend(user: str) -> Change:
-    """Return the change that keeps a job from starting; a running one saves and releases its devices."""
-    return _hand_to(user)
+def make_suspension(user: str) -> Change:
+    """Return the change that keeps a job from starting; a running job saves a checkpoint and
+    releases its devices.
+    """
+    return _make_holder_change(user)
 
 
-def release(_user: str) -> Change:
-    """Return the change that lets a held job wait for devices again."""
-    return _hand_to(None)
+def make_release(_user: str) -> Change:
+    """Return the change that ends a hold or suspension, so that the job waits for devices again."""
+    return _make_holder_change(None)
 
 
-def _hand_to(holder: str | None) -> Change:
-    """Return the change of who holds a job; none where a holder replaces another."""
+def _make_holder_change(holder: str | None) -> Change:
+    """Return the change that sets who holds a job (None: nobody). It changes nothing where one
+    holder would replace another.
+    """
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         if (job.held_by is None) == (holder is None):
@@ -53,24 +59,24 @@ def _hand_to(holder: str | None) -> Change:
 
 
 VERBS: Mapping[str, Callable[[str], Change]] = {
-    "hold": hold,
-    "release": release,
-    "suspend": suspend,
-    "resume": release,
+    "hold": make_hold,
+    "release": make_release,
+    "suspend": make_suspension,
+    "resume": make_release,
 }
 
 
-def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
-    """Return the change to new values of UPDATABLE keys, validated as at submission.
+def make_update(new_settings: Sequence[Override], policy: PolicySpec) -> Change:
+    """Return the change that gives a job new values of UPDATABLE keys, validated as at submission.
 
     Raises SpecError for other keys.
     """
     allowed = ", ".join(UPDATABLE)
-    if not settings:
+    if not new_settings:
         raise SpecError(
             "nothing is to change", source="orc update", allowed=f"KEY=VALUE of {allowed}"
         )
-    for key, value in settings:
+    for key, value in new_settings:
         if key not in UPDATABLE:
             hint = "`orc cancel` the job, then `orc retry JOB --set` changes any key"
             what = "this key of a submitted job cannot change"
@@ -79,7 +85,9 @@ def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
             )
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
-        spec = with_team_limit(with_overrides(job.spec, settings, job.id), policy.team_of(job.user))
+        spec = with_team_limit(
+            with_overrides(job.spec, new_settings, job.id), policy.team_of(job.user)
+        )
         if (
             spec.deadline is not None
             and spec.deadline != job.spec.deadline

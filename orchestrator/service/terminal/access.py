@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
@@ -46,7 +46,7 @@ def login(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
+    """Store a login for another service. The token is read from ORC_TOKEN, a prompt, or a pipe."""
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import (
         Login,
@@ -59,23 +59,23 @@ def login(
     url = normalise_url(url)
     if fingerprint is not None and authority is not None:
         raise SpecError("say one of them", source="--fingerprint", allowed="--fingerprint or --ca")
-    certificate = _read(authority) if authority else None
+    certificate = _read_file(authority) if authority else None
     if fingerprint is not None:
         certificate = fetch_pinned_certificate(url, fingerprint)
-    new_login = Login(url=url, token=_token(), certificate=certificate)
+    new_login = Login(url=url, token=_read_token(), certificate=certificate)
     with closing(Client(new_login)) as client:
         who = client.whoami()
     store_login(new_login)
     text = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
-    tell({"server": url, **who, "kept_in": str(logins_file())}, as_json, text)
+    print_answer({"server": url, **who, "kept_in": str(logins_file())}, as_json, text)
 
 
 def logout(url: Url, as_json: AsJson = False) -> None:
-    """Forget the login for a service."""
+    """Delete the stored login for a service."""
     from orchestrator.service.client.logins import delete_login
 
     forgotten = delete_login(url)
-    tell(
+    print_answer(
         {"forgotten": forgotten},
         as_json,
         "The login is forgotten." if forgotten else "No login was kept for it.",
@@ -83,9 +83,9 @@ def logout(url: Url, as_json: AsJson = False) -> None:
 
 
 def whoami(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Show the user and the role that the service knows this machine by."""
-    who = client_of(home).whoami()
-    tell(dict(who), as_json, f"{who['user']} ({who['role']})")
+    """Show the user and the role of this machine's token in the service."""
+    who = connect_client(home).whoami()
+    print_answer(dict(who), as_json, f"{who['user']} ({who['role']})")
 
 
 def audit(
@@ -96,11 +96,11 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Show who changed what: every request that changes something, with its answer."""
-    rows = client_of(home).list_audit_rows(limit)
-    tell(
+    rows = connect_client(home).list_audit_rows(limit)
+    print_answer(
         {"rows": rows},
         as_json,
-        _table("audit", rows) if rows else "Nothing was changed over HTTP yet.",
+        _make_table("audit", rows) if rows else "Nothing was changed over HTTP yet.",
     )
 
 
@@ -111,9 +111,9 @@ def set_user(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Add a user, or give one another role."""
-    client_of(home).set_user(name, role)
-    tell(
+    """Add a user, or change a user's role."""
+    connect_client(home).set_user(name, role)
+    print_answer(
         {"user": name, "role": role},
         as_json,
         f"{name} is {role}. `orc token create {name}` makes a token.",
@@ -123,16 +123,18 @@ def set_user(
 @users.command("remove")
 def remove_user(name: Name, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Remove a user and all tokens; the user's jobs stay."""
-    client_of(home).remove_user(name)
-    tell({"removed": name}, as_json, f"{name} is removed, with all tokens.")
+    connect_client(home).remove_user(name)
+    print_answer({"removed": name}, as_json, f"{name} is removed, with all tokens.")
 
 
 @users.command("list")
 def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the users and their roles."""
-    rows = client_of(home).users()
-    table = _table("users", rows) if rows else "There are no users. `orc user set NAME` adds one."
-    tell({"users": rows}, as_json, table)
+    rows = connect_client(home).list_users()
+    table = (
+        _make_table("users", rows) if rows else "There are no users. `orc user set NAME` adds one."
+    )
+    print_answer({"users": rows}, as_json, table)
 
 
 @tokens.command("create")
@@ -151,20 +153,20 @@ def create_token(
         raise SpecError(
             str(error), source="--expires", got=expires, allowed="a duration, or never"
         ) from None
-    secret, token = client_of(home).create_token(name, lifetime_s)
-    tell({"secret": secret, "token": token}, as_json, secret)
+    secret, token = connect_client(home).create_token(name, lifetime_s)
+    print_answer({"secret": secret, "token": token}, as_json, secret)
 
 
 @tokens.command("list")
 def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """List the tokens: whose they are, until when they live, when they were last used."""
-    rows = client_of(home).tokens()
+    """List the tokens: user, expiry and last use of each."""
+    rows = connect_client(home).list_tokens()
     table = (
-        _table("tokens", rows)
+        _make_table("tokens", rows)
         if rows
         else "There are no tokens. `orc token create USER` makes one."
     )
-    tell({"tokens": rows}, as_json, table)
+    print_answer({"tokens": rows}, as_json, table)
 
 
 @tokens.command("revoke")
@@ -174,12 +176,14 @@ def revoke_token(
     as_json: AsJson = False,
 ) -> None:
     """Revoke a token, at once."""
-    client_of(home).revoke_token(number)
-    tell({"revoked": number}, as_json, f"Token {number} is revoked.")
+    connect_client(home).revoke_token(number)
+    print_answer({"revoked": number}, as_json, f"Token {number} is revoked.")
 
 
-def _token() -> str:
-    """Return the token from ORC_TOKEN, a hidden prompt, or a pipe; others can read a command line."""
+def _read_token() -> str:
+    """Return the token from ORC_TOKEN, a hidden prompt, or a pipe, and never from the command line,
+    which others can read.
+    """
     token = os.environ.get("ORC_TOKEN")
     if token is None:
         token = (
@@ -188,14 +192,14 @@ def _token() -> str:
     return str(token).strip()
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot be read as a PEM file: {error}", source=str(path)) from None
 
 
-def _table(name: str, rows: Sequence[JsonObject]) -> Table:
+def _make_table(name: str, rows: Sequence[JsonObject]) -> Table:
     from orchestrator.service.terminal.tables import draw_table
     from orchestrator.service.views.columns import columns_of
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.run import DEFAULT_HOME
 
 NO_DISPLAY = (
@@ -28,9 +28,9 @@ def open_pages(
     as_json: AsJson = False,
 ) -> None:
     """Open the pages in a browser, signed in. Prints the link, which works once, within five minutes."""
-    with closing(client_of(home)) as client:
+    with closing(connect_client(home)) as client:
         link = client.sign_in_link(job_id)
-    tell({"link": link}, as_json, link)
+    print_answer({"link": link}, as_json, link)
     if as_json:
         return
     has_display = (

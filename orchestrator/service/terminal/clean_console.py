@@ -7,20 +7,22 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.segment import Segment
 
-from orchestrator.service.visible import visible
+from orchestrator.service.visible import escape_controls
 
 
 class CleanConsole(Console):
-    """Console whose colours and cursor movements are its own: texts and links bring none."""
+    """Rich console whose output has only its own colours and cursor movements; texts and links
+    bring none.
+    """
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            segment if segment.control else _clean(segment) for segment in buffer
+            segment if segment.control else _clean_segment(segment) for segment in buffer
         )
 
 
-def _clean(segment: Segment) -> Segment:
+def _clean_segment(segment: Segment) -> Segment:
     style = segment.style
     return Segment(
-        visible(segment.text), style.update_link(None) if style and style.link else style
+        escape_controls(segment.text), style.update_link(None) if style and style.link else style
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from orchestrator.service.terminal.synonyms import instead_of
+from orchestrator.service.terminal.synonyms import find_our_command
 from orchestrator.specs.errors import SpecError
 
 # in the order in which help shows them; a command of no panel comes last, under "Others"
@@ -46,7 +46,7 @@ class Commands(TyperGroup):
     """Command group with help in panels."""
 
     def __init__(self, **attributes: Any) -> None:
-        """Give each command its panel."""
+        """Make the group, and assign each command to its panel of the help."""
         super().__init__(**attributes)
         panels = {name: panel for panel, names in PANELS.items() for name in names}
         order = [*panels]
@@ -60,8 +60,10 @@ class Commands(TyperGroup):
             command.rich_help_panel = panels.get(name, OTHERS)  # type: ignore[attr-defined]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of the first argument. Raises SpecError with a suggestion where there is one."""
-        if self.get_command(ctx, args[0]) is None and (answer := instead_of(args)):
+        """Return the command that the first argument names. For an unknown word, raise SpecError
+        with a suggestion if there is one.
+        """
+        if self.get_command(ctx, args[0]) is None and (answer := find_our_command(args)):
             phrase, command, tool = answer
             hint = f"`orc {command}` does here what {phrase} does in {tool}"
             raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)

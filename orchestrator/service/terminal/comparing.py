@@ -18,10 +18,10 @@ from orchestrator.service.terminal.options import (
     Pinned,
     Settings,
     check_finite,
-    client_of,
-    service_of,
+    connect_client,
+    select_service,
 )
-from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.service.terminal.output import make_console, print_answer
 from orchestrator.specs.choices import Micro
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
@@ -114,13 +114,13 @@ def compare(
     from orchestrator.service.terminal.comparison_tables import comparison_panel
 
     files = [
-        *_check_kinds("--picture", pictures or (), PICTURES),
-        *_check_kinds("--table", tables or (), tuple(WRITERS)),
+        *_check_suffixes("--picture", pictures or (), PICTURES),
+        *_check_suffixes("--table", tables or (), tuple(WRITERS)),
     ]
-    with closing(client_of(home)) as client:
+    with closing(connect_client(home)) as client:
         job_id = job
         if Path(job).is_file():
-            ids = _submit(
+            ids = _submit_comparison(
                 client,
                 Path(job),
                 choice,
@@ -134,14 +134,14 @@ def compare(
                 as_json,
             )
             job_id = ids[0]
-            if not _wait(client, ids, timeout_s, as_json):
+            if not _wait_for_jobs(client, ids, timeout_s, as_json):
                 print(
                     f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them",
                     file=sys.stderr,
                 )
-        view = _with_link(client, job_id)
+        view = _fetch_comparison(client, job_id)
     _write_files(view, files)
-    tell(dict(view), as_json, comparison_panel(view))
+    print_answer(dict(view), as_json, comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
     raise typer.Exit(
@@ -150,7 +150,9 @@ def compare(
 
 
 def _write_files(view: ComparisonView, files: Sequence[Path]) -> None:
-    """Write each table and picture. A cancelled comparison leaves those of the last one as they are."""
+    """Write the tables and pictures of a comparison. If the comparison was cancelled, files of the
+    last one stay.
+    """
     if files and any(row["outcome"] == "cancelled" for row in view["rows"]):
         print("the comparison was cancelled: the files stay as they were", file=sys.stderr)
         return
@@ -161,20 +163,24 @@ def _write_files(view: ComparisonView, files: Sequence[Path]) -> None:
             draw_picture(view, file)
 
 
-def _check_kinds(option: str, files: Sequence[Path], kinds: Sequence[str]) -> Sequence[Path]:
-    """Return the files. Raises SpecError for the first one that has no suffix of these."""
+def _check_suffixes(
+    option_name: str, files: Sequence[Path], suffixes: Sequence[str]
+) -> Sequence[Path]:
+    """Return the files. Raises SpecError for the first file that has none of these suffixes."""
     for file in files:
-        if file.suffix not in kinds:
-            allowed = ", ".join(kinds)
-            raise SpecError("no file of this kind", path=option, got=str(file), allowed=allowed)
+        if file.suffix not in suffixes:
+            allowed = ", ".join(suffixes)
+            raise SpecError(
+                "no file of this kind", path=option_name, got=str(file), allowed=allowed
+            )
     return files
 
 
-def _submit(
+def _submit_comparison(
     client: Client,
     file: Path,
     choice: str,
-    micro: Micro,
+    micro_batch_choice: Micro,
     steps: int | None,
     repeats: int,
     learning_rates: Sequence[float],
@@ -183,18 +189,18 @@ def _submit(
     home: Path,
     as_json: bool,
 ) -> list[str]:
-    """Return the ids of the jobs of a new comparison."""
+    """Submit the jobs of a new comparison of strategies, and return their ids."""
     from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.commands.compare import choose_strategies, make_comparison_jobs
     from orchestrator.service.commands.hardware import select_hardware
     from orchestrator.service.intake.intake import read_options
 
-    service = service_of(home)
+    service = select_service(home)
     overrides = read_options(settings, pins)
     (spec,) = read_and_upload_jobs(service, [file], overrides, home, only_one=True)
-    choices = choose_strategies(spec, choice, *select_hardware(service, None), micro)
+    choices = choose_strategies(spec, choice, *select_hardware(service, None), micro_batch_choice)
     specs = make_comparison_jobs(spec, choices, steps, repeats, learning_rates)
-    ids = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
+    ids = client.submit_jobs([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     rates = f", {len(learning_rates)} learning rates" if learning_rates else ""
@@ -205,11 +211,13 @@ def _submit(
     return list(ids)
 
 
-def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -> bool:
-    """Return whether every job has ended in time; print each quarter of its steps, and how it ended."""
+def _wait_for_jobs(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -> bool:
+    """Wait at most `timeout_s` for the jobs, and return whether all have ended; print each quarter
+    of a job's steps, and its end.
+    """
     from orchestrator.service.terminal.follow import ENDS
 
-    console = console_on(sys.stderr if as_json else sys.stdout)
+    console = make_console(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
     for number, job_id in enumerate(ids, 1):
         job, version = client.fetch_job(job_id)
@@ -230,22 +238,22 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
     return True
 
 
-def _with_link(client: Client, job_id: str) -> ComparisonView:
-    """Return the comparison, with MLflow's page as soon as it is there."""
+def _fetch_comparison(client: Client, job_id: str) -> ComparisonView:
+    """Return the comparison, with the URL of its MLflow page if there is one in time."""
     until_s = time.monotonic() + LINK_S
-    view = client.comparison(job_id)
+    view = client.fetch_comparison(job_id)
     has_runs = (
         any(row["step_s"] is not None for row in view["rows"])
         and "mlflow" in client.fetch_cluster()["trackers"]
     )
     while view["complete"] and has_runs and view["mlflow"] is None and time.monotonic() < until_s:
         time.sleep(LINK_POLL_S)
-        view = client.comparison(job_id)
+        view = client.fetch_comparison(job_id)
     return view
 
 
 def draw_picture(view: ComparisonView, file: Path) -> None:
-    """Write the picture of a comparison to a file, or say why it has none."""
+    """Write the picture of a comparison to a file, or print why it has none."""
     import matplotlib
 
     from orchestrator.backends.mlflow.frontier_png import draw_figure

@@ -77,8 +77,10 @@ LATEX = str.maketrans(
 )
 
 
-def as_csv(view: ComparisonView) -> str:
-    """Return the rows as CSV, an unknown number as an empty cell; the verdict and its notes have no place there."""
+def format_csv(view: ComparisonView) -> str:
+    """Return the comparison's rows as CSV, with an empty cell for an unknown number; without the
+    conclusion and its notes.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     setup = {name: view["setup"][name] for name in ("sequence_length", "steps")}
@@ -88,7 +90,7 @@ def as_csv(view: ComparisonView) -> str:
         deviation = stdev(row["losses"]) if len(row["losses"]) > 1 else None
         writer.writerow(
             [
-                *(_value(row, PARTS.get(name, (name,))) for name in CSV),
+                *(_find_value(row, PARTS.get(name, (name,))) for name in CSV),
                 deviation,
                 *map(_cell_text, setup.values()),
             ]
@@ -96,7 +98,7 @@ def as_csv(view: ComparisonView) -> str:
     return text.getvalue()
 
 
-def _value(row: Row, path: Sequence[str | int]) -> Any:
+def _find_value(row: Row, path: Sequence[str | int]) -> Any:
     value: Any = row
     for key in path:
         value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
@@ -105,31 +107,35 @@ def _value(row: Row, path: Sequence[str | int]) -> Any:
 
 def _cell_text(value: Any) -> Any:
     # a sheet would run what begins so: OWASP, "CSV Injection"
-    text = _line(value) if isinstance(value, str) else ""
+    text = _join_lines(value) if isinstance(value, str) else ""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text or value
 
 
-def _line(text: str) -> str:
-    """Return the text as one line: what others wrote begins none of its own."""
+def _join_lines(text: str) -> str:
+    """Return the text on one line, so that text from others cannot begin a line."""
     return " ".join(text.split())
 
 
-def as_markdown(view: ComparisonView) -> str:
-    """Return a table for a page, with its caption, the verdict and its notes below."""
-    heads, lines = _table(view)
-    return str(_templates().markdown(heads, lines, _notes(view, heads)))
+def format_markdown(view: ComparisonView) -> str:
+    """Return the comparison as a Markdown table, with its caption above, and the conclusion and
+    notes below.
+    """
+    heads, lines = _table_cells(view)
+    return str(_load_templates().markdown(heads, lines, _note_lines(view, heads)))
 
 
-def as_latex(view: ComparisonView) -> str:
-    """Return a `tabular` with booktabs' rules; its caption, the verdict and its notes stand above as comments."""
-    heads, lines = _table(view)
+def format_latex(view: ComparisonView) -> str:
+    """Return the comparison as a LaTeX `tabular` with booktabs' rules; caption, conclusion and
+    notes are comments above.
+    """
+    heads, lines = _table_cells(view)
     parted = [head.removesuffix(")").split(" (") for head in heads]
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
     names = [head[0] for head in parted]
-    return str(_templates().latex(names, units, lines, _notes(view, heads)))
+    return str(_load_templates().latex(names, units, lines, _note_lines(view, heads)))
 
 
-def _templates() -> Any:
+def _load_templates() -> Any:
     from orchestrator.backends.text_templates import load_text_template
 
     return load_text_template(
@@ -140,47 +146,53 @@ def _templates() -> Any:
     ).module
 
 
-def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the lines of at most eight columns; one that no strategy has is left out."""
+def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
+    """Return (headings, rows of texts) of at most eight columns; a column that no strategy has is
+    left out.
+    """
     rows = [
         row if row["outcome"] == "finished" else {**row, **NOT_MEASURED} for row in view["rows"]
     ]
-    unit, size = _unit([row["peak_bytes"] for row in rows])
+    unit, size = _choose_unit_and_bytes([row["peak_bytes"] for row in rows])
     has_tokens = any(row["tokens_per_s"] for row in rows)
     rate = "tokens_per_s" if has_tokens else "samples_per_s"
     precisions = [row["settings"].get("precision", "") for row in rows]
     columns: dict[str, list[str]] = {
-        "Strategy": _short_names([row["strategy"] for row in rows]),
+        "Strategy": _shorten_names([row["strategy"] for row in rows]),
         "Batch": [
             f"{row['micro_batch']}×{row['accumulation']}" if row["micro_batch"] else ""
             for row in rows
         ],
         "Precision": precisions if len({*filter(None, precisions)}) > 1 else [],
         "Step (s)": [_step_text(row) for row in rows],
-        f"Peak ({unit})": [_digits(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows],
-        "Tokens/s" if has_tokens else "Samples/s": [_digits(row[rate], 4) for row in rows],
-        "MFU (%)": [_digits(row["mfu"] and 100 * row["mfu"]) for row in rows],
+        f"Peak ({unit})": [
+            _format_digits(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows
+        ],
+        "Tokens/s" if has_tokens else "Samples/s": [_format_digits(row[rate], 4) for row in rows],
+        "MFU (%)": [_format_digits(row["mfu"] and 100 * row["mfu"]) for row in rows],
         "Loss": [_loss_text(row) for row in rows],
-        "Device-s": [_digits(row["device_s"]) for row in rows],
+        "Device-s": [_format_digits(row["device_s"]) for row in rows],
     }
     if any(columns["Precision"]):
         del columns["MFU (%)"]  # shares of different peaks
     filled = {head: cells for head, cells in columns.items() if any(cells)}
     return list(filled), [
-        [_line(cell) or "–" for cell in line] for line in zip(*filled.values(), strict=True)
+        [_join_lines(cell) or "–" for cell in line] for line in zip(*filled.values(), strict=True)
     ]
 
 
-def _unit(counts: Sequence[int | None]) -> tuple[str, int]:
-    """Return the unit for a column of bytes: GiB from one of them on, else MiB."""
+def _choose_unit_and_bytes(byte_counts: Sequence[int | None]) -> tuple[str, int]:
+    """Return (unit, its bytes) for a column of bytes: GiB if any number reaches it, else MiB."""
     name = (
-        "GiB" if max((count or 0 for count in counts), default=0) >= BINARY_UNITS["GiB"] else "MiB"
+        "GiB"
+        if max((count or 0 for count in byte_counts), default=0) >= BINARY_UNITS["GiB"]
+        else "MiB"
     )
     return name, BINARY_UNITS[name]
 
 
-def _short_names(names: Sequence[str]) -> list[str]:
-    """Return the names without the number of devices, where all have the same."""
+def _shorten_names(names: Sequence[str]) -> list[str]:
+    """Return the strategies' names, without the number of devices where all have the same."""
     ends = {name.rpartition(" on ")[2] for name in names}
     return [name.rpartition(" on ")[0] if len(ends) == 1 else name for name in names]
 
@@ -191,46 +203,57 @@ def _step_text(row: Row) -> str:
     if row["outcome"] != "finished":
         return str(row["outcome"])
     if step_s is None or within_s is None:
-        return _digits(step_s)
+        return _format_digits(step_s)
     half_s = (within_s[1] - within_s[0]) / 2
     if half_s <= NEAR * step_s:
-        return with_error(step_s, half_s)
-    return f"{_digits(step_s)} [{_digits(within_s[0])}, {_digits(within_s[1])}]"
+        return format_with_error(step_s, half_s)
+    return (
+        f"{_format_digits(step_s)} [{_format_digits(within_s[0])}, {_format_digits(within_s[1])}]"
+    )
 
 
 def _loss_text(row: Row) -> str:
     losses = row["losses"] if row["loss"] is not None else ()
-    return with_error(row["loss"], stdev(losses)) if len(losses) > 1 else _digits(row["loss"], 4)
+    return (
+        format_with_error(row["loss"], stdev(losses))
+        if len(losses) > 1
+        else _format_digits(row["loss"], 4)
+    )
 
 
-def _digits(value: float | None, count: int = 3) -> str:
-    """Return the number with so many significant digits; "" where it is unknown."""
+def _format_digits(value: float | None, digits: int = 3) -> str:
+    """Return the number with `digits` significant digits; "" where it is unknown."""
     if value is None:
         return ""
-    decimals = count - 1 - floor(log10(abs(value))) if value else 0
+    decimals = digits - 1 - floor(log10(abs(value))) if value else 0
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
-def with_error(value: float, error: float) -> str:
-    """Return the number to the digit that its error leaves certain: two digits of an error below 2, else one."""
+def format_with_error(value: float, error: float) -> str:
+    """Return the number rounded to the digits that its error leaves certain: two digits of an error
+    below 2, else one.
+    """
     if not error:
-        return f"{_digits(value, 4)} ± 0"
+        return f"{_format_digits(value, 4)} ± 0"
     place = floor(log10(error))
     decimals = max(0, -place + (error / 10.0**place < 2))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
 
-def _notes(view: ComparisonView, heads: Sequence[str]) -> list[str]:
-    """Return the caption, the verdict and its notes, one line each."""
-    return [_line(note) for note in (*_caption(view, heads), view["verdict"], *view["notes"])]
+def _note_lines(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+    """Return the caption, the conclusion and its notes, each on one line."""
+    return [
+        _join_lines(note)
+        for note in (*_caption_sentences(view, heads), view["verdict"], *view["notes"])
+    ]
 
 
-def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
-    """Return what was compared, and what the columns mean."""
+def _caption_sentences(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+    """Return sentences that say what was compared, and what the columns mean."""
     rows = view["rows"]
     devices = {row["devices"] for row in rows if row["devices"]}
     precisions = {row["settings"].get("precision") for row in rows} - {None}
-    text = _templates().caption(
+    text = _load_templates().caption(
         view["setup"],
         NAMES,
         heads,
@@ -244,7 +267,7 @@ def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
 
 
 WRITERS: Mapping[str, Callable[[ComparisonView], str]] = {
-    ".csv": as_csv,
-    ".md": as_markdown,
-    ".tex": as_latex,
+    ".csv": format_csv,
+    ".md": format_markdown,
+    ".tex": format_latex,
 }

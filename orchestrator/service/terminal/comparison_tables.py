@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.terminal.plain_tables import plain_table
-from orchestrator.service.terminal.tables import coloured_picture, provenance_words
-from orchestrator.service.views.comparison import reasons, tables_of
+from orchestrator.service.terminal.tables import colour_picture, provenance_phrases
+from orchestrator.service.views.comparison import list_failure_reasons, table_cells
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.json_object import JsonObject
 
@@ -24,23 +24,29 @@ STRATEGY_LEAST = 16  # columns of a strategy's name, which is folded
 
 
 def comparison_panel(view: ComparisonView) -> RenderableType:
-    """Return tables within 80 columns, the picture and the verdict."""
+    """Return the comparison's tables, its picture and its conclusion, within 80 columns."""
     rows = view["rows"]
     parts: list[RenderableType] = [Text()]
-    for columns in tables_of(rows):
-        parts += [part for table in _split(rows, columns) for part in (table, Text())]
+    for columns in table_cells(rows):
+        parts += [part for table in _split_columns(rows, columns) for part in (table, Text())]
     if view["picture"] is not None:
-        parts += [coloured_picture(picture_from_view(view["picture"])), Text()]
-    sentences = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
+        parts += [colour_picture(picture_from_view(view["picture"])), Text()]
+    sentences = [
+        f"{number}  " + "\n   ".join(lines) for number, lines in list_failure_reasons(rows)
+    ]
     parts += [Text(line) for line in sentences] + ([Text()] if sentences else [])
     parts.append(Text(view["verdict"], style="bold"))
-    parts.append(Text(", ".join(provenance_words(view["setup"]["provenance"])), style="dim"))
+    parts.append(Text(", ".join(provenance_phrases(view["setup"]["provenance"])), style="dim"))
     parts += [Text(note, style="yellow") for note in view["notes"]]
     return Group(*parts)
 
 
-def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Iterator[Table]:
-    """Yield tables of the columns, each with the strategies, none wider than WIDTH."""
+def _split_columns(
+    rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]
+) -> Iterator[Table]:
+    """Yield tables with these columns, each with the strategies' names, none wider than WIDTH
+    characters.
+    """
     number_width = len(str(len(rows)))
     room = WIDTH - number_width - GAP - STRATEGY_LEAST
     left = room
@@ -48,16 +54,16 @@ def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> 
     for name, cells in columns.items():
         width = GAP + max(map(len, (name, *cells)))
         if part and width > left:
-            yield _table(rows, part)
+            yield _make_table(rows, part)
             left = room
             part = {}
         left -= width
         part[name] = cells
     if part:
-        yield _table(rows, part)
+        yield _make_table(rows, part)
 
 
-def _table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:
+def _make_table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:
     table = plain_table()
     table.add_column("#", justify="right", no_wrap=True)
     longest = max((len(row["strategy"]) for row in rows), default=STRATEGY_LEAST)

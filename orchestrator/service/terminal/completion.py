@@ -12,7 +12,7 @@ from orchestrator.specs.errors import OrchestratorError
 ENDED_OFFERED = 50
 
 
-def job_ids(context: typer.Context, incomplete: str) -> list[str]:
+def complete_job_id(context: typer.Context, incomplete: str) -> list[str]:
     """Return the ids of live and recently ended jobs with this prefix; [] where the service does not answer."""
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import find_login

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.terminal.options import AsJson
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.output import print_answer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,10 +46,10 @@ def diagnose(
     from orchestrator.service.commands import diagnose as work
 
     diagnosis = work.diagnose_training([Path(log) for log in logs], exit_codes or (), oom_kills)
-    tell(asdict(diagnosis), as_json, _table(diagnosis))
+    print_answer(asdict(diagnosis), as_json, _diagnosis_table(diagnosis))
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _diagnosis_table(diagnosis: Diagnosis) -> Table:
     from rich.text import Text
 
     from orchestrator.service.terminal.plain_tables import plain_grid

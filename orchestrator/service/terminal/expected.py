@@ -26,16 +26,18 @@ STYLES = {
 }
 
 
-def coloured(word: str) -> Text:
-    """Return the status word in its colour; unknown words have the colour of failures."""
-    return Text(word, style=STYLES.get(word, "red"))
+def colour_status(status: str) -> Text:
+    """Return the status word in its colour; an unknown word has the colour of failures."""
+    return Text(status, style=STYLES.get(status, "red"))
 
 
 def add_whole_column(
-    table: Table, name: str, texts: Iterable[str], *, is_number: bool = False
+    table: Table, name: str, cells: Iterable[str], *, is_number: bool = False
 ) -> None:
-    """Add a column that a narrow terminal does not shorten below its longest text, up to WHOLE_MAX characters."""
-    width = max(len(name), *(min(len(text), WHOLE_MAX) for text in texts), 0)
+    """Add a column that even a narrow terminal shows in full, up to WHOLE_MAX characters per
+    cell.
+    """
+    width = max(len(name), *(min(len(text), WHOLE_MAX) for text in cells), 0)
     table.add_column(
         name,
         justify="right" if is_number else "left",
@@ -46,8 +48,10 @@ def add_whole_column(
     )
 
 
-def local_minute(at_s: float | None, range_s: Range | None) -> str:
-    """Return a local time to the minute, with its range; "not known" for None."""
+def format_minute(at_s: float | None, range_s: Range | None) -> str:
+    """Return a time (seconds since 1970) as local time to the minute, with its range; "not known"
+    for None.
+    """
     if at_s is None:
         return "not known"
     minute = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
@@ -57,7 +61,7 @@ def local_minute(at_s: float | None, range_s: Range | None) -> str:
 
 
 def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """Return a table of each job's expected start and end, and why it ends then and not before."""
+    """Return a table of each job's expected start and end, and what determines its end."""
     table = plain_table(is_wide=True)
     add_whole_column(table, "JOB", (job["id"] for job in expected))
     for column in ("GPUS", "STARTS", "ENDS"):
@@ -70,16 +74,16 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
         due = (
             ""
             if deadline_s is None
-            else f"{'late, ' if is_late else ''}due {local_minute(deadline_s, None)}"
+            else f"{'late, ' if is_late else ''}due {format_minute(deadline_s, None)}"
         )
         is_waiting = job["status"] == "queued"
         table.add_row(
             job["id"],
             "-" if job["devices"] is None else str(job["devices"]),
-            local_minute(job["start_s"], job["start_range_s"])
+            format_minute(job["start_s"], job["start_range_s"])
             if is_waiting
-            else coloured(job["status"]),
-            local_minute(end_s, job["end_range_s"]),
+            else colour_status(job["status"]),
+            format_minute(end_s, job["end_range_s"]),
             Text("; ".join(filter(None, (due, job["why"]))), style="red" if is_late else ""),
         )
     return table

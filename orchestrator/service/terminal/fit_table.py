@@ -15,7 +15,9 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
-    """Return a table with a row per GPU model: its memory, and per way the fewest GPUs with a plan and their bytes."""
+    """Return a table with a row per GPU model: its memory, and for each way to train the fewest
+    GPUs and their bytes.
+    """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = plain_table()
     table.add_column("CARD", no_wrap=True)
@@ -25,7 +27,9 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
     for device in dict.fromkeys(row["device"] for row in rows):
         by_way = {row["way"]: row for row in rows if row["device"] == device}
         has = format_bytes(by_way[ways[0]]["memory_bytes"])
-        table.add_row(device, has, *(_cell(by_way[way], with_step=len(ways) == 1) for way in ways))
+        table.add_row(
+            device, has, *(_fit_cell(by_way[way], with_step=len(ways) == 1) for way in ways)
+        )
     length = (
         f", {spec.data.sequence_length} tokens a sample" if spec.known_model is not None else ""
     )
@@ -49,21 +53,21 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
         Text(),
         table,
         Text(),
-        *_reasons(rows),
+        *_reason_lines(rows),
         Text(last, style="dim"),
         Text(more, style="dim"),
     )
 
 
-def _reasons(rows: Sequence[FitRow]) -> list[Text]:
-    """Return a line for each reason why a card has no plan, with its cards."""
+def _reason_lines(rows: Sequence[FitRow]) -> list[Text]:
+    """Return a line for each reason why cards have no plan, with the names of these cards."""
     reasons = group_values((row["why"], row["device"]) for row in rows if row["why"] is not None)
     return [
         Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()
     ]
 
 
-def _cell(row: FitRow, *, with_step: bool) -> Text:
+def _fit_cell(row: FitRow, *, with_step: bool) -> Text:
     if row["devices"] is None or row["needed_bytes"] is None:
         return Text("-", style="red")
     step = f" {format_seconds(row['step_s'])}" if with_step and row["step_s"] is not None else ""

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import start_service
 from orchestrator.service.client.logins import Login
-from orchestrator.service.terminal.output import console_on, tell
-from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
+from orchestrator.service.terminal.output import make_console, print_answer
+from orchestrator.service.terminal.tables import attempts_table, format_time_left, progress_line
 from orchestrator.service.views.records import AttemptView, JobView, failure_excerpt
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.fault import Fault
@@ -29,7 +29,9 @@ PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 
 
 def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
-    """Submit the job and print its events; return the exit code. Starts a home's service if needed."""
+    """Submit the job, print its events until it ends, and return the exit code. Starts a home's
+    service if it is down.
+    """
     if isinstance(service, Path):
         start_service(service, None, None)
     client = Client(service)
@@ -40,26 +42,30 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
             )
             print(notice, file=sys.stderr)
     fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
-    job_id = client.submit(spec.model_dump(mode="json"), fault_body)
+    job_id = client.submit_job(spec.model_dump(mode="json"), fault_body)
     try:
-        job = follow(
-            client, job_id, console_on(sys.stderr if as_json else sys.stdout), may_ask=fault is None
+        job = follow_job(
+            client,
+            job_id,
+            make_console(sys.stderr if as_json else sys.stdout),
+            may_ask=fault is None,
         )
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
-    tell(dict(job), as_json, attempts_table([job], console_on(sys.stdout).width))
+    print_answer(dict(job), as_json, attempts_table([job], make_console(sys.stdout).width))
     excerpt = failure_excerpt(job)
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
     return 0 if job["status"] == "succeeded" else 1
 
 
-def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
+def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
     """Print the job's events on `console` until it ends; return the ended job.
 
-    A job with a question waits for its answer, up to a week. Without `may_ask`, as in a rehearsal, it is cancelled
-    instead. A terminal shows a progress bar with the remaining time; other output gets a line every few seconds.
+    A job with a question waits up to a week for its answer. Without `may_ask`, as in a rehearsal,
+    it is cancelled instead. A terminal shows a progress bar with the remaining time; other output
+    gets a line every few seconds.
     """
     texts = [
         TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")
@@ -72,67 +78,68 @@ def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = Tru
         printed: list[str] = []
         printed_at_s = 0.0
         for job in _poll_job(client, job_id):
-            for line in (*story(job), *_waiting(job, may_ask=may_ask)):
+            for line in (*attempt_history(job), *_waiting_lines(job, may_ask=may_ask)):
                 if line not in printed:
                     printed.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
             printed_at_s = _show_progress(job, bar, task, console, printed_at_s)
             if job["asks"] and not may_ask:
                 with suppress(ServiceError):  # somebody else ended it meanwhile
-                    client.cancel([job_id], whole_arrays=False)
+                    client.cancel_jobs([job_id], whole_arrays=False)
     return job
 
 
-def log_lines(
-    client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
+def iterate_log(
+    client: Client, job_id: str, attempt_number: int | None, rank: int, until_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield (attempt number, text) pieces of a rank's log; of the last attempt if `number` is None.
+    """Yield (attempt number, text) pieces of a rank's log; of the last attempt if `attempt_number` is None.
 
-    With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
+    With `until_end` it waits for more text, and continues with later attempts, until the job has
+    ended.
     """
     job, _ = client.fetch_job(job_id)
-    current = max(1, len(job["attempts"])) if number is None else number
+    current = max(1, len(job["attempts"])) if attempt_number is None else attempt_number
     offset = 0
-    decoder = _decoder()
+    decoder = _make_decoder()
     while True:
         job, version = client.fetch_job(
             job_id
         )  # read before its log, so that the log of an ended attempt is complete
         count = len(job["attempts"])
         read = offset
-        if current <= count or number is not None:
-            for text in _pieces(client, job_id, current, rank, offset, to_the_end):
+        if current <= count or attempt_number is not None:
+            for text in _iterate_log_bytes(client, job_id, current, rank, offset, until_end):
                 offset += len(text)
                 yield current, decoder.decode(text)
         if offset > read:
             continue
         ended = job["status"] in ENDS
         over = ended or (current <= count and job["attempts"][current - 1]["status"] == "ended")
-        if number is None and over and current < count:
+        if attempt_number is None and over and current < count:
             current = current + 1
             offset = 0
-            decoder = _decoder()
-        elif not to_the_end or ended or (number is not None and over):
+            decoder = _make_decoder()
+        elif not until_end or ended or (attempt_number is not None and over):
             return
         elif current > count or over:
             client.fetch_job(job_id, version)  # which waits for the next attempt
 
 
-def _pieces(
-    client: Client, job_id: str, number: int, rank: int, offset: int, to_the_end: bool
+def _iterate_log_bytes(
+    client: Client, job_id: str, attempt_number: int, rank: int, offset: int, until_end: bool
 ) -> Iterator[bytes]:
-    if to_the_end:
-        yield from client.follow_log(job_id, number, rank, offset)
-    elif text := client.read_log(job_id, number, rank, offset)[0]:
+    if until_end:
+        yield from client.follow_log(job_id, attempt_number, rank, offset)
+    elif text := client.read_log(job_id, attempt_number, rank, offset)[0]:
         yield text
 
 
-def _decoder() -> codecs.IncrementalDecoder:
+def _make_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
-    """Yield the job now, then at every change and every few seconds, until its end."""
+    """Yield the job now, at every change and every few seconds, until it has ended."""
     version: int | None = None
     while True:
         job, version = client.fetch_job(job_id, version)
@@ -141,8 +148,10 @@ def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
             return
 
 
-def _waiting(job: JobView, *, may_ask: bool) -> list[str]:
-    """Return why the job waits; of one that asks, also what becomes of it."""
+def _waiting_lines(job: JobView, *, may_ask: bool) -> list[str]:
+    """Return lines that say why the job waits; for a job with a question, also what will happen to
+    it.
+    """
     if job["status"] != "queued":
         return []
     if not job["asks"]:
@@ -153,8 +162,10 @@ def _waiting(job: JobView, *, may_ask: bool) -> list[str]:
     return [f"{job['id']}: queued: {job['reason']}", f"{job['id']}: {waits}"]
 
 
-def story(job: JobView) -> list[str]:
-    """Return the history of the job's attempts, one line per event, in order. Later calls only append."""
+def attempt_history(job: JobView) -> list[str]:
+    """Return the history of the job's attempts, one line per event, in order. As the job goes on,
+    lines are only appended.
+    """
     lines = []
     before = None
     for attempt in job["attempts"]:
@@ -162,37 +173,39 @@ def story(job: JobView) -> list[str]:
             f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}"
         )
         if attempt["change"]:
-            lines.append(f"{job['id']}:   {_change(attempt, before)}")
-        lines += _ending(job, attempt)
+            lines.append(f"{job['id']}:   {_describe_change(attempt, before)}")
+        lines += _ending_lines(job, attempt)
         before = attempt
     if job["status"] in ENDS:
         lines.append(f"{job['id']}: {job['status']}: {job['reason']}")
     return lines
 
 
-def _change(attempt: AttemptView, before: AttemptView | None) -> str:
-    """Return what the attempt changed, from which step it goes on, and why where the end before did not say so."""
+def _describe_change(attempt: AttemptView, earlier_attempt: AttemptView | None) -> str:
+    """Return a phrase on what the attempt changed, and its first step; with the reason, unless the
+    earlier end gave it.
+    """
     changes = ", ".join(attempt["change"])
-    step = before["checkpoint_step"] if before else None
+    step = earlier_attempt["checkpoint_step"] if earlier_attempt else None
     resumed = f"; resumed at step {step}" if step else ""
-    failure = before["failure"] if before else None
+    failure = earlier_attempt["failure"] if earlier_attempt else None
     is_repeated = failure is not None and failure["reason"] == attempt["change_reason"]
     why = "" if is_repeated else f": {attempt['change_reason']}"
     return f"-> {changes}{resumed}{why}"
 
 
-def _ending(job: JobView, attempt: AttemptView) -> list[str]:
+def _ending_lines(job: JobView, attempt: AttemptView) -> list[str]:
     failure = attempt["failure"]
     if attempt["status"] != "ended":
         return []
     if failure is None:
-        return [f"{job['id']}: attempt {attempt['number']} succeeded{_peaks(attempt)}"]
+        return [f"{job['id']}: attempt {attempt['number']} succeeded{_format_peaks(attempt)}"]
     return [
         f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"
     ]
 
 
-def _peaks(attempt: AttemptView) -> str:
+def _format_peaks(attempt: AttemptView) -> str:
     if not attempt["peak_bytes"]:
         return ""
     predicted = attempt["predicted_bytes"]
@@ -201,14 +214,15 @@ def _peaks(attempt: AttemptView) -> str:
 
 
 def _show_progress(
-    job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float
+    job: JobView, bar: Progress, task: TaskID, console: Console, last_printed_s: float
 ) -> float:
-    """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was.
+    """Update the progress bar, or print a line if none was printed lately; return when the last
+    line was printed.
 
-    A line like the one before tells nothing and is not printed.
+    A line that equals the last one is not printed again.
     """
     progress = job["progress"]
-    left = time_left(job["progress"])
+    left = format_time_left(job["progress"])
     line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
@@ -217,10 +231,10 @@ def _show_progress(
         )
     elif (
         line
-        and time.monotonic() - printed_at_s > PLAIN_EVERY_S
+        and time.monotonic() - last_printed_s > PLAIN_EVERY_S
         and line != bar.tasks[task].fields["said"]
     ):
         bar.update(task, said=line)
         console.print(f"{job['id']}: {line}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
-    return printed_at_s
+    return last_printed_s

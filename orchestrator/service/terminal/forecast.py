@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import show_spinner, tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer, show_spinner
 from orchestrator.specs.run import DEFAULT_HOME
 
 
@@ -12,8 +12,8 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     from orchestrator.service.terminal.expected import expected_table
 
     with show_spinner("playing the queue"):
-        expected = client_of(home).fetch_forecast()
-    tell(
+        expected = connect_client(home).fetch_forecast()
+    print_answer(
         {"jobs": expected},
         as_json,
         expected_table(expected) if expected else "No job runs or waits.",

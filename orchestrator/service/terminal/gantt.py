@@ -10,9 +10,9 @@ from orchestrator.service.views.timeline import (
     COLUMNS,
     BusySpan,
     add_ruler,
-    block,
-    busy_lines,
-    shares,
+    block_character,
+    draw_busy_lines,
+    iterate_columns_and_shares,
 )
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
     from orchestrator.backends.simulated.process import SimulatedProcess
 
 
-def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
-    """Return the busy devices per node over time, and the number of waiting jobs, as text."""
-    ends_s = (until_s for _, until_s in _ended_attempts(outcomes))
+def draw_gantt(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
+    """Return a text chart of the busy devices per node over time, with the number of waiting
+    jobs.
+    """
+    ends_s = (until_s for _, until_s in _iterate_ended_attempts(outcomes))
     end_s = max(ends_s, default=1.0) or 1.0  # at least a second
     nodes = {node.name: node.devices for node in idle_nodes(cluster)}
-    for process, _ in _ended_attempts(outcomes):
+    for process, _ in _iterate_ended_attempts(outcomes):
         for part in process.attempt.placement:  # a node that has left, or has joined since
             nodes.setdefault(part.node, len(part.devices))
     spans = [
         BusySpan(part.node, len(part.devices), process.launched_at_s, until_s)
-        for process, until_s in _ended_attempts(outcomes)
+        for process, until_s in _iterate_ended_attempts(outcomes)
         for part in process.attempt.placement
     ]
-    lines = busy_lines(nodes, spans, 0.0, end_s)
+    lines = draw_busy_lines(nodes, spans, 0.0, end_s)
     waiting = [0.0] * COLUMNS
     for outcome in outcomes:
-        for column, share in shares(
+        for column, share in iterate_columns_and_shares(
             outcome.submitted_at_s,
             end_s if outcome.started_at_s is None else outcome.started_at_s,
             0.0,
@@ -45,11 +47,13 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
         ):
             waiting[column] += share
     most = max(waiting)
-    lines["waiting"] = "".join(block(count / most if most else 0.0) for count in waiting)
+    lines["waiting"] = "".join(block_character(count / most if most else 0.0) for count in waiting)
     return add_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
 
 
-def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[SimulatedProcess, float]]:
+def _iterate_ended_attempts(
+    outcomes: Sequence[Outcome],
+) -> Iterator[tuple[SimulatedProcess, float]]:
     return (
         (process, process.ended_at_s)
         for outcome in outcomes

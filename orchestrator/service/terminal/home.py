@@ -12,8 +12,8 @@ import typer
 
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
-from orchestrator.service.terminal.output import show_spinner, tell
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, connect_client
+from orchestrator.service.terminal.output import print_answer, show_spinner
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -90,7 +90,7 @@ def up(
         exec_service(home, cluster, ray, endpoint)
     with show_spinner("starting the service"):
         notes = start_service(home, cluster, ray, endpoint)
-    with closing(client_of(home)) as client:
+    with closing(connect_client(home)) as client:
         answer = {
             "started": notes is not None,
             "notes": notes or (),
@@ -106,7 +106,7 @@ def up(
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
     text = load_text_template(__package__, "up").render(answer=answer, home=home, served=served)
-    tell(answer, as_json, text)
+    print_answer(answer, as_json, text)
 
 
 def down(
@@ -122,7 +122,7 @@ def down(
 
     with show_spinner("stopping the service"):
         stop_service(home.expanduser(), force)
-    tell(
+    print_answer(
         {"stopped": True},
         as_json,
         "The service is down. Its queue and records stay in the home folder.",
@@ -148,16 +148,18 @@ def doctor(
     from dataclasses import asdict
 
     if repair_rows or remove:
-        from orchestrator.service.commands.repair import repair_journal, rows_table
+        from orchestrator.service.commands.repair import repair_journal, unreadable_rows_table
 
         rows = repair_journal(home.expanduser(), remove or [])
-        tell({"rows": rows}, as_json, rows_table(rows))
+        print_answer({"rows": rows}, as_json, unreadable_rows_table(rows))
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings_table, run_checks
 
     with show_spinner("checking this machine"):
         checks = run_checks(home.expanduser())
-    tell({"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks))
+    print_answer(
+        {"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks)
+    )
     raise typer.Exit(any(finding.verdict == BAD for finding in checks))
 
 
@@ -170,7 +172,7 @@ def backup(
     from orchestrator.service.commands.backup import write_backup
 
     manifest = write_backup(home.expanduser(), file)
-    tell(
+    print_answer(
         {"file": str(file), **manifest},
         as_json,
         f"{file} has the home {home} as of {manifest['created_at']}.",
@@ -191,4 +193,4 @@ def restore(
     going = len(restored.lost) - len(restored.anew)
     state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs. Of {len(restored.lost)} that ran, "
     state += f"{going} go on from their own checkpoints, and {len(restored.anew)} begin anew."
-    tell(asdict(restored), as_json, f"{state} `orc up` goes on.")
+    print_answer(asdict(restored), as_json, f"{state} `orc up` goes on.")

@@ -19,10 +19,10 @@ from orchestrator.service.terminal.options import (
     JobOrFolder,
     Pinned,
     Settings,
-    client_of,
-    service_of,
+    connect_client,
+    select_service,
 )
-from orchestrator.service.terminal.output import console_on, show_spinner, tell, write_log
+from orchestrator.service.terminal.output import make_console, print_answer, show_spinner, write_log
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.run import DEFAULT_HOME
@@ -42,12 +42,12 @@ def submit(
     """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
     from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.intake.intake import read_options
-    from orchestrator.service.terminal.tables import promise_words
+    from orchestrator.service.terminal.tables import describe_guarantee
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_and_upload_jobs(service_of(home), files, read_options(settings, pins), home)
-    client = client_of(home)
-    batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    specs = read_and_upload_jobs(select_service(home), files, read_options(settings, pins), home)
+    client = connect_client(home)
+    batch = client.submit_jobs([spec.model_dump(mode="json") for spec in specs])
     ids = batch["ids"]
     promises = batch["promises"]
     refused = batch["refused"]
@@ -57,22 +57,22 @@ def submit(
         if spec.trial is not None
     ]
     shown_ids = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
-    tell({**batch, "sweeps": sweeps}, as_json, "\n".join(shown_ids))
+    print_answer({**batch, "sweeps": sweeps}, as_json, "\n".join(shown_ids))
     for job_id, message in batch["late"].items():
         print(f"{job_id} {message}", file=sys.stderr)
     for job_id, promise in promises.items():
-        print(f"{job_id} {promise_words(promise)}", file=sys.stderr)
+        print(f"{job_id} {describe_guarantee(promise)}", file=sys.stderr)
     for job_id, reason in refused.items():
         print(f"{job_id} was refused: {reason}", file=sys.stderr)
     raise typer.Exit(bool(refused) or any(promise["refused"] for promise in promises.values()))
 
 
-def _read_job(file: Path, settings: Settings, home: Path) -> JobSpec:
+def _read_single_job(file: Path, settings: Settings, home: Path) -> JobSpec:
     from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.intake.intake import read_overrides
 
     overrides = read_overrides(settings)
-    (spec,) = read_and_upload_jobs(service_of(home), [file], overrides, home, only_one=True)
+    (spec,) = read_and_upload_jobs(select_service(home), [file], overrides, home, only_one=True)
     return spec
 
 
@@ -82,8 +82,8 @@ def run(
     """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
     from orchestrator.service.terminal.follow import run_to_end
 
-    spec = _read_job(file, settings, home)
-    raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
+    spec = _read_single_job(file, settings, home)
+    raise typer.Exit(run_to_end(spec, None, select_service(home), as_json))
 
 
 def rehearse(
@@ -107,7 +107,7 @@ def rehearse(
     """Inject a failure into the first attempt of a job, and follow its recovery."""
     from orchestrator.service.terminal.follow import run_to_end
 
-    spec = _read_job(file, settings, home)
+    spec = _read_single_job(file, settings, home)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
@@ -115,7 +115,7 @@ def rehearse(
         allowed = f"1 to training.max_steps={spec.training.max_steps}"
         raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
     raise typer.Exit(
-        run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json)
+        run_to_end(spec, Fault(kind=fail, rank=rank, step=step), select_service(home), as_json)
     )
 
 
@@ -129,15 +129,15 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
         from orchestrator.service.commands.launch.shown import view_folder
 
         launched = view_folder(Path(job_id))
-        tell(dict(launched), as_json, job_panel(launched, console_on(sys.stdout).width))
+        print_answer(dict(launched), as_json, job_panel(launched, make_console(sys.stdout).width))
         return
-    client = client_of(home)
-    if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.sweeps()):
-        sweep = client.sweep(job_id)
-        tell(asdict(sweep), as_json, sweep_panel(sweep))
+    client = connect_client(home)
+    if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.list_sweeps()):
+        sweep = client.fetch_sweep(job_id)
+        print_answer(asdict(sweep), as_json, sweep_panel(sweep))
         return
     job, _ = client.fetch_job(job_id)
-    tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))
+    print_answer(dict(job), as_json, job_panel(job, make_console(sys.stdout).width))
 
 
 def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
@@ -150,8 +150,8 @@ def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = Fa
         explanation = explain_folder(Path(job_id))
     else:
         with show_spinner("asking what would start it sooner"):
-            explanation = client_of(home).explanation(job_id)
-    tell(dict(explanation), as_json, explanation_panel(explanation))
+            explanation = connect_client(home).fetch_explanation(job_id)
+    print_answer(dict(explanation), as_json, explanation_panel(explanation))
 
 
 def logs(
@@ -174,9 +174,9 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print the log of one rank of a job."""
-    from orchestrator.service.terminal.follow import log_lines
+    from orchestrator.service.terminal.follow import iterate_log
 
-    lines = log_lines(client_of(home), job_id, attempt, rank, follow)
+    lines = iterate_log(connect_client(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(
@@ -200,8 +200,10 @@ def get(
 ) -> None:
     """Fetch the output folder of a job, whole or not at all."""
     folder = (to or Path(job_id)).expanduser()
-    size_bytes, left_out = client_of(home).fetch_output(job_id, folder)
+    size_bytes, left_out = connect_client(home).fetch_output(job_id, folder)
     summary = f"{format_bytes(size_bytes)} are in {folder}."
     if left_out:
         summary += f" Links that leave the folder were left out: {left_out}."
-    tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, summary)
+    print_answer(
+        {"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, summary
+    )

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
@@ -29,7 +29,7 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     cluster, notes = find_cluster(home.expanduser())
     notes = (*notes, *_list_problems(home))
     if as_json:
-        tell({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
+        print_answer({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
         sys.stdout.write(format_cluster(cluster, notes))
 
@@ -37,7 +37,7 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 def _list_problems(home: Path) -> tuple[str, ...]:
     """Return the present problems of the home's service; () where none answers."""
     try:
-        return tuple(client_of(home).fetch_cluster()["problems"])
+        return tuple(connect_client(home).fetch_cluster()["problems"])
     except ServiceError:
         return ()
 
@@ -66,7 +66,7 @@ def join(
     answer = join_service(home.expanduser(), service, name or local_node_name(), token_file)
     text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
     notes = "".join(f"{note}\n" for note in answer["notes"])
-    tell(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
+    print_answer(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
 
 
 def leave(
@@ -95,7 +95,7 @@ def leave(
         raise SpecError(str(error), source="--timeout", got=timeout) from None
     name = node or local_node_name()
     was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
-    tell(
+    print_answer(
         {"node": name, "left": was_in},
         as_json,
         f"{name} has left." if was_in else f"{name} was not in.",
@@ -118,7 +118,7 @@ def join_token(
     if endpoint is None:
         raise ServiceError("no machine can join: start the service by `orc up --listen HOST:PORT`")
     token = make_join_token(home, endpoint, renew=renew)
-    tell({"token": token}, as_json, token)
+    print_answer({"token": token}, as_json, token)
 
 
 def drain(
@@ -137,20 +137,20 @@ def drain(
     """Drain a node: it takes no new attempt, and running ones go on. Shows the jobs on each node."""
     from orchestrator.service.terminal.tables import nodes_table
 
-    client = client_of(home)
+    client = connect_client(home)
     if node is not None:
         client.drain_node(node, undo=undo)
     elif undo:
         raise SpecError("say which node shall take again what comes", path="NODE")
     live = client.fetch_cluster()
     answer = {name: live[name] for name in ("nodes", "drained")}
-    tell(answer, as_json, nodes_table(live["nodes"], live["drained"]))
+    print_answer(answer, as_json, nodes_table(live["nodes"], live["drained"]))
 
 
 def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show shares, use, quotas, running and waiting devices of each team and user."""
     from orchestrator.service.terminal.tables import teams_table
 
-    shared = client_of(home).teams()
+    shared = connect_client(home).list_teams()
     message = "Nothing is shared: the cluster file's `policy` names no teams."
-    tell({"teams": shared}, as_json, teams_table(shared) if shared else message)
+    print_answer({"teams": shared}, as_json, teams_table(shared) if shared else message)

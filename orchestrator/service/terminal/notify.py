@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.run import DEFAULT_HOME
 
 notify = typer.Typer(
@@ -27,9 +27,9 @@ def try_targets(
     as_json: AsJson = False,
 ) -> None:
     """Send a notice to targets now, and say what came of it. Exits with 1 where one could not be reached."""
-    problems = client_of(home).test_targets(targets or ())
+    problems = connect_client(home).test_targets(targets or ())
     lines = [f"{name}: {problem or 'delivered'}" for name, problem in problems.items()]
-    tell(
+    print_answer(
         {"problems": problems},
         as_json,
         "\n".join(lines) or "The cluster file names no target under `notify`.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.completion import job_ids
+from orchestrator.service.terminal.completion import complete_job_id
 
 if TYPE_CHECKING:
     from orchestrator.service.client.client import Client
@@ -36,7 +36,9 @@ JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML)."
 JobId = Annotated[
     str,
     typer.Argument(
-        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
+        metavar="JOB",
+        help="Id of the job, as `orc queue` shows it.",
+        autocompletion=complete_job_id,
     ),
 ]
 JobOrFolder = Annotated[
@@ -44,7 +46,7 @@ JobOrFolder = Annotated[
     typer.Argument(
         metavar="JOB|FOLDER",
         help="Id of the job, or a folder in which `orc launch` ran.",
-        autocompletion=job_ids,
+        autocompletion=complete_job_id,
     ),
 ]
 Settings = Annotated[
@@ -67,16 +69,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def check_finite(value: float | None) -> float | None:
-    """Return the number of an option. Raises typer.BadParameter for `nan` and infinity, which no range excludes."""
+    """Return the number given to an option. Raises typer.BadParameter for `nan` and infinity, which
+    ranges do not exclude.
+    """
     if value is not None and not isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 
-def service_of(home: Path) -> Path | Login:
-    """Return the login of `orc --server URL` if that option is used, else the home folder.
+def select_service(home: Path) -> Path | Login:
+    """Return the login for `orc --server URL` if that option is used, else the home folder.
 
-    Raises SpecError for no URL, ServiceError without a stored login.
+    Raises SpecError for a text that is no URL, ServiceError without a stored login.
     """
     url = SERVER.get()
     if url is None:
@@ -86,8 +90,10 @@ def service_of(home: Path) -> Path | Login:
     return find_login(url)
 
 
-def client_of(home: Path) -> Client:
-    """Return a client of the service selected by `service_of`."""
+def connect_client(home: Path) -> Client:
+    """Return a client of the service that `orc --server URL` names; without that option, of the
+    home's service.
+    """
     from orchestrator.service.client.client import Client
 
-    return Client(service_of(home))
+    return Client(select_service(home))

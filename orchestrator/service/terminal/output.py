@@ -2,7 +2,7 @@
 
 `clean_streams` is the one door to a terminal: whatever a command writes into standard output or error passes it, also
 errors of the command line and tracebacks. Control sequences in it become readable escapes. Tables and panels have
-sequences of their own: `console_on` cleans their texts, and writes behind the door. Only `write_log` passes more.
+sequences of their own: `make_console` cleans their texts, and writes behind the door. Only `write_log` passes more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from orchestrator.service.visible import visible, visible_but_colours, visible_log
+from orchestrator.service.visible import escape_controls, escape_except_colours, escape_log
 from orchestrator.specs.json_object import JsonObject
 
 if TYPE_CHECKING:  # not loaded for JSON output
@@ -25,28 +25,30 @@ PLAIN_WIDTH = 160  # columns if the output is not a terminal
 SPINNER_AFTER_S = 0.5
 
 
-def tell(answer: JsonObject, as_json: bool, text: RenderableType) -> None:
-    """Print `answer` as JSON, or `text`."""
+def print_answer(answer: JsonObject, as_json: bool, text: RenderableType) -> None:
+    """Print the answer as JSON, or else the text for people."""
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        console_on(sys.stdout).print(text, highlight=False, markup=False)
+        make_console(sys.stdout).print(text, highlight=False, markup=False)
 
 
 class CleanStream:
-    """A stream of text on which each control sequence is a readable escape; colours pass at a terminal."""
+    """Text stream that replaces each control sequence by a readable escape; at a terminal, colours
+    pass.
+    """
 
     def __init__(self, raw: TextIO) -> None:
-        """Nothing is written yet."""
+        """Wrap a stream; nothing is written yet."""
         self.raw = raw
 
     def write(self, text: str) -> int:
-        """Write the text without control sequences; return its length."""
-        self.raw.write(visible_but_colours(text) if self.raw.isatty() else visible(text))
+        """Write the text with its control sequences escaped; return the text's length."""
+        self.raw.write(escape_except_colours(text) if self.raw.isatty() else escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each line."""
+        """Write each of these texts, as `write` does."""
         for line in lines:
             self.write(line)
 
@@ -56,9 +58,10 @@ class CleanStream:
 
 @contextmanager
 def clean_streams() -> Iterator[None]:
-    """Let standard output and error of the block pass no control sequence.
+    """Replace standard output and error by `CleanStream`s while the block runs.
 
-    They stay so after a bug: the interpreter writes its traceback after the block.
+    They stay replaced after an unexpected exception: the interpreter writes its traceback after the
+    block.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
@@ -74,14 +77,18 @@ def clean_streams() -> Iterator[None]:
 
 
 def write_log(text: str) -> None:
-    """Write a piece of a log: at a terminal with colours and carriage returns alone, into a pipe or a file as it is."""
+    """Write a piece of a log: to a terminal with colours and carriage returns only, into a pipe or
+    a file unchanged.
+    """
     stream = sys.stdout.raw if isinstance(sys.stdout, CleanStream) else sys.stdout
-    stream.write(visible_log(text) if stream.isatty() else text)
+    stream.write(escape_log(text) if stream.isatty() else text)
     stream.flush()
 
 
-def console_on(stream: TextIO) -> Console:
-    """Return a console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
+def make_console(stream: TextIO) -> Console:
+    """Return a Rich console on the stream, as wide as the terminal; PLAIN_WIDTH without a terminal
+    and COLUMNS.
+    """
     from orchestrator.service.terminal.clean_console import CleanConsole
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
@@ -90,14 +97,16 @@ def console_on(stream: TextIO) -> Console:
 
 @contextmanager
 def show_spinner(text: str) -> Iterator[None]:
-    """Show a spinner with the text on standard error while the block takes longer than SPINNER_AFTER_S.
+    """Show a spinner with the text on standard error while the block takes longer than
+    SPINNER_AFTER_S seconds.
 
-    Shows nothing where standard error is not a terminal. What the block prints appears above the spinner.
+    Nothing is shown if standard error is not a terminal. Output of the block appears above the
+    spinner.
     """
     if not sys.stderr.isatty():
         yield
         return
-    status = console_on(sys.stderr).status(text)
+    status = make_console(sys.stderr).status(text)
     timer = Timer(SPINNER_AFTER_S, status.start)
     timer.daemon = True
     timer.start()

@@ -6,10 +6,10 @@ from rich.table import Table
 
 
 def plain_table(*, is_wide: bool = False) -> Table:
-    """Return a table with bold headings; a wide one takes the width of the terminal."""
+    """Return an empty table with bold headings; a wide one is as wide as the terminal."""
     return Table(box=None, pad_edge=False, header_style="bold", expand=is_wide)
 
 
 def plain_grid() -> Table:
-    """Return a table without headings."""
+    """Return an empty table without headings."""
     return Table.grid(padding=(0, 2))

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.picture import Mark, Picture, Point
-from orchestrator.service.terminal.expected import coloured
+from orchestrator.service.terminal.expected import colour_status
 from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
 from orchestrator.service.terminal.tables import (
-    bars,
-    coloured_picture,
-    is_known,
-    moments,
-    promise_words,
+    causes_table,
+    colour_picture,
+    describe_guarantee,
+    is_estimate_known,
+    peaks_table,
 )
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.attempt import PROBE_STEPS
@@ -35,7 +35,9 @@ ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def plan_panel(plans: JobPlans) -> RenderableType:
-    """Return the chosen plan, the frontier chart with the memory limit, and why faster plans were rejected."""
+    """Return the chosen plan, the chart of the frontier with the memory limit, and why faster plans
+    were rejected.
+    """
     parts: list[RenderableType] = [
         Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
         Text(plans["hardware"], style="dim"),
@@ -48,7 +50,7 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     chosen = plans["chosen"]
     if chosen is None:
         parts.append(Text(plans["nothing_fits"] or "no plan fits", style="red"))
-        return Group(*parts, Text(), _frontier(plans, 0))
+        return Group(*parts, Text(), _frontier_table(plans, 0))
     candidate = plans["frontier"][chosen]
     if plans["nothing_fits"] is not None:
         parts += [Text(plans["nothing_fits"], style="red"), Text()]
@@ -59,19 +61,19 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     if plans["passed_over"] is not None:
         parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
     if _is_timed(candidate) and plans["steps"] is not None:
-        parts += [Text(), _totals(plans, chosen, plans["steps"])]
+        parts += [Text(), _totals_table(plans, chosen, plans["steps"])]
     if plans["unsure"] is not None:
         parts += [Text(), Text(plans["unsure"], style="yellow")]
-    if is_known(candidate["estimate"]):
+    if is_estimate_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
-        parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
+        parts += [Text(), title, peaks_table(candidate["estimate"], candidate["correction"])]
     if _is_timed(candidate):
         parts += [
             Text(),
             Text("Frontier", style="bold"),
-            coloured_picture(_plan_picture(plans, chosen)),
+            colour_picture(_make_picture(plans, chosen)),
         ]
-    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(plans, chosen)]
+    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier_table(plans, chosen)]
     if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = plans["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
@@ -79,8 +81,10 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     return Group(*parts)
 
 
-def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
-    """Return the whole training by number of devices, with the plan that each would run."""
+def _totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
+    """Return a table of the whole training's cost by number of devices, with the plan that each
+    number would run.
+    """
     table = plain_table()
     table.add_column("")
     price = plans["price_per_hour"]
@@ -90,12 +94,12 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("PLAN (predicted)")
-    for index in plans["by_devices"] or [chosen]:
+    for index in plans["by_devices"] or [chosen_index]:
         candidate = plans["frontier"][index]
         devices = int(candidate["settings"]["gpus"])
         total_s = steps * candidate["step_s"]
         table.add_row(
-            "→" if index == chosen else "",
+            "→" if index == chosen_index else "",
             str(devices),
             format_seconds(candidate["step_s"]),
             format_seconds(total_s),
@@ -108,10 +112,12 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
 
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:
-    """Return a plan with its predicted step time, bytes by cause, and needed bytes against the capacity."""
+    """Return a panel on one plan: its predicted step time, its bytes by cause, and needed bytes
+    against the capacity.
+    """
     head = plain_grid()
     head.add_row("plan", Text(candidate["plan"], style="bold"))
-    if not is_known(candidate["estimate"]):
+    if not is_estimate_known(candidate["estimate"]):
         head.add_row(
             "memory",
             "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact",
@@ -128,12 +134,14 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
     )
     if candidate["busy_share"] is not None:
         head.add_row("busy", f"its kernels fill {candidate['busy_share']:.0%} of a step, estimated")
-    head.add_row("memory", _verdict(candidate))
-    return Group(head, Text(), bars(candidate["estimate"]))
+    head.add_row("memory", _rejection_text(candidate))
+    return Group(head, Text(), causes_table(candidate["estimate"]))
 
 
 def _probe_panel(probe: CandidateView) -> RenderableType:
-    """Return the probe attempts before the training, and their reason."""
+    """Return a panel on the probes (short measuring runs) before the training, with the reason for
+    them.
+    """
     head = plain_grid()
     head.add_row(
         "memory",
@@ -151,34 +159,36 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Return why a job waits, its attempts' predictions and measurements, and today's frontier chart."""
+    """Return a panel: why a job waits, its attempts' predictions and measurements, and today's
+    frontier as a chart.
+    """
     job = explanation["job"]
     parts: list[RenderableType] = [
         Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")
     ]
     if job["promise"] is not None and not job["promise"]["refused"]:
-        parts.append(Text(f"It {promise_words(job['promise'])}."))
+        parts.append(Text(f"It {describe_guarantee(job['promise'])}."))
     parts += [Text(line) for line in explanation["sooner"]]
     for attempt, lessons in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
-        parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
-        if is_known(attempt["estimate"]):
-            parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
+        parts += [Text(), Text(f"{title}  ", style="bold") + colour_status(attempt["outcome"])]
+        if is_estimate_known(attempt["estimate"]):
+            parts += [Text("Bytes by cause", style="dim"), causes_table(attempt["estimate"])]
             title = "Bytes by moment of a step"
             parts += [
                 Text(title, style="dim"),
-                moments(attempt["estimate"], attempt["correction"]),
+                peaks_table(attempt["estimate"], attempt["correction"]),
                 Text(),
             ]
-        parts.append(_sentences(lessons))
+        parts.append(_sentences_table(lessons))
     if explanation["picture"] is not None:
         picture = picture_from_view(explanation["picture"])
         title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
-        parts += [Text(), Text(title, style="bold"), coloured_picture(picture)]
+        parts += [Text(), Text(title, style="bold"), colour_picture(picture)]
     return Group(*parts)
 
 
-def _sentences(sentences: Sequence[str]) -> Table:
+def _sentences_table(sentences: Sequence[str]) -> Table:
     """Return a table with a row per sentence, whose first word has its own column."""
     table = plain_grid()
     table.add_column(no_wrap=True)
@@ -189,9 +199,9 @@ def _sentences(sentences: Sequence[str]) -> Table:
     return table
 
 
-def _frontier(plans: JobPlans, centre: int) -> Table:
-    low = max(0, centre - ROWS_AROUND)
-    shown = plans["frontier"][low : centre + ROWS_AROUND + 1]
+def _frontier_table(plans: JobPlans, centre_index: int) -> Table:
+    low = max(0, centre_index - ROWS_AROUND)
+    shown = plans["frontier"][low : centre_index + ROWS_AROUND + 1]
     table = plain_table()
     table.add_column("")
     table.add_column("PLAN")
@@ -213,7 +223,7 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
         mark = Text("→", style="bold green") if index == chosen else Text("")
         style = "" if candidate["rejected"] is None else "dim"
         kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
-        has_bytes = is_known(candidate["estimate"])
+        has_bytes = is_estimate_known(candidate["estimate"])
         step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if has_bytes else "-"
         share = "-" if candidate["band_bytes"] is None else "not measured"
@@ -234,7 +244,7 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
     return table
 
 
-def _verdict(candidate: CandidateView) -> Text:
+def _rejection_text(candidate: CandidateView) -> Text:
     needed = format_bytes(candidate["needed_bytes"])
     capacity = format_bytes(candidate["capacity_bytes"])
     probability = candidate["fit_probability"]
@@ -258,20 +268,20 @@ def _verdict(candidate: CandidateView) -> Text:
     return Text(f"{needed} of {capacity} with margin: ") + verdict
 
 
-def _mark_of(candidate: CandidateView) -> Mark:
+def _choose_mark(candidate: CandidateView) -> Mark:
     return Mark.FITS if candidate["rejected"] is None else Mark.TOO_BIG
 
 
-def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
+def _make_picture(plans: JobPlans, chosen_index: int) -> Picture:
     points = [
         Point(
             step_s=candidate["step_s"],
             needed_bytes=candidate["needed_bytes"],
-            mark=Mark.CHOSEN if index == chosen else _mark_of(candidate),
+            mark=Mark.CHOSEN if index == chosen_index else _choose_mark(candidate),
         )
         for index, candidate in enumerate(plans["frontier"])
     ]
-    capacity_bytes = plans["frontier"][chosen]["capacity_bytes"]
+    capacity_bytes = plans["frontier"][chosen_index]["capacity_bytes"]
     return Picture(device=plans["device"], capacity_bytes=capacity_bytes, points=tuple(points))
 
 

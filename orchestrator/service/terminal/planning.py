@@ -20,10 +20,10 @@ from orchestrator.service.terminal.options import (
     JobFile,
     Pinned,
     Settings,
-    client_of,
-    service_of,
+    connect_client,
+    select_service,
 )
-from orchestrator.service.terminal.output import show_spinner, tell
+from orchestrator.service.terminal.output import print_answer, show_spinner
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -79,7 +79,7 @@ def plan(
     from orchestrator.service.terminal.plan_tables import plan_panel
 
     overrides = read_options(settings, pins)
-    nodes, observations = select_hardware(service_of(home), cluster, cards)
+    nodes, observations = select_hardware(select_service(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -92,19 +92,19 @@ def plan(
         )
     if export is not None:
         script = export_job(spec, nodes, observations, export)
-        tell({"run": str(script)}, as_json, f"{script} runs the plan without orc.")
+        print_answer({"run": str(script)}, as_json, f"{script} runs the plan without orc.")
         return
     # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either
     # way
     gc.disable()
     with show_spinner("searching plans"):
-        answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+        answer = plan_job(spec, nodes, observations, _make_tracer(home, str(file), plans))
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
         print(way_out_job_file(answer, way_out), end="")
         return
-    tell(dict(answer), as_json, plan_panel(answer))
+    print_answer(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
 
@@ -123,7 +123,7 @@ def estimate(
     from orchestrator.service.terminal.plan_tables import candidate_panel
 
     overrides = read_overrides(settings)
-    nodes, observations = select_hardware(service_of(home), cluster, cards)
+    nodes, observations = select_hardware(select_service(home), cluster, cards)
     plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -135,7 +135,7 @@ def estimate(
             trace_scope=plans,
         )
     answer = estimate_plan(spec, overrides, nodes, observations)
-    tell(dict(answer), as_json, candidate_panel(answer))
+    print_answer(dict(answer), as_json, candidate_panel(answer))
 
 
 def fit(
@@ -166,7 +166,7 @@ def fit(
     source = Path(job) if name is None else job
     with show_spinner("planning on each card"):
         spec, rows = fit_job(source, overrides, home, allow_other_machine=SERVER.get() is not None)
-    tell(
+    print_answer(
         {"job": spec.name, "rows": rows},
         as_json,
         fit_panel(spec, rows, is_assumed=name is not None),
@@ -188,18 +188,22 @@ def calibrate(
     """Calibrate the service with attempts that another home recorded in MLflow."""
     from orchestrator.backends.mlflow.outcomes import read_outcomes
 
-    client = client_of(home)
+    client = connect_client(home)
     outcomes = read_outcomes(tracking_uri)
     new = client.send_observations(outcomes)
-    tell(
+    print_answer(
         {"found": len(outcomes), "new": new},
         as_json,
         f"{len(outcomes)} outcomes found, {new} of them new.",
     )
 
 
-def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> Trace:
-    """Return a function that returns a job with the profile of its model, traced where no formula knows it."""
+def _make_tracer(
+    home: Path, job_source: str, trace_scope: Callable[[JobSpec], TraceScope]
+) -> Trace:
+    """Return a function that adds a traced profile of its model to a job, if no formula knows the
+    model.
+    """
 
     def trace(spec: JobSpec) -> JobSpec:
         from orchestrator.memory.profiles import is_known
@@ -208,7 +212,7 @@ def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> 
         if is_known(spec):
             return spec
         return spec.model_copy(
-            update={"traced": trace_model(spec, home.expanduser(), source, scope(spec))}
+            update={"traced": trace_model(spec, home.expanduser(), job_source, trace_scope(spec))}
         )
 
     return trace

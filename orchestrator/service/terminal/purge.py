@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import SECOND_UNITS, format_bytes
@@ -27,13 +27,13 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove files of ended jobs as `keep` of the cluster file says. Exits with 1 where some cannot be removed."""
-    answer = client_of(home).purge(dry_run=dry_run)
-    tell(answer, as_json, _tables(answer))
+    answer = connect_client(home).purge_files(dry_run=dry_run)
+    print_answer(answer, as_json, _purge_tables(answer))
     raise typer.Exit(bool(answer["failed"] or answer["beyond_bytes"]))
 
 
-def _tables(answer: JsonObject) -> Group:
-    """Return what goes with its age and reason, what stays and why, and the sums."""
+def _purge_tables(answer: JsonObject) -> Group:
+    """Return tables of what is removed with age and reason, what stays and why, and the sums."""
     from rich.console import Group
     from rich.text import Text
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.options import AsJson, Home, connect_client
+from orchestrator.service.terminal.output import print_answer
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
@@ -52,35 +52,44 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
-    from orchestrator.service.views.report import html, markdown, parse_since
+    from orchestrator.service.views.report import format_html, format_markdown, parse_since
 
     since_s = parse_since(since, time.time())
     if folder is None:
-        answer = client_of(home).fetch_morning_report(since_s)
+        answer = connect_client(home).fetch_morning_report(since_s)
     else:
         from orchestrator.service.commands.launch.shown import report_folder
 
         answer = report_folder(folder, since_s, time.time())
     if as_json or form is ReportFormat.TEXT:
-        tell(asdict(answer), as_json, _panel(answer))
+        print_answer(asdict(answer), as_json, _report_panel(answer))
     else:
-        print(markdown(answer) if form is ReportFormat.MARKDOWN else html(answer), end="")
+        print(
+            format_markdown(answer) if form is ReportFormat.MARKDOWN else format_html(answer),
+            end="",
+        )
 
 
-def _panel(report: MorningReport) -> RenderableType:
+def _report_panel(report: MorningReport) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
     from orchestrator.service.terminal.plain_tables import plain_grid
-    from orchestrator.service.views.report import cost_words, gantt, limit_rows, sections, title
+    from orchestrator.service.views.report import (
+        describe_cost,
+        draw_gantt,
+        limit_rows,
+        report_sections,
+        report_title,
+    )
 
     parts: list[RenderableType] = [
-        Text(title(report), style="bold"),
+        Text(report_title(report), style="bold"),
         Text(report.summary),
-        Text(cost_words(report)),
+        Text(describe_cost(report)),
     ]
-    if chart := gantt(report):
+    if chart := draw_gantt(report):
         parts += [Text(), Text(chart, no_wrap=True, overflow="crop")]
     if report.to_do:
         parts += [
@@ -88,7 +97,7 @@ def _panel(report: MorningReport) -> RenderableType:
             Text("To do", style="bold"),
             *(Padding(sentence, (0, 0, 0, 2)) for sentence in report.to_do),
         ]
-    for heading, rows in sections(report):
+    for heading, rows in report_sections(report):
         table = plain_grid()
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")

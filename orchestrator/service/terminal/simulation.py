@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.terminal.options import AsJson, Cluster, Home
-from orchestrator.service.terminal.output import console_on, show_spinner, tell
+from orchestrator.service.terminal.output import make_console, print_answer, show_spinner
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -77,7 +77,7 @@ def simulate(
     hardware = load_cluster(home) if queue and cluster is None else read_cluster(cluster)
     with show_spinner("simulating"):
         if trace is None:
-            run = _play_live(hardware, home, is_live=cluster is None)
+            run = _simulate_live_queue(hardware, home, is_live=cluster is None)
         else:
             played = read_job_list(trace, home)
             dated = shift_maintenance(hardware, played.begins_s)
@@ -86,19 +86,21 @@ def simulate(
 
 
 def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
-    from orchestrator.service.terminal.gantt import picture
+    from orchestrator.service.terminal.gantt import draw_gantt
     from orchestrator.service.terminal.simulation_tables import simulated_table
 
     if as_json:
-        print(json.dumps(_report_of(run), indent=2))
+        print(json.dumps(_report_data(run), indent=2))
         return
-    console = console_on(sys.stdout)
+    console = make_console(sys.stdout)
     console.print(simulated_table(run))
-    console.print(picture(run.outcomes, cluster), highlight=False, markup=False)
+    console.print(draw_gantt(run.outcomes, cluster), highlight=False, markup=False)
 
 
-def _report_of(run: Simulated) -> dict[str, object]:
-    """Return the report, and for each job of the live queue its start and its end, in seconds from now."""
+def _report_data(run: Simulated) -> dict[str, object]:
+    """Return the simulation's report as JSON data; for jobs of the live queue also start and end,
+    in seconds from now.
+    """
     outcomes = [
         {
             "job": outcome.job_id,
@@ -112,8 +114,10 @@ def _report_of(run: Simulated) -> dict[str, object]:
     return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
-def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
-    """Return a play of the live queue."""
+def _simulate_live_queue(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
+    """Simulate the live queue on the cluster, and return the result; with `is_live`, on the live
+    nodes.
+    """
     from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.live_queue import advance_to_now, simulate_queue
     from orchestrator.service.commands.replay import read_queue
@@ -121,20 +125,20 @@ def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
     state, to_come = read_queue(find_journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
-        console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
+        make_console(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
     run = simulate_queue(
         advance_to_now(state), cluster, is_live=is_live, coming_trials=to_come, home=home
     )
-    _print_endless(run, held_ids)
+    _print_unfinished(run, held_ids)
     return run
 
 
-def _print_endless(run: Simulated, held_ids: Sequence[str]) -> None:
-    """Print the jobs that do not end in the simulation, except those that a user holds."""
+def _print_unfinished(run: Simulated, held_ids: Sequence[str]) -> None:
+    """Print the jobs that do not end in the simulation, without those that a user put on hold."""
     unfinished = (outcome.job_id for outcome in run.outcomes if outcome.ended_at_s is None)
     endless = [job_id for job_id in unfinished if job_id not in held_ids]
     if endless:
-        console_on(sys.stderr).print(
+        make_console(sys.stderr).print(
             "Not known when these end, as nothing tells how long they or those before them take:"
             f" {', '.join(endless)}"
         )
@@ -161,5 +165,5 @@ def replay(
         decisions = list(
             decide_again(iterate_events(journal or find_journal_url(home.expanduser())))
         )
-    tell({"decisions": decisions}, as_json, replay_table(decisions))
+    print_answer({"decisions": decisions}, as_json, replay_table(decisions))
     raise typer.Exit(not all(decision["same"] for decision in decisions))

@@ -33,7 +33,9 @@ def simulated_table(run: Simulated) -> Table:
 
 
 def replay_table(decisions: Sequence[ReplayedDecision]) -> RenderableType:
-    """Return past decisions with their reasons; both decisions if this version decides otherwise."""
+    """Return a table of past decisions with their reasons; where this version decides differently,
+    of both decisions.
+    """
     table = plain_table()
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")

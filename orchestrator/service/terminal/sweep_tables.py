@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.terminal.expected import coloured
+from orchestrator.service.terminal.expected import colour_status
 from orchestrator.service.terminal.plain_tables import plain_grid
 from orchestrator.service.terminal.tables import Cells, draw_table
 from orchestrator.service.views.columns import columns_of
@@ -26,7 +26,7 @@ def sweeps_table(sweeps: Sequence[SweepReport]) -> Table:
 
 
 def sweep_panel(sweep: SweepReport) -> RenderableType:
-    """Return a sweep with its trials, and the best of them."""
+    """Return a panel with a sweep's trials, and the best of them."""
     head = plain_grid()
     head.add_row("sweep", Text(sweep.id, style="bold"))
     head.add_row("state", sweep.state)
@@ -37,6 +37,6 @@ def sweep_panel(sweep: SweepReport) -> RenderableType:
     named = [replace(c, heading=sweep.metric) if c.key == "value" else c for c in columns]
     cells: Cells = {
         "job": lambda trial: f"{trial['job']}{' *' if trial['number'] == sweep.best else ''}",
-        "status": lambda trial: coloured(trial["status"]),
+        "status": lambda trial: colour_status(trial["status"]),
     }
     return Group(head, Text(), draw_table(named, [*map(asdict, sweep.trials)], cells))

@@ -13,7 +13,7 @@ WORDS_MAX = 3
 
 @cache
 def load_commands() -> Mapping[str, tuple[str, str]]:
-    """Return (our command, the other tool) by the words of that tool."""
+    """Return {words of another tool's command: (our command, that tool)}."""
     from orchestrator.specs.packaged import load_table
 
     commands = dict[str, tuple[str, str]]()
@@ -23,8 +23,10 @@ def load_commands() -> Mapping[str, tuple[str, str]]:
     return commands
 
 
-def instead_of(arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """Return (words of another tool at the start of a command line, our command, the tool); None without any."""
+def find_our_command(arguments: Sequence[str]) -> tuple[str, str, str] | None:
+    """Return (another tool's words at the start of the arguments, our command, that tool); None if
+    there are none.
+    """
     commands = load_commands()
     terms = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
     for count in range(len(terms), 0, -1):

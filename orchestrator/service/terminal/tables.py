@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
-from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
+from orchestrator.service.terminal.expected import add_whole_column, colour_status, format_minute
 from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
-from orchestrator.service.views.columns import Column, Row, columns_of, local_second
+from orchestrator.service.views.columns import Column, Row, columns_of, format_second
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -53,9 +53,9 @@ def draw_table(
     *,
     is_narrow: bool = False,
 ) -> Table:
-    """Return the table of the rows, with `cells` instead of the texts of columns with these keys.
+    """Return the table of these rows; `cells` has own texts for some columns, by the columns' keys.
 
-    A narrow one has one line for each row: the last column takes the width that is left, and is cut.
+    A narrow table has one line per row: the last column gets the remaining width, and is cut.
     """
     table = plain_table(is_wide=is_narrow)
     texts = []
@@ -77,7 +77,9 @@ def draw_table(
 
 
 def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) -> str:
-    """Return the table of many rows as lines without styles. Rich takes a third of a millisecond for a row."""
+    """Return the table of many rows as text lines without styles: Rich takes a third of a
+    millisecond per row.
+    """
     lines = [[column.heading.upper() for column in columns]]
     draws: list[Draw] = []
     for column in columns:
@@ -92,17 +94,20 @@ def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) ->
 
 
 def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table | str:
-    """Return one row per job: status, plan, progress or reason; team and priority where any job has them.
+    """Return a row per job: status, plan, progress or reason; team and priority where any job has
+    them.
 
-    Below WIDE columns each job has one line: the plan without its devices, and the start of the reason. More than
-    STYLED_MAX jobs are lines of text.
+    Below WIDE columns each job has one line: the plan without its devices, and the start of the
+    reason. For more than STYLED_MAX jobs the rows are lines of text.
     """
     is_narrow = width < WIDE
     cells: Cells = {
         "team": lambda job: f"{job['team']}/{job['user']}",
-        "status": lambda job: coloured(job["status"]),
-        "plan": lambda job: _plan(job.get("plan") or f"{_gpus(job)} wanted", is_narrow=is_narrow),
-        "why": lambda job: progress_line(job["progress"]) or _why(job),
+        "status": lambda job: colour_status(job["status"]),
+        "plan": lambda job: _format_plan(
+            job.get("plan") or f"{_format_gpus(job)} wanted", is_narrow=is_narrow
+        ),
+        "why": lambda job: progress_line(job["progress"]) or _progress_or_reason(job),
     }
     columns = columns_of("queue", jobs, is_narrow=is_narrow)
     if len(jobs) > STYLED_MAX:
@@ -111,36 +116,37 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table | str:
 
 
 def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
-    """Return a job with its attempts side by side, the bytes of the last one, and its failure.
+    """Return a panel with a job's attempts side by side, the bytes of the last attempt, and its
+    failure.
 
-    Below WIDE columns the changes of an attempt stand with its reasons.
+    Below WIDE columns the changes of an attempt are among its reasons.
     """
     head = plain_grid()
     head.add_row("job", Text(job["id"], style="bold"))
-    head.add_row("status", coloured(job["status"]))
+    head.add_row("status", colour_status(job["status"]))
     head.add_row("why", Text(job["reason"]))
-    head.add_row("submitted", local_second(job["submitted_at_s"]))
+    head.add_row("submitted", format_second(job["submitted_at_s"]))
     for removal in job["removed"]:
         head.add_row("removed", Text(removal))
     head.add_row(
         "wants",
-        f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}",
+        f"{_format_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}",
     )
     if job["provenance"]:
-        head.add_row("trains", Text(", ".join(provenance_words(job["provenance"]))))
+        head.add_row("trains", Text(", ".join(provenance_phrases(job["provenance"]))))
     if job["time_limit_s"] is not None:
         head.add_row("time limit", format_seconds(job["time_limit_s"]))
     if job["retry_of"] is not None:
         begin = f", from the checkpoint of {job['continues_from']}" if job["continues_from"] else ""
         head.add_row("retries", Text(f"{job['retry_of']}{begin}"))
     if job["promise"] is not None:
-        head.add_row("guarantee", Text(promise_words(job["promise"])))
+        head.add_row("guarantee", Text(describe_guarantee(job["promise"])))
     if job["progress"]:
         head.add_row("progress", progress_line(job["progress"]))
     parts: list[RenderableType] = [head]
     if job["attempts"]:
         last = job["attempts"][-1]
-        reasons = _reasons(job, has_changes=width < WIDE)
+        reasons = _reason_lines(job, has_changes=width < WIDE)
         parts += [
             Text(),
             attempts_table([job], width),
@@ -148,15 +154,15 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
             Text("Why each attempt", style="bold"),
             reasons,
         ]
-        if is_known(last["estimate"]):
+        if is_estimate_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
-            parts += [Text(), title, bars(last["estimate"])]
-        parts += _failure(last)
+            parts += [Text(), title, causes_table(last["estimate"])]
+        parts += _failure_lines(last)
     return Group(*parts)
 
 
-def provenance_words(provenance: Mapping[str, str]) -> list[str]:
-    """Return the provenance as phrases such as `learning rate 0.001`."""
+def provenance_phrases(provenance: Mapping[str, str]) -> list[str]:
+    """Return phrases such as `learning rate 0.001` that say where the job's settings come from."""
     return [f"{name.replace('_', ' ')} {text}" for name, text in provenance.items()]
 
 
@@ -173,14 +179,14 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
         if not job["attempts"]:
             rows.append({"attempt": job["id"], "outcome": job["status"]})
     cells: Cells = {
-        "plan": lambda row: _plan(row.get("plan", "-"), is_narrow=is_narrow),
-        "outcome": lambda row: coloured(row["outcome"]),
+        "plan": lambda row: _format_plan(row.get("plan", "-"), is_narrow=is_narrow),
+        "outcome": lambda row: colour_status(row["outcome"]),
     }
     return draw_table(columns_of("attempts", rows, is_narrow=is_narrow), rows, cells)
 
 
-def coloured_picture(picture: Picture) -> Text:
-    """Return the chart with coloured marks."""
+def colour_picture(picture: Picture) -> Text:
+    """Return the chart as text with coloured marks."""
     text = Text("\n".join(draw_lines(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
@@ -188,8 +194,10 @@ def coloured_picture(picture: Picture) -> Text:
     return text
 
 
-def moments(estimate: EstimateView, correction: float) -> Table:
-    """Return the bytes at each peak point of a step as bars, with corrected activations."""
+def peaks_table(estimate: EstimateView, correction: float) -> Table:
+    """Return a table with a bar for the bytes at each candidate for the memory peak of a step, with
+    corrected activations.
+    """
     table = plain_grid()
     table.add_column()
     table.add_column(justify="right")
@@ -210,8 +218,8 @@ def moments(estimate: EstimateView, correction: float) -> Table:
     return table
 
 
-def bars(estimate: EstimateView) -> Table:
-    """Return the bytes by cause as bars, then the three totals."""
+def causes_table(estimate: EstimateView) -> Table:
+    """Return a table with a bar for the bytes of each cause, followed by the three totals."""
     table = plain_grid()
     table.add_column()
     table.add_column(justify="right")
@@ -250,18 +258,18 @@ def progress_line(progress: ProgressView | None) -> str:
     return " · ".join(parts)
 
 
-def time_left(progress: ProgressView | None) -> str:
-    """Return the time to the last step at the recent speed, as text; "" where unknown."""
+def format_time_left(progress: ProgressView | None) -> str:
+    """Return the time until the last step at the recent speed, as text; "" where it is unknown."""
     if progress is None or not progress["max_steps"] or not progress["step_s"]:
         return ""
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
-def is_known(estimate: EstimateView) -> bool:
+def is_estimate_known(estimate: EstimateView) -> bool:
     return estimate["source"] != Source.ASSUMED
 
 
-def _reasons(job: JobView, *, has_changes: bool) -> Group:
+def _reason_lines(job: JobView, *, has_changes: bool) -> Group:
     # the words of a plan come with the search for plans, which only this table needs
     from orchestrator.planning.explain import why_taken
 
@@ -277,7 +285,7 @@ def _reasons(job: JobView, *, has_changes: bool) -> Group:
     return Group(*lines)
 
 
-def _failure(attempt: AttemptView) -> list[RenderableType]:
+def _failure_lines(attempt: AttemptView) -> list[RenderableType]:
     failure = attempt["failure"]
     if failure is None:
         return []
@@ -290,45 +298,47 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
     ]
 
 
-def promise_words(promise: PromiseView) -> str:
-    """Return text on the promise to a job with a guarantee, or on its refusal."""
+def describe_guarantee(promise: PromiseView) -> str:
+    """Return a sentence on what was promised to a job with a guarantee, or on the refusal of the
+    guarantee.
+    """
     if promise["refused"]:
         return f"is refused: {promise['refused']}"
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
     if promise["starts_by_s"] is None:
         return f"is promised the speed of {gpus}, or refused, once the cluster is seen"
-    starts_by = local_minute(promise["starts_by_s"], None)
+    starts_by = format_minute(promise["starts_by_s"], None)
     return f"is promised at least the speed of {gpus}, from {starts_by} on at the latest"
 
 
-def _plan(plan: str, *, is_narrow: bool) -> str:
-    """Return the plan; for a narrow table without its devices."""
+def _format_plan(plan: str, *, is_narrow: bool) -> str:
+    """Return the plan as text; for a narrow table without its devices."""
     rest = plan.partition(" · ")[2]
     return rest if is_narrow and rest else plan
 
 
-def _gpus(job: JobView) -> str:
-    """Return the requested GPUs: `1 gpu`, `2-8 gpus`."""
+def _format_gpus(job: JobView) -> str:
+    """Return the number of GPUs that the job asks for, as `1 gpu` or `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
-def _why(job: JobView) -> str:
+def _progress_or_reason(job: JobView) -> str:
     if job["cancelling"] and job["status"] == "running":
         return "is being cancelled"
     why = job["reason"].partition("\n")[0]
     promise = job["promise"]
     if promise is None or promise["starts_by_s"] is None or job["status"] != "queued":
         return why
-    return f"{why}; starts by {local_minute(promise['starts_by_s'], None)} at the latest"
+    return f"{why}; starts by {format_minute(promise['starts_by_s'], None)} at the latest"
 
 
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
     """Return a table with a row per node: whether it is drained, and its jobs; absent drained nodes come last."""
     cells: Cells = {
-        "takes": _takes,
+        "takes": _accepts_text,
         "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])}",
         "jobs": lambda node: ", ".join(node["jobs"]) or "-",
-        "maintenance": _maintenance,
+        "maintenance": _next_maintenance,
     }
     columns = columns_of("nodes")
     table = draw_table(columns, nodes, cells)
@@ -352,16 +362,18 @@ def teams_table(teams: Sequence[TeamView]) -> Table:
     return draw_table(columns, rows, cells)
 
 
-def _maintenance(node: NodeView) -> str:
-    """Return the next window without jobs, as text."""
+def _next_maintenance(node: NodeView) -> str:
+    """Return the node's next maintenance as text; "" without one."""
     for begin_s, end_s in node["maintenance"]:
         if end_s > time.time():
-            return f"{local_minute(begin_s, None)} to {local_minute(end_s, None)}"
+            return f"{format_minute(begin_s, None)} to {format_minute(end_s, None)}"
     return "-"
 
 
-def _takes(node: NodeView) -> str:
-    """Return what a node accepts; for a suspended place, until when it accepts nothing."""
+def _accepts_text(node: NodeView) -> str:
+    """Return a text on whether the node accepts jobs; for a suspended device, until when it accepts
+    none.
+    """
     if node["drained"]:
         return "nothing new"
     errors = node.get("driver_errors", [])  # an older service has none
@@ -374,7 +386,7 @@ def _takes(node: NodeView) -> str:
     ]
     closed += [
         f"nothing on {'it' if entry['device'] is None else 'device ' + str(entry['device'])}"
-        f" until {local_minute(entry['until_s'], None)}: {entry['reason']}"
+        f" until {format_minute(entry['until_s'], None)}: {entry['reason']}"
         for entry in node["suspended"]
     ]
     return "; ".join(closed) or "what comes"

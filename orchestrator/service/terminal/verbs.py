@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.completion import job_ids
-from orchestrator.service.terminal.options import AsJson, Home, JobId, Settings, client_of
-from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.service.terminal.completion import complete_job_id
+from orchestrator.service.terminal.options import AsJson, Home, JobId, Settings, connect_client
+from orchestrator.service.terminal.output import make_console, print_answer
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 JobIds = Annotated[
     list[str],
     typer.Argument(
-        metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids
+        metavar="JOB...",
+        help="Ids of jobs, as `orc queue` shows them.",
+        autocompletion=complete_job_id,
     ),
 ]
 User = Annotated[str | None, typer.Option("--user", help="Only jobs of this user.")]
@@ -51,16 +53,16 @@ def queue(
     from orchestrator.service.terminal.tables import queue_table
 
     _check_status(status, STATUSES)
-    client = client_of(home)
+    client = connect_client(home)
     everything = client.list_jobs(ended)
-    jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
+    jobs = [job for job in select_jobs(everything, user, status) if team in (None, job["team"])]
     shown = {job["id"] for job in jobs}
     sweeps = [
         sweep
-        for sweep in client.sweeps()
+        for sweep in client.list_sweeps()
         if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
-    rows: RenderableType = queue_table(jobs, console_on(sys.stdout).width)
+    rows: RenderableType = queue_table(jobs, make_console(sys.stdout).width)
     if isinstance(rows, str) and not as_json:
         print(rows)
         rows = f"{len(jobs):,} jobs"
@@ -70,11 +72,13 @@ def queue(
         if everything
         else "The queue is empty. `orc submit FILE` adds a job."
     )
-    tell({"jobs": jobs, "sweeps": [*map(asdict, sweeps)]}, as_json, table if jobs else empty)
+    print_answer(
+        {"jobs": jobs, "sweeps": [*map(asdict, sweeps)]}, as_json, table if jobs else empty
+    )
 
 
-def select(jobs: Sequence[JobView], user: str | None, status: str | None) -> list[JobView]:
-    """Return the jobs of a user, with a status; None admits all."""
+def select_jobs(jobs: Sequence[JobView], user: str | None, status: str | None) -> list[JobView]:
+    """Return the jobs of this user and with this status; None admits all."""
     return [job for job in jobs if user in (None, job["user"]) and status in (None, job["status"])]
 
 
@@ -91,7 +95,7 @@ def cancel(
         typer.Argument(
             metavar="[JOB...]",
             help="Ids of jobs, as `orc queue` shows them.",
-            autocompletion=job_ids,
+            autocompletion=complete_job_id,
         ),
     ] = None,
     whole_arrays: Annotated[
@@ -109,7 +113,7 @@ def cancel(
     """Cancel the live jobs among these, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
     from orchestrator.specs.job.sweep import SWEEP
 
-    client = client_of(home)
+    client = connect_client(home)
     filters = (user is not None, status is not None, every)
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
@@ -118,15 +122,17 @@ def cancel(
         )
     _check_status(status, LIVE)
     if not ids:
-        live = [job for job in select(client.list_jobs(0), user, status) if job["status"] in LIVE]
+        live = [
+            job for job in select_jobs(client.list_jobs(0), user, status) if job["status"] in LIVE
+        ]
         ids = [job["id"] for job in live]
         running = sum(job["status"] == "running" for job in live)
         if ids and not is_sure:
-            _confirm(
+            _ask_confirmation(
                 f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?",
                 ids,
             )
-    cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
+    cancelled = client.cancel_jobs(ids, whole_arrays=whole_arrays) if ids else []
     are = "is" if len(cancelled) == 1 else "are"
     nothing = (
         "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
@@ -138,17 +144,19 @@ def cancel(
         else [job_id for job_id in ids if job_id not in cancelled and not job_id.startswith(SWEEP)]
     )
     text += f" Ended before: {', '.join(ended)}." if ended else ""
-    tell({"cancelled": cancelled}, as_json, text)
+    print_answer({"cancelled": cancelled}, as_json, text)
 
 
-def _confirm(question: str, ids: Sequence[str]) -> None:
-    """Ask at the terminal; ends the command at a no. Raises SpecError where nobody can be asked."""
+def _ask_confirmation(question: str, job_ids: Sequence[str]) -> None:
+    """Ask the question at the terminal; a no ends the command. Raises SpecError where nobody can be
+    asked.
+    """
     if not sys.stdin.isatty():
         hint = "say --yes to cancel them"
         raise SpecError(
-            f"nobody confirms the end of {len(ids)} jobs",
+            f"nobody confirms the end of {len(job_ids)} jobs",
             source="orc cancel",
-            got=", ".join(ids),
+            got=", ".join(job_ids),
             hint=hint,
         )
     typer.confirm(question, abort=True, err=True)
@@ -156,33 +164,33 @@ def _confirm(question: str, ids: Sequence[str]) -> None:
 
 def hold(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Hold waiting jobs, all or none: they do not start until `orc release`. A guarantee is given up."""
-    _change("hold", ids, home, as_json)
+    _change_jobs("hold", ids, home, as_json)
 
 
 def release(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Release held jobs, all or none: they wait for devices again."""
-    _change("release", ids, home, as_json)
+    _change_jobs("release", ids, home, as_json)
 
 
 def suspend(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Suspend jobs, all or none: running ones save within two minutes and leave their devices until `orc resume`."""
-    _change("suspend", ids, home, as_json)
+    _change_jobs("suspend", ids, home, as_json)
 
 
 def resume(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Resume suspended or held jobs, all or none: they go on from their newest checkpoint."""
-    _change("resume", ids, home, as_json)
+    _change_jobs("resume", ids, home, as_json)
 
 
 DONE = {"hold": "held", "release": "released", "suspend": "suspended", "resume": "resumed"}
 
 
-def _change(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
-    changed = client_of(home).change_jobs(verb, ids)
+def _change_jobs(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
+    changed = connect_client(home).change_jobs(verb, ids)
     same = [job_id for job_id in dict.fromkeys(ids) if job_id not in changed]
     lines = [f"{', '.join(changed)}: {DONE[verb]}."] if changed else []
     lines += [f"{', '.join(same)}: unchanged."] if same else []
-    tell({"changed": changed}, as_json, "\n".join(lines))
+    print_answer({"changed": changed}, as_json, "\n".join(lines))
 
 
 def update(
@@ -199,10 +207,12 @@ def update(
     """Change the priority, deadline or time limit of a job that has not ended."""
     from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
-    is_changed = client_of(home).update_job(
+    is_changed = connect_client(home).update_job(
         job_id, add_time_zones(read_overrides(settings, "orc update"))
     )
-    tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
+    print_answer(
+        {"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}."
+    )
 
 
 def retry(
@@ -221,11 +231,11 @@ def retry(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
+    """Submit an ended job again, or allow a job to change its training as it asks."""
     from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
     overrides = add_time_zones(read_overrides(settings))
-    answer = client_of(home).retry_job(
+    answer = connect_client(home).retry_job(
         job_id,
         overrides,
         allow=allow,
@@ -234,4 +244,4 @@ def retry(
     )
     is_new = answer["id"] != job_id
     text = f"{answer['id']} retries {job_id}: {answer['why']}." if is_new else f"{job_id} goes on."
-    tell({"retried": job_id, **answer}, as_json, text)
+    print_answer({"retried": job_id, **answer}, as_json, text)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import Home, check_finite, client_of
-from orchestrator.service.terminal.output import console_on
+from orchestrator.service.terminal.options import Home, check_finite, connect_client
+from orchestrator.service.terminal.output import make_console
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -39,11 +39,12 @@ def watch(
     """Show devices and jobs, live, until Ctrl-C; once where the output is no terminal."""
     from rich.live import Live
 
-    client = client_of(home)
-    console = console_on(sys.stdout)
+    client = connect_client(home)
+    console = make_console(sys.stdout)
     if not sys.stdout.isatty():
         console.print(
-            _screen(client.fetch_cluster(), client.list_jobs(ENDED_SHOWN), None), highlight=False
+            _draw_screen(client.fetch_cluster(), client.list_jobs(ENDED_SHOWN), None),
+            highlight=False,
         )
         return
     try:
@@ -52,14 +53,16 @@ def watch(
                 cluster = client.fetch_cluster()
                 jobs = client.list_jobs(ENDED_SHOWN)
                 rows = console.height - LINES_AROUND - min(len(cluster["nodes"]), NODES_SHOWN)
-                live.update(_screen(cluster, jobs, max(1, rows)), refresh=True)
+                live.update(_draw_screen(cluster, jobs, max(1, rows)), refresh=True)
                 time.sleep(every_s)
     except KeyboardInterrupt:
         return
 
 
-def _screen(cluster: JsonObject, jobs: Sequence[JobView], rows: int | None) -> RenderableType:
-    """Return the whole screen; `rows` is the number of jobs that fit, None: all."""
+def _draw_screen(
+    cluster: JsonObject, jobs: Sequence[JobView], rows_max: int | None
+) -> RenderableType:
+    """Return the whole screen of `orc watch`; `rows_max` is the number of jobs that fit, None: all."""
     from rich.console import Group
     from rich.text import Text
 
@@ -68,27 +71,27 @@ def _screen(cluster: JsonObject, jobs: Sequence[JobView], rows: int | None) -> R
     live = [job for job in jobs if job["status"] in count]
     ended = [job for job in jobs if job["status"] not in count]
     ordered = [*live, *reversed(ended)]
-    shown = ordered if rows is None else ordered[:rows]
+    shown = ordered if rows_max is None else ordered[:rows_max]
     problems = [Text(problem, style="red") for problem in cluster["problems"]]
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         *problems,
         Text(),
-        _nodes(cluster["nodes"]),
+        _nodes_table(cluster["nodes"]),
         Text(),
     ]
-    parts.append(_jobs(shown) if shown else Text("The queue is empty."))
+    parts.append(_jobs_table(shown) if shown else Text("The queue is empty."))
     if len(shown) < len(ordered):
         parts.append(Text(f"... {len(ordered) - len(shown)} more: `orc queue`", style="dim"))
     return Group(*parts)
 
 
-def _nodes(nodes: Sequence[NodeView]) -> RenderableType:
+def _nodes_table(nodes: Sequence[NodeView]) -> RenderableType:
     from orchestrator.service.terminal.tables import draw_table
     from orchestrator.service.views.columns import columns_of
 
     cells: Cells = {
-        "use": lambda node: _bar(len(node["busy"]) / max(1, len(node["free_bytes"]))),
+        "use": lambda node: _draw_bar(len(node["busy"]) / max(1, len(node["free_bytes"]))),
         "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])} busy",
         "jobs": _node_text,
     }
@@ -99,7 +102,7 @@ def _nodes(nodes: Sequence[NodeView]) -> RenderableType:
 
 
 def _node_text(node: NodeView) -> str | Text:
-    """Return why a node takes no job, else its jobs."""
+    """Return why a node accepts no job; if it accepts jobs, its running jobs."""
     from rich.text import Text
 
     if node["drained"]:
@@ -109,35 +112,35 @@ def _node_text(node: NodeView) -> str | Text:
     return ", ".join(node["jobs"])
 
 
-def _jobs(jobs: Sequence[JobView]) -> RenderableType:
-    from orchestrator.service.terminal.expected import coloured
-    from orchestrator.service.terminal.tables import draw_table, time_left
+def _jobs_table(jobs: Sequence[JobView]) -> RenderableType:
+    from orchestrator.service.terminal.expected import colour_status
+    from orchestrator.service.terminal.tables import draw_table, format_time_left
     from orchestrator.service.views.columns import columns_of
 
     cells: Cells = {
-        "status": lambda job: coloured(job["status"]),
-        "progress": lambda job: _steps(job["progress"]),
-        "left": lambda job: time_left(job["progress"]),
+        "status": lambda job: colour_status(job["status"]),
+        "progress": lambda job: _format_steps(job["progress"]),
+        "left": lambda job: format_time_left(job["progress"]),
         "why": _status_text,
     }
     return draw_table(columns_of("watch", jobs), jobs, cells, is_narrow=True)
 
 
 def _status_text(job: JobView) -> str:
-    """Return the plan of a running job, the reason of another."""
+    """Return the plan of a running job, the reason of any other job."""
     if job["status"] == "running" and job["attempts"]:
         return job["attempts"][-1]["plan"]
     return job["reason"].partition("\n")[0]
 
 
-def _steps(progress: ProgressView | None) -> str:
+def _format_steps(progress: ProgressView | None) -> str:
     if progress is None:
         return ""
     if not progress["max_steps"]:
         return f"step {progress['step']}"
-    return f"{_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
+    return f"{_draw_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
 
 
-def _bar(share: float) -> str:
-    full = round(BAR_WIDTH * min(1.0, share))
+def _draw_bar(fraction: float) -> str:
+    full = round(BAR_WIDTH * min(1.0, fraction))
     return "█" * full + "░" * (BAR_WIDTH - full)

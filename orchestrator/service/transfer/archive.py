@@ -33,7 +33,7 @@ Skipped = Callable[[str], bool]  # of a path relative to the root; a folder's en
 
 
 class Kind(StrEnum):
-    """Kinds of entries."""
+    """Kinds of an archive's entries."""
 
     FILE = "file"
     PROGRAM = "program"  # an executable file
@@ -43,7 +43,7 @@ class Kind(StrEnum):
 
 @frozen
 class Entry:
-    """A file, folder or link; its path is relative to the root."""
+    """An archive's entry: a file, folder or link; its path is relative to the root."""
 
     path: str
     kind: Kind
@@ -61,7 +61,7 @@ class Limits:
 
 @frozen
 class Listing:
-    """The entries of a folder that are sent."""
+    """The entries of a folder that are sent, and those that are left out."""
 
     root: Path
     entries: Sequence[Entry]
@@ -73,39 +73,41 @@ class Listing:
         return sum(entry.size for entry in self.entries)
 
     def manifest(self) -> bytes:
-        """Return the JSON line that is sent first."""
+        """Return the JSON line that is sent first; it lists the entries."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
-    def stream(self) -> Iterator[bytes]:
+    def iterate_bytes(self) -> Iterator[bytes]:
         """Yield the archive's bytes. Raises OSError where a file shrank or is no longer a file."""
         yield self.manifest()
         with closing(_Folder(self.root)) as root:
             for entry in self.entries:
                 if entry.size:
-                    yield from root.content(entry)
+                    yield from root.iterate_content(entry)
 
     def digest(self) -> str:
         """Return the SHA-256 of the archive, in hexadecimal digits."""
         digest = hashlib.sha256()
-        for chunk in self.stream():
+        for chunk in self.iterate_bytes():
             digest.update(chunk)
         return digest.hexdigest()
 
 
-def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
-    """Return the entries to send of a folder, or of a single file, ordered by path. No link is followed.
+def list_files(root: Path, limits: Limits, is_skipped: Skipped = lambda _: False) -> Listing:
+    """Return the entries of a folder, or of a single file, to send, ordered by path. No link is
+    followed.
 
-    Raises SpecError beyond the limits or for a name that is no text, OSError where it cannot be read.
+    Raises SpecError beyond the limits or for a name that is no text, OSError where a file cannot be
+    read.
     """
     if root.is_file():
-        single = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
+        single = [Entry(path=root.name, kind=_file_kind(root.stat()), size=root.stat().st_size)]
         _check_size(root, single, limits)
         return Listing(root=root.parent, entries=single)
     entries = list[Entry]()
     left_out = list[str]()
     sent_bytes = 0
-    for folder, folders, files, descriptor in os.fwalk(root, onerror=_raise):
+    for folder, folders, files, descriptor in os.fwalk(root, onerror=_raise_error):
         relative = os.path.relpath(folder, root)
         prefix = "" if relative == "." else f"{relative}/"
         links = [
@@ -114,14 +116,14 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
             if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
         ]
         folders[:] = sorted(
-            name for name in folders if name not in links and not skipped(f"{prefix}{name}/")
+            name for name in folders if name not in links and not is_skipped(f"{prefix}{name}/")
         )
         entries += (Entry(path=f"{prefix}{name}", kind=Kind.FOLDER) for name in folders)
         for name in sorted([*files, *links]):
             path = f"{prefix}{name}"
-            if skipped(path):
+            if is_skipped(path):
                 continue
-            entry = _entry(path, name, descriptor)
+            entry = _make_entry(path, name, descriptor)
             if entry is None:
                 left_out.append(path)
                 continue
@@ -136,22 +138,26 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
     )
 
 
-def unpack(
-    read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None
+def unpack_archive(
+    read_bytes: Callable[[int], bytes],
+    target: Path,
+    limits: Limits,
+    modified_at_s: float | None = None,
 ) -> str:
-    """Unpack an archive to the new folder `target`, all or nothing; return the archive's SHA-256.
+    """Unpack an archive into the new folder `target`, all or nothing; return the archive's SHA-256.
 
-    `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s`: modification time of the files; None: now.
-    Links are made last, so that nothing is written through one. Raises SpecError for an invalid archive, one that
-    leaves the folder, or one beyond the limits; OSError where the disk refuses it.
+    `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s` becomes the files'
+    modification time; None: now. Links are made last, so that nothing is written through one.
+    Raises SpecError for an invalid archive, one that leaves the folder, or one beyond the limits;
+    OSError where the disk refuses it.
     """
-    source = _Source(read)
-    entries = _entries(source.line(), limits)
+    source = _Source(read_bytes)
+    entries = _parse_manifest(source.read_manifest(), limits)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         temporary.mkdir()
-        _write(source, entries, temporary, modified_at_s)
+        _write_entries(source, entries, temporary, modified_at_s)
         temporary.rename(target)
     except (FileExistsError, NotADirectoryError) as error:
         raise SpecError(
@@ -166,7 +172,9 @@ def unpack(
 
 
 class _Folder:
-    """Opens files below a folder; no link is followed, whatever is exchanged meanwhile."""
+    """Opens files below a folder, and follows no link, even if files are replaced at the same
+    time.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = os.open(root, OPEN_FOLDER)
@@ -174,8 +182,10 @@ class _Folder:
     def close(self) -> None:
         os.close(self._root)
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
-        """Yield as many bytes of a file as were listed, even if it has grown. Raises OSError where it has fewer."""
+    def iterate_content(self, entry: Entry) -> Iterator[bytes]:
+        """Yield as many bytes of the file as were listed, even if it has grown. Raises OSError
+        where it has fewer.
+        """
         *folders, name = entry.path.split("/")
         folder_descriptor = os.dup(self._root)
         try:
@@ -198,23 +208,25 @@ class _Folder:
                 yield chunk
 
 
-def _entry(path: str, name: str, folder: int) -> Entry | None:
-    """Return the entry of a file or link; None for anything that is not sent."""
-    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+def _make_entry(path: str, name: str, folder_descriptor: int) -> Entry | None:
+    """Return the entry of a file or link in an open folder; None for other kinds, which are not
+    sent.
+    """
+    status = os.stat(name, dir_fd=folder_descriptor, follow_symlinks=False)
     if stat.S_ISREG(status.st_mode):
-        return Entry(path=path, kind=_kind_of_file(status), size=status.st_size)
+        return Entry(path=path, kind=_file_kind(status), size=status.st_size)
     if not stat.S_ISLNK(status.st_mode):
         return None
-    target = os.readlink(name, dir_fd=folder)
+    target = os.readlink(name, dir_fd=folder_descriptor)
     return Entry(path=path, kind=Kind.LINK, target=target) if _stays_inside(path, target) else None
 
 
-def _kind_of_file(status: os.stat_result) -> Kind:
+def _file_kind(status: os.stat_result) -> Kind:
     return Kind.PROGRAM if status.st_mode & stat.S_IXUSR else Kind.FILE
 
 
 def _check_size(root: Path, entries: Sequence[Entry], limits: Limits) -> None:
-    """Raise SpecError where it is more than the limits allow; the error names the largest parts."""
+    """Raise SpecError if the entries exceed the limits; the error names the largest parts."""
     total = sum(entry.size for entry in entries)
     if len(entries) <= limits.entries and total <= limits.total_bytes:
         return
@@ -235,7 +247,7 @@ def _check_size(root: Path, entries: Sequence[Entry], limits: Limits) -> None:
     )
 
 
-def _raise(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
@@ -243,79 +255,83 @@ def _raise(error: OSError) -> None:
 
 
 class _Source:
-    """Reads an archive and counts its digest."""
+    """Reads an archive, and computes its digest."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
         self._rest = b""
         self.digest = hashlib.sha256()
 
-    def line(self) -> bytes:
-        """Return the manifest."""
+    def read_manifest(self) -> bytes:
+        """Return the archive's first line, which lists its entries."""
         while b"\n" not in self._rest:
             chunk = self._read(CHUNK_BYTES)
             if not chunk or len(self._rest) > MANIFEST_BYTES_MAX:
-                raise _bad_archive("it has no manifest")
+                raise _bad_archive_error("it has no manifest")
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         self.digest.update(line + b"\n")
         return line
 
-    def chunk(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; b"" at the end."""
+    def read_chunk(self, size_max: int) -> bytes:
+        """Return at most `size_max` bytes; b"" at the end."""
         if self._rest:
-            chunk = self._rest[:limit]
-            self._rest = self._rest[limit:]
+            chunk = self._rest[:size_max]
+            self._rest = self._rest[size_max:]
         else:
-            chunk = self._read(limit)
+            chunk = self._read(size_max)
         self.digest.update(chunk)
         return chunk
 
 
-def _entries(line: bytes, limits: Limits) -> list[Entry]:
+def _parse_manifest(manifest_line: bytes, limits: Limits) -> list[Entry]:
     try:
-        rows = json.loads(line)
+        rows = json.loads(manifest_line)
         entries = [
             Entry(path=path, kind=Kind(kind), size=size, target=target)
             for path, kind, size, target in rows
         ]
     except (ValueError, TypeError, RecursionError):
-        raise _bad_archive("its manifest cannot be read") from None
+        raise _bad_archive_error("its manifest cannot be read") from None
     if len(entries) > limits.entries:
-        raise _bad_archive(f"it has {len(entries)} entries; {limits.entries} are allowed")
+        raise _bad_archive_error(f"it has {len(entries)} entries; {limits.entries} are allowed")
     for entry in entries:
         _check_entry(entry)
     if len({entry.path for entry in entries}) < len(entries):
-        raise _bad_archive("it names a path twice")
+        raise _bad_archive_error("it names a path twice")
     if sum(entry.size for entry in entries) > limits.total_bytes:
-        raise _bad_archive(f"it unpacks to more than {limits.total_bytes} bytes")
+        raise _bad_archive_error(f"it unpacks to more than {limits.total_bytes} bytes")
     return entries
 
 
 def _check_entry(entry: Entry) -> None:
-    """Raises SpecError for a path that is none below the root, and for a link that leaves it."""
+    """Raise SpecError for a path that is not below the root, and for a link that leaves the
+    root.
+    """
     try:
         names = [name.encode() for name in entry.path.split("/")]
         entry.target.encode()
     except (UnicodeEncodeError, AttributeError):
-        raise _bad_archive(f"a name is not UTF-8 text: {entry.path!r}") from None
+        raise _bad_archive_error(f"a name is not UTF-8 text: {entry.path!r}") from None
     if any(
         name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names
     ):
-        raise _bad_archive(
+        raise _bad_archive_error(
             f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}"
         )
     if len(entry.path.encode()) > PATH_BYTES_MAX:
-        raise _bad_archive(f"a path is longer than {PATH_BYTES_MAX} bytes")
+        raise _bad_archive_error(f"a path is longer than {PATH_BYTES_MAX} bytes")
     is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
     if type(entry.size) is not int or entry.size < 0 or (entry.size and not is_file):
-        raise _bad_archive(f"no size: {entry.size!r}")
+        raise _bad_archive_error(f"no size: {entry.size!r}")
     if entry.kind is Kind.LINK and not _stays_inside(entry.path, entry.target):
-        raise _bad_archive(f"a link leaves its folder: {entry.path!r}")
+        raise _bad_archive_error(f"a link leaves its folder: {entry.path!r}")
 
 
 def _stays_inside(path: str, target: str) -> bool:
-    """Return whether a link at `path` leads below the root, by the text of its target."""
+    """Return whether a link at `path` leads to a place below the root, judged from the text of its
+    target.
+    """
     if (
         not target
         or target.startswith("/")
@@ -327,7 +343,7 @@ def _stays_inside(path: str, target: str) -> bool:
     return destination != ".." and not destination.startswith("../")
 
 
-def _write(
+def _write_entries(
     source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None
 ) -> None:
     links = []
@@ -342,15 +358,15 @@ def _write(
             _write_file(source, entry, path)
             if modified_at_s is not None:
                 os.utime(path, (modified_at_s, modified_at_s))
-    if source.chunk(1):
-        raise _bad_archive("it goes on behind its last file")
+    if source.read_chunk(1):
+        raise _bad_archive_error("it goes on behind its last file")
     for path, target in links:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)
     inside = f"{os.path.realpath(root)}/"
     for path, _ in links:  # links that lead through links
         if not f"{os.path.realpath(path)}/".startswith(inside):
-            raise _bad_archive(f"a link leaves its folder: {path.relative_to(root)}")
+            raise _bad_archive_error(f"a link leaves its folder: {path.relative_to(root)}")
 
 
 def _write_file(source: _Source, entry: Entry, target: Path) -> None:
@@ -359,12 +375,12 @@ def _write_file(source: _Source, entry: Entry, target: Path) -> None:
     with os.fdopen(descriptor, "wb") as file:
         left_bytes = entry.size
         while left_bytes:
-            chunk = source.chunk(min(CHUNK_BYTES, left_bytes))
+            chunk = source.read_chunk(min(CHUNK_BYTES, left_bytes))
             if not chunk:
-                raise _bad_archive(f"it ends within {entry.path}")
+                raise _bad_archive_error(f"it ends within {entry.path}")
             file.write(chunk)
             left_bytes -= len(chunk)
 
 
-def _bad_archive(what: str) -> SpecError:
-    return SpecError(what, source="archive")
+def _bad_archive_error(problem: str) -> SpecError:
+    return SpecError(problem, source="archive")

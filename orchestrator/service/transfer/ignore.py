@@ -12,7 +12,11 @@ DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes on
 
 
 def read_ignore(folder: Path) -> Skipped:
-    """Return a function that tells which paths below the folder to skip. Raises SpecError for an unreadable file."""
+    """Return a function that says whether a path below the folder is not uploaded, as its
+    `.orcignore` says.
+
+    Raises SpecError for an unreadable file.
+    """
     from pathspec import GitIgnoreSpec  # late: only a submission to another machine needs it
 
     try:

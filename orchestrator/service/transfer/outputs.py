@@ -16,7 +16,8 @@ LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
 
 
 def list_output(home: Path, job: Job) -> Listing:
-    """Return the files to fetch of a job: its output folder, or what its script changed in its working directory.
+    """Return the files of a job to download: its output folder, or what its script changed in its
+    working directory.
 
     Nothing outside the job's folder is read. Raises ServiceError where there is nothing.
     """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.service.transfer.archive import Limits, unpack
+from orchestrator.service.transfer.archive import Limits, unpack_archive
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import UPLOADED_AT_S, uploads_folder
 
@@ -30,31 +30,35 @@ PREFIX = "upload:"  # of a path in a job that came from another machine: upload:
 
 
 class Uploads:
-    """The uploads of one home. Every method is thread-safe."""
+    """The uploads in a home folder. Every method is thread-safe."""
 
     def __init__(
         self,
         home: Path,
-        used: Callable[[], Collection[str]],
+        list_used: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`used` returns the digests that live jobs name."""
+        """Make the store; `list_used` returns the digests of the uploads that live jobs name."""
         self._folder = uploads_folder(home)
-        self._used = used
+        self._used = list_used
         self._clock = clock
         self._lock = threading.Lock()
         self._arriving: dict[Path, int] = {}
         self._arriving_lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
 
-    def missing(self, digests: Sequence[str]) -> list[str]:
-        """Return the digests without an upload here; the others stay for at least GRACE_S seconds."""
+    def list_missing(self, digests: Sequence[str]) -> list[str]:
+        """Return those of these digests that have no upload here; the uploads of the others stay
+        for at least GRACE_S seconds.
+        """
         with self._lock:
-            return [digest for digest in digests if not self._touch(digest)]
+            return [digest for digest in digests if not self._mark_used(digest)]
 
     @contextmanager
-    def receiving(self) -> Iterator[Path]:
-        """Yield a path for an incoming archive, to which `append` adds."""
+    def incoming_path(self) -> Iterator[Path]:
+        """Yield the path of a temporary file for an incoming archive, to which `append_bytes`
+        adds.
+        """
         file = self._folder / f".{os.urandom(8).hex()}.gz"
         with self._arriving_lock:
             self._arriving[file] = 0
@@ -66,30 +70,33 @@ class Uploads:
                 del self._arriving[file]
             file.unlink(missing_ok=True)
 
-    def append(self, file: Path, chunk: bytes) -> None:
-        """Append bytes to an incoming archive. Raises ServiceError where all of them together are too many."""
+    def append_bytes(self, temporary_file: Path, chunk: bytes) -> None:
+        """Append bytes to an incoming archive. Raises ServiceError where all incoming archives
+        together are too large.
+        """
         with self._arriving_lock:
             if sum(self._arriving.values()) + len(chunk) > ARRIVING_BYTES_MAX:
                 raise ServiceError(
                     f"uploads of more than {ARRIVING_BYTES_MAX} bytes arrive already: try again"
                 )
-            self._arriving[file] += len(chunk)
+            self._arriving[temporary_file] += len(chunk)
         # no descriptor is held while a client sends
-        with file.open("ab") as body:
+        with temporary_file.open("ab") as body:
             body.write(chunk)
 
-    def store(self, digest: str, file: Path) -> None:
-        """Unpack a compressed archive as the upload `digest`.
+    def store_upload(self, digest: str, temporary_file: Path) -> None:
+        """Unpack a received archive as the upload `digest`.
 
-        Raises SpecError for a bad one, ServiceError without space, or where too many are unpacked at once.
+        Raises SpecError for an invalid archive, ServiceError without space, or where too many are
+        being unpacked.
         """
         _check_digest(digest)
         if not self._slots.acquire(blocking=False):
             raise ServiceError(f"{AT_ONCE_MAX} uploads are unpacked already: try again")
         folder = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
-            with gzip.open(file) as archive:
-                actual = unpack(archive.read, folder / "files", LIMITS, UPLOADED_AT_S)
+            with gzip.open(temporary_file) as archive:
+                actual = unpack_archive(archive.read, folder / "files", LIMITS, UPLOADED_AT_S)
             if actual != digest:
                 hint = "files changed while they were sent: submit again"
                 raise SpecError(
@@ -100,10 +107,10 @@ class Uploads:
             )
             (folder / "size").write_text(str(size_bytes))
             with self._lock:
-                if not self._touch(digest):
-                    self._make_room(size_bytes)
+                if not self._mark_used(digest):
+                    self._free_space(size_bytes)
                     folder.rename(self._folder / digest)
-                    self._touch(digest)
+                    self._mark_used(digest)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise SpecError(f"the upload is no gzip stream: {error}") from None
         except OSError as error:
@@ -112,28 +119,29 @@ class Uploads:
             shutil.rmtree(folder, ignore_errors=True)
             self._slots.release()
 
-    def resolved(self, key: str, path: str) -> str:
-        """Return the absolute path of `upload:<sha256>/<path>`; other paths unchanged.
+    def resolve_path(self, job_key: str, path: str) -> str:
+        """Return the absolute path of `upload:<sha256>/<path>`; other paths are unchanged.
 
-        Raises SpecError where there is no such upload, or where the path leaves it.
+        Raises SpecError where there is no such upload, or where the path leaves it; the error names
+        the job's `job_key`.
         """
         if not path.startswith(PREFIX):
             return path
         digest, _, inner = path.removeprefix(PREFIX).partition("/")
         _check_digest(digest)
         if ".." in inner.split("/") or inner.startswith("/"):
-            raise SpecError("the path leaves its upload", path=key, got=path)
+            raise SpecError("the path leaves its upload", path=job_key, got=path)
         with self._lock:
-            if not self._touch(digest):
+            if not self._mark_used(digest):
                 raise SpecError(
                     "there is no such upload",
-                    path=key,
+                    path=job_key,
                     got=digest,
                     hint="submit again: it is sent anew",
                 )
         return str(self._folder / digest / "files" / inner)
 
-    def _touch(self, digest: str) -> bool:
+    def _mark_used(self, digest: str) -> bool:
         _check_digest(digest)
         try:
             os.utime(self._folder / digest, (now_s := self._clock(), now_s))
@@ -141,8 +149,10 @@ class Uploads:
             return False
         return True
 
-    def _make_room(self, needed_bytes: int) -> None:
-        """Remove uploads that no live job names: long unused ones, and the oldest while there is no room."""
+    def _free_space(self, needed_bytes: int) -> None:
+        """Remove uploads that no live job names: those unused for long, and the oldest ones until
+        there is enough space.
+        """
         used = set(self._used())
         now_s = self._clock()
         uploads = list[tuple[float, int, Path]]()
@@ -150,9 +160,9 @@ class Uploads:
             last_s = path.lstat().st_mtime
             if path.name.startswith("."):
                 if last_s < now_s - GRACE_S:  # of a service that was killed
-                    _remove(path)
+                    _remove_upload(path)
             elif path.name not in used and last_s < now_s - KEPT_S:
-                _remove(path)
+                _remove_upload(path)
             else:
                 uploads.append((last_s, _size_bytes(path), path))
         total_bytes = sum(size_bytes for _, size_bytes, _ in uploads) + needed_bytes
@@ -160,7 +170,7 @@ class Uploads:
             if total_bytes <= TOTAL_BYTES_MAX:
                 return
             if path.name not in used and last_s < now_s - GRACE_S:
-                _remove(path)
+                _remove_upload(path)
                 total_bytes -= size_bytes
         if total_bytes > TOTAL_BYTES_MAX:
             raise ServiceError(
@@ -181,7 +191,7 @@ def _size_bytes(upload: Path) -> int:
         return 0
 
 
-def _remove(path: Path) -> None:
+def _remove_upload(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

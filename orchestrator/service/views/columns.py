@@ -24,9 +24,10 @@ Row = Mapping[str, Any]  # of a table, as JSON has it
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column, and which tables have it.
+    """A column of tables, and the names of the tables that have it.
 
-    A terminal or a page may draw the cells of a key in its own way: tables.py, watch.py and cells.html.
+    A terminal or a page may draw the cells of a key in its own way: tables.py, watch.py and
+    cells.html.
     """
 
     key: str  # of the value in the row's JSON
@@ -41,27 +42,27 @@ class Column:
     is_extra: bool = False  # a narrow terminal leaves it out
     is_rare: bool = False  # a terminal leaves it out where no row has a value
 
-    def show(self, row: Row, unknown: str = "-") -> str:
-        """Return the text of the row's cell; `unknown` where it has no value."""
+    def show(self, row: Row, unknown_text: str = "-") -> str:
+        """Return the text of the row's cell; `unknown_text` where the row has no value."""
         value = row.get(self.key)  # an older service has no value of a newer column
-        return unknown if value in (None, "") else self.text_of(value)
+        return unknown_text if value in (None, "") else self.text_of(value)
 
 
-def local_second(at_s: float) -> str:
-    """Return a local time to the second."""
+def format_second(at_s: float) -> str:
+    """Return a time (seconds since 1970) as local time to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
-def _plan(job: Job) -> str | None:
+def _plan_text(job: Job) -> str | None:
     return in_short(job.last.plan) if job.last else None
 
 
-def _loss(job: Job) -> float | None:
+def _last_loss(job: Job) -> float | None:
     beats = job.last.heartbeats if job.last else ()
     return next((beat.loss for beat in beats if beat.loss is not None), None)
 
 
-def _uuids(attempt: Attempt) -> list[str]:
+def _device_uuids(attempt: Attempt) -> list[str]:
     return [beat.device_uuid for beat in attempt.heartbeats if beat.device_uuid]
 
 
@@ -84,12 +85,12 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
         Column("progress", "Progress", "watch running"),
         Column("left", "Left", "watch", is_number=True),
         Column("reason", "Why", "ended"),
-        Column("plan", "Plan", "queue running ended", value_of=_plan, is_long=True),
+        Column("plan", "Plan", "queue running ended", value_of=_plan_text, is_long=True),
         Column(
             "loss",
             "Loss",
             "ended",
-            value_of=_loss,
+            value_of=_last_loss,
             text_of="{:.4g}".format,
             is_number=True,
         ),
@@ -117,7 +118,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "device_uuids",
             "Device UUIDs",
             "sides",
-            value_of=_uuids,
+            value_of=_device_uuids,
             text_of=lambda uuids: ", ".join(uuids) or "–",
         ),
         Column("launched_at_s", "Launched", "sides"),
@@ -205,7 +206,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
     ),
     "account": (
         Column("id", "ID", "tokens", is_number=True),
-        Column("at_s", "At", "audit", text_of=local_second),
+        Column("at_s", "At", "audit", text_of=format_second),
         Column("name", "User", "users"),
         Column("user", "User", "tokens audit"),
         Column("role", "Role", "users audit"),
@@ -213,21 +214,25 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
         Column("status", "Status", "audit", is_number=True),
         Column("request_id", "Request", "audit"),
         Column("shown", "Token", "tokens", text_of="{}...".format),
-        Column("created_at_s", "Created", "tokens users", text_of=local_second),
-        Column("expires_at_s", "Expires", "tokens", text_of=local_second),
-        Column("used_at_s", "Last used", "tokens", text_of=local_second),
-        Column("revoked_at_s", "Revoked", "tokens", text_of=local_second),
+        Column("created_at_s", "Created", "tokens users", text_of=format_second),
+        Column("expires_at_s", "Expires", "tokens", text_of=format_second),
+        Column("used_at_s", "Last used", "tokens", text_of=format_second),
+        Column("revoked_at_s", "Revoked", "tokens", text_of=format_second),
     ),
 }
 
 
-def columns_of(table: str, rows: Sequence[Row] = (), *, is_narrow: bool = False) -> list[Column]:
-    """Return the columns of the table; of `rows`, if there are any, without rare ones that no row has."""
+def columns_of(
+    table_name: str, rows: Sequence[Row] = (), *, is_narrow: bool = False
+) -> list[Column]:
+    """Return the columns of the table with this name. If rows are given, rare columns that no row
+    has are left out.
+    """
     columns = []
     for column in chain.from_iterable(COLUMNS.values()):
         is_missing = column.is_rare and rows and not any(row.get(column.key) for row in rows)
         if (
-            table in column.tables.split()
+            table_name in column.tables.split()
             and not is_missing
             and not (is_narrow and column.is_extra)
         ):
@@ -235,15 +240,15 @@ def columns_of(table: str, rows: Sequence[Row] = (), *, is_narrow: bool = False)
     return columns
 
 
-def column_values(noun: Job | Attempt | Node) -> JsonObject:
-    """Return the values that columns add to the JSON of a job, an attempt or a node, by key.
+def column_values(record: Job | Attempt | Node) -> JsonObject:
+    """Return {key: value} that columns add to the JSON of a job, an attempt or a node.
 
     A number that JSON cannot write is None.
     """
     values = JsonObject()
-    for column in COLUMNS[type(noun)]:
+    for column in COLUMNS[type(record)]:
         if column.value_of is not None:
-            value = column.value_of(noun)
+            value = column.value_of(record)
             is_number = not isinstance(value, float) or isfinite(value)
             values[column.key] = value if is_number else None
     return values

@@ -21,39 +21,41 @@ USUAL = {"OOMs": "0", "Restarts": "0", "Repeats": "1"}  # shown where any strate
 Cell = Callable[[Row], str | None]  # text of a row; None where it is unknown
 
 
-def _cell(key: str, text_of: Callable[[Any], str]) -> Cell:
-    return lambda row: None if row[key] is None else text_of(row[key])
+def _make_cell(key: str, format_value: Callable[[Any], str]) -> Cell:
+    return lambda row: None if row[key] is None else format_value(row[key])
 
 
-def _batch(row: Row) -> str | None:
+def _format_batch(row: Row) -> str | None:
     return None if row["micro_batch"] is None else f"{row['micro_batch']}x{row['accumulation']}"
 
 
 TABLES: Sequence[Mapping[str, Cell]] = (  # columns by topic: time, memory, results and their price
     {
-        "End": _cell("outcome", str),
-        "Micro": _batch,
-        "Step": _cell("step_s", format_seconds),
-        "95 % of step": _cell("step_within_s", lambda ends: f"{ends[0]:.3g} to {ends[1]:.3g} s"),
-        "Tokens/s": _cell("tokens_per_s", lambda rate: f"{rate:,.0f}"),
-        "Samples/s": _cell("samples_per_s", lambda rate: f"{rate:,.1f}"),
+        "End": _make_cell("outcome", str),
+        "Micro": _format_batch,
+        "Step": _make_cell("step_s", format_seconds),
+        "95 % of step": _make_cell(
+            "step_within_s", lambda ends: f"{ends[0]:.3g} to {ends[1]:.3g} s"
+        ),
+        "Tokens/s": _make_cell("tokens_per_s", lambda rate: f"{rate:,.0f}"),
+        "Samples/s": _make_cell("samples_per_s", lambda rate: f"{rate:,.1f}"),
     },
     {
-        "Peak": _cell("peak_bytes", format_bytes),
-        "Predicted": _cell("predicted_peak_bytes", format_bytes),
-        "Reserved": _cell("reserved_bytes", format_bytes),
+        "Peak": _make_cell("peak_bytes", format_bytes),
+        "Predicted": _make_cell("predicted_peak_bytes", format_bytes),
+        "Reserved": _make_cell("reserved_bytes", format_bytes),
         "Host": lambda row: format_bytes(row["host_bytes"]) if row["host_bytes"] else None,
-        "Predicted step": _cell("predicted_step_s", format_seconds),
+        "Predicted step": _make_cell("predicted_step_s", format_seconds),
     },
     {
-        "Loss": _cell("loss", lambda loss: f"{loss:.4f}"),
-        "Distance": _cell("loss_distance", lambda distance: f"{distance:.1g}"),
-        "MFU": _cell("mfu", lambda share: f"{100 * share:.1f} %"),
-        "Repeats": _cell("repeats", str),
-        "OOMs": _cell("ooms", str),
-        "Restarts": _cell("restarts", str),
-        "Device-s": _cell("device_s", lambda seconds: f"{seconds:,.0f}"),
-        "Cost": _cell("money", lambda money: f"{money:.4g}"),
+        "Loss": _make_cell("loss", lambda loss: f"{loss:.4f}"),
+        "Distance": _make_cell("loss_distance", lambda distance: f"{distance:.1g}"),
+        "MFU": _make_cell("mfu", lambda share: f"{100 * share:.1f} %"),
+        "Repeats": _make_cell("repeats", str),
+        "OOMs": _make_cell("ooms", str),
+        "Restarts": _make_cell("restarts", str),
+        "Device-s": _make_cell("device_s", lambda seconds: f"{seconds:,.0f}"),
+        "Cost": _make_cell("money", lambda money: f"{money:.4g}"),
     },
 )
 
@@ -72,7 +74,7 @@ class ComparisonView(TypedDict):
     mlflow: str | None
 
 
-def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonView:
+def comparison_view(comparison: Comparison, mlflow_url: str | None) -> ComparisonView:
     """Return the comparison as JSON."""
     version = importlib.metadata.version("orchestrator")
     return ComparisonView(
@@ -86,14 +88,15 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
         verdict=comparison.verdict,
         notes=list(comparison.notes),
         picture=None if comparison.picture is None else picture_view(comparison.picture),
-        mlflow=mlflow,
+        mlflow=mlflow_url,
     )
 
 
-def tables_of(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
-    """Return the cells of each column of TABLES that any strategy has, `-` where a row has none.
+def table_cells(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
+    """Return for each table {column: cell of each row} of the columns that any strategy has; `-`
+    for an unknown cell.
 
-    Samples stand only without tokens, counts only where any is unusual.
+    Samples are left out where there are tokens, counts where none is unusual.
     """
     has_tokens = any(row["tokens_per_s"] is not None for row in rows)
     tables = []
@@ -110,15 +113,19 @@ def tables_of(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
     return tables
 
 
-def reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
-    """Return (number, lines of the reason) of each unfinished strategy."""
+def list_failure_reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
+    """Return (number, lines of the reason) of each strategy that did not finish."""
     return [
-        (number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED
+        (number, _failure_lines(row))
+        for number, row in enumerate(rows, 1)
+        if row["outcome"] in EXPLAINED
     ]
 
 
-def _reason(row: Row) -> list[str]:
-    """Return why a strategy did not finish, without what is true of all; for one that does not fit, its bytes."""
+def _failure_lines(row: Row) -> list[str]:
+    """Return the lines of why a strategy did not finish, without what applies to all; if it does
+    not fit, its bytes.
+    """
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
     if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
         lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]

@@ -36,7 +36,7 @@ from orchestrator.specs.state import State
 
 
 class MomentView(TypedDict):
-    """Predicted bytes at one candidate for the memory peak of a step, before any correction."""
+    """Predicted bytes at one candidate for the memory peak of a step, before correction."""
 
     name: str
     counted_bytes: int  # these follow from the parameter count
@@ -143,7 +143,7 @@ class JobView(TypedDict):
 
 
 class PromiseView(TypedDict):
-    """The promise for a job's `guarantee`, decided at its submission."""
+    """The start time that was promised for a job's `guarantee`, as decided at its submission."""
 
     gpus: int  # the speed of this many is guaranteed
     starts_by_s: float | None  # None: refused, or no cluster was seen yet
@@ -217,15 +217,15 @@ class BatchAnswer(TypedDict):
 
 def job_view(
     job: Job,
-    beats: Sequence[Heartbeat] = (),
+    heartbeats: Sequence[Heartbeat] = (),
     policy: PolicySpec = UNSHARED,
     unwatched: str = "",
     unread: Sequence[str] = (),
 ) -> JobView:
     """Return the job with its attempts as JSON, without removals of files.
 
-    `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard;
-    `unread` says what its ranks wrote and nobody can read.
+    `heartbeats` are the last heartbeats of the live attempt. `unwatched` names one of its processes that
+    has no guard. `unread` has sentences on files of its ranks that cannot be read.
     """
     view = JobView(
         id=job.id,
@@ -248,7 +248,7 @@ def job_view(
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,
         global_batch_size=job.spec.global_batch_size,
-        gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
+        gpus=_format_span(job.spec.gpus.min, job.spec.gpus.max),
         is_script=job.spec.is_script,
         promise=promise_view(job),
         held_by=job.held_by,
@@ -257,7 +257,7 @@ def job_view(
         retry_of=job.retry_of,
         continues_from=job.continues_from,
         attempts=[attempt_view(job.spec, attempt) for attempt in job.attempts],
-        progress=_progress(job, beats) if beats else None,
+        progress=_progress_view(job, heartbeats) if heartbeats else None,
         provenance={},
         removed=[],
     )
@@ -265,7 +265,7 @@ def job_view(
 
 
 def promise_view(job: Job) -> PromiseView | None:
-    """Return the promise to the job as JSON; None without a `guarantee`."""
+    """Return as JSON the start that was promised to the job; None without a `guarantee`."""
     if job.spec.guarantee is None:
         return None
     refused = job.reason if job.status is JobStatus.REFUSED else ""
@@ -282,7 +282,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         outcome=attempt.outcome,
         plan=in_short(attempt.plan),
         settings=recorded_settings(spec, attempt.plan),
-        placement=_placement(attempt.placement),
+        placement=_format_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],
         change_reason=attempt.change_reason
@@ -330,7 +330,10 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
 
 
 def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
-    """Return predictions, measurements and explanations of the job, with what would start it `sooner`."""
+    """Return as JSON the predictions and measurements of the job's attempts, and why it waits.
+
+    `sooner` has sentences on what would start it sooner.
+    """
     picture = make_plan_chart(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
@@ -346,28 +349,30 @@ def picture_view(picture: Picture) -> PictureView:
 
 
 def picture_from_view(view: PictureView) -> Picture:
-    """Return the chart from its JSON."""
+    """Return the chart of a frontier from its JSON."""
     return TypeAdapter(Picture).validate_python(view)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
     """Return the observations as JSON."""
-    return _observations().dump_python(tuple(observations), mode="json")
+    return _observations_adapter().dump_python(tuple(observations), mode="json")
 
 
 def observations_from_view(view: object) -> tuple[Observation, ...]:
     """Return the observations from their JSON. Raises SpecError if it is malformed."""
     try:
-        return _observations().validate_python(view)
+        return _observations_adapter().validate_python(view)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
         raise SpecError(first["msg"], source="outcomes", path=path) from None
 
 
-def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """Return the node as JSON, its device as in a cluster file; `holders` as in `job_id_by_held_device`."""
-    busy = {index: job for (name, index), job in holders.items() if name == node.name}
+def node_view(node: Node, job_by_device: Mapping[tuple[str, int], str], state: State) -> NodeView:
+    """Return the node as JSON, its device as in a cluster file; `job_by_device` is {(node, device index):
+    job id}.
+    """
+    busy = {index: job for (name, index), job in job_by_device.items() if name == node.name}
     view = NodeView(
         name=node.name,
         device=node.device.model_dump(mode="json"),
@@ -389,7 +394,9 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
 
 
 def node_from_view(view: NodeView) -> Node:
-    """Return the node for planning. Busy and unreadable devices count as free, since a job may wait for them."""
+    """Return the node from its JSON, for planning. Busy and unreadable devices count as free: a job
+    may wait for them.
+    """
     device = DeviceSpec.model_validate(view["device"])
     errors = view.get("driver_errors", ())  # an older service has none
     unreadable = {index for index, error in enumerate(errors) if error}
@@ -413,36 +420,38 @@ def failure_excerpt(job: JobView) -> str:
     return failures[-1]["excerpt"] if failures else ""
 
 
-def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Return jobs in display order: ended, then running, then waiting by priority, newest last."""
-    return sorted(jobs, key=place_of)
+def sort_jobs(jobs: Iterable[Job]) -> list[Job]:
+    """Return jobs in the order of display: ended, then running, then waiting by priority, newest
+    last.
+    """
+    return sorted(jobs, key=display_sort_key)
 
 
-def place_of(job: Job) -> tuple[int, int, int]:
-    """Return the sort key of a job in display order, smallest first."""
+def display_sort_key(job: Job) -> tuple[int, int, int]:
+    """Return the key that sorts jobs in the order of display."""
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
 
 
-def _placement(placement: Placement) -> str:
+def _format_placement(placement: Placement) -> str:
     return ", ".join(
         f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement
     )
 
 
 @cache
-def _observations() -> TypeAdapter[tuple[Observation, ...]]:
+def _observations_adapter() -> TypeAdapter[tuple[Observation, ...]]:
     return TypeAdapter(tuple[Observation, ...])
 
 
-def _span(low: int, high: int) -> str:
+def _format_span(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
-    behind = min(beats, key=lambda beat: beat.step)
-    steps = [beat.step_s for beat in beats if beat.step_s]
+def _progress_view(job: Job, heartbeats: Sequence[Heartbeat]) -> ProgressView:
+    behind = min(heartbeats, key=lambda beat: beat.step)
+    steps = [beat.step_s for beat in heartbeats if beat.step_s]
     left = steps_left(job, job.last) if job.spec.is_script else None
     # a script counts from its checkpoint on
     begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left
@@ -450,10 +459,11 @@ def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
         step=begin + behind.step,
         max_steps=job.spec.optimizer_steps,
         step_s=max(steps, default=None),
-        peak_bytes=max(beat.peak_bytes for beat in beats),
+        peak_bytes=max(beat.peak_bytes for beat in heartbeats),
         phase=behind.phase,
         loss=next(
-            (beat.loss for beat in beats if beat.loss is not None and isfinite(beat.loss)), None
+            (beat.loss for beat in heartbeats if beat.loss is not None and isfinite(beat.loss)),
+            None,
         ),
-        at_s=max(beat.at_s for beat in beats),
+        at_s=max(beat.at_s for beat in heartbeats),
     )

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from orchestrator.scheduling.reports.morning import MorningReport
-from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
+from orchestrator.service.views.timeline import BusySpan, add_ruler, draw_busy_lines
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_seconds, parse_seconds
@@ -19,19 +19,20 @@ HOUR_S = 3600.0
 SHOWN_MAX = 200  # lines of a section; the rest is counted
 
 
-def parse_since(text: str, now_s: float) -> float:
-    """Return the time meant by `18:00` (the last one), `12h` or `2026-11-24 18:00`, in seconds since 1970.
+def parse_since(time_text: str, now_s: float) -> float:
+    """Return the time that `18:00` (its last occurrence), `12h` or `2026-11-24 18:00` means, in
+    seconds since 1970.
 
     Raises SpecError for other text, and for a future time.
     """
-    moment = _moment(text, datetime.fromtimestamp(now_s))
+    moment = _parse_moment(time_text, datetime.fromtimestamp(now_s))
     if moment is None or moment.timestamp() > now_s:
         allowed = "a time of day as 18:00, a duration as 12h, or a past date as 2026-11-24 18:00"
-        raise SpecError("no moment in the past", source="--since", got=text, allowed=allowed)
+        raise SpecError("no moment in the past", source="--since", got=time_text, allowed=allowed)
     return moment.timestamp()
 
 
-def _moment(text: str, now: datetime) -> datetime | None:
+def _parse_moment(text: str, now: datetime) -> datetime | None:
     try:
         time_of_day = datetime.strptime(text, "%H:%M").time()
     except ValueError:
@@ -49,8 +50,8 @@ def _moment(text: str, now: datetime) -> datetime | None:
         return None
 
 
-def title(report: MorningReport) -> str:
-    """Return a title such as `Mon 23 Nov 18:00 to Tue 24 Nov 07:30`, in this machine's time."""
+def report_title(report: MorningReport) -> str:
+    """Return the report's title, such as `Mon 23 Nov 18:00 to Tue 24 Nov 07:30`, in local time."""
     first, last = (
         f"{datetime.fromtimestamp(at_s):%a %d %b %H:%M}"
         for at_s in (report.since_s, report.until_s)
@@ -58,8 +59,10 @@ def title(report: MorningReport) -> str:
     return f"{first} to {last}"
 
 
-def sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (heading, rows of (job, sentence)) of each section with rows, the most urgent first."""
+def report_sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (heading, rows of (job, sentence)) of each section of the report that has rows, the
+    most urgent first.
+    """
     jobs = {
         "Failed": report.failed,
         "Refused": report.refused,
@@ -84,69 +87,71 @@ def sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(heading, rows) for heading, rows in sections_of_report if rows]
 
 
-def limit_rows(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return at most SHOWN_MAX rows, and a row with the number of the others."""
-    rest = len(rows) - SHOWN_MAX
-    return [*rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
+def limit_rows(job_rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return at most SHOWN_MAX rows, followed by a row with the number of rows that are left
+    out.
+    """
+    rest = len(job_rows) - SHOWN_MAX
+    return [*job_rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
 
 
-def cost_words(report: MorningReport) -> str:
+def describe_cost(report: MorningReport) -> str:
     """Return a sentence such as `14.2 h of devices held: 13.0 h trained, 0.9 h lost to failures; 5.1 h idle`."""
-    return _load("cost", device_time=_device_time).render(report=report)
+    return _load_template("cost", device_time=_format_device_time).render(report=report)
 
 
-def _load(name: str, **filters: Callable[..., object]) -> Template:
+def _load_template(template: str, **filters: Callable[..., object]) -> Template:
     from orchestrator.backends.text_templates import load_text_template  # Jinja takes 50 ms
 
-    return load_text_template("orchestrator.service.views", name, **filters)
+    return load_text_template("orchestrator.service.views", template, **filters)
 
 
-def _device_time(seconds: float) -> str:
+def _format_device_time(seconds: float) -> str:
     return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_seconds(seconds)
 
 
-def gantt(report: MorningReport) -> str:
-    """Return busy devices per node over the report's time, as lines of text; "" without nodes."""
+def draw_gantt(report: MorningReport) -> str:
+    """Return a text chart of busy devices per node over the report's time; "" without nodes."""
     if not report.nodes or report.until_s <= report.since_s:
         return ""
     spans = [
         BusySpan(span.node, len(span.devices), span.from_s, span.until_s) for span in report.spans
     ]
-    lines = busy_lines(report.nodes, spans, report.since_s, report.until_s)
+    lines = draw_busy_lines(report.nodes, spans, report.since_s, report.until_s)
     first, last = (
         f"{datetime.fromtimestamp(at_s):%a %H:%M}" for at_s in (report.since_s, report.until_s)
     )
     return add_ruler(lines, first, last, "height: share of the node's devices that is busy")
 
 
-def markdown(report: MorningReport) -> str:
+def format_markdown(report: MorningReport) -> str:
     """Return the report as Markdown. Untrusted names are escaped as code."""
-    template = _load("report.md", line=_line, code=_code)
-    return f"{template.render(_shown(report)).rstrip()}\n"
+    template = _load_template("report.md", line=_clean_line, code=_escape_code)
+    return f"{template.render(_template_data(report)).rstrip()}\n"
 
 
-def _shown(report: MorningReport) -> JsonObject:
-    """Return what a template shows of the report."""
+def _template_data(report: MorningReport) -> JsonObject:
+    """Return the report's data for a template."""
     return {
-        "title": title(report),
+        "title": report_title(report),
         "report": report,
-        "cost": cost_words(report),
-        "chart": gantt(report),
-        "sections": [(heading, limit_rows(rows)) for heading, rows in sections(report)],
-        "counts": {heading: len(rows) for heading, rows in sections(report)},
+        "cost": describe_cost(report),
+        "chart": draw_gantt(report),
+        "sections": [(heading, limit_rows(rows)) for heading, rows in report_sections(report)],
+        "counts": {heading: len(rows) for heading, rows in report_sections(report)},
     }
 
 
-def _line(text: str) -> str:
+def _clean_line(text: str) -> str:
     """Return the text on one line, without HTML, links and pictures."""
     return " ".join(text.split()).replace("<", "&lt;").replace("[", "\\[")
 
 
-def _code(text: str) -> str:
+def _escape_code(text: str) -> str:
     return f"`{' '.join(text.split()).replace('`', chr(39))}`"
 
 
-def html(report: MorningReport) -> str:
+def format_html(report: MorningReport) -> str:
     """Return the report as one HTML file without scripts, style sheets or images, as mail programs need."""
     from jinja2 import Environment, PackageLoader
 
@@ -154,4 +159,4 @@ def html(report: MorningReport) -> str:
     template = Environment(
         loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
     ).get_template("report.html")
-    return template.render(_shown(report))
+    return template.render(_template_data(report))

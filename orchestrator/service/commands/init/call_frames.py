@@ -123,7 +123,7 @@ class CallReader:
         first, dot, rest = ast.unparse(node).partition(".")
         return f"{self.imports.get(first, first)}{dot}{rest}"
 
-    def find_functions(self, call: ast.Call, place: Place) -> list[Function]:
+    def find_functions(self, call: ast.Call, code_place: Place) -> list[Function]:
         """Return the functions of the code that a call may run; a call of a class runs its
         constructor.
         """
@@ -136,9 +136,9 @@ class CallReader:
         elif isinstance(call.func, ast.Attribute):
             receiver = ast.unparse(call.func.value)
             owner = (
-                place.owner
+                code_place.owner
                 if receiver in ("self", "cls", "super()")
-                else self._find_class(call.func.value, place)
+                else self._find_class(call.func.value, code_place)
             )
             name = call.func.attr if owner or receiver in self.imports else ""
         candidates = self._functions.get(name, [])
@@ -146,12 +146,12 @@ class CallReader:
         inherited = [function for function, where in candidates if where.owner] if owner else []
         return methods or inherited
 
-    def _find_class(self, receiver: ast.expr, place: Place) -> str:
+    def _find_class(self, receiver: ast.expr, code_place: Place) -> str:
         """Return the class name of an object: of the expression `Trainer(args)`, or of a name with
         such a value; else "".
         """
         values = [receiver]
-        for scope in (place.scope, self._script):
+        for scope in (code_place.scope, self._script):
             values += [
                 value for value, _ in self.values.get(id(scope), {}).get(ast.unparse(receiver), ())
             ]

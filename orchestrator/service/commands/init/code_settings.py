@@ -67,8 +67,10 @@ def _iterate_bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int
 
 
 def iterate_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
-    """Yield (name, what it counts) for each setting that the code divides by its number of ranks or
-    by its micro-batch.
+    """Yield (setting's name, what its value counts) for each setting that the code divides by its
+    number of ranks.
+
+    A division by the micro-batch size also counts.
     """
     for node in ast.walk(tree):
         match node:

@@ -201,10 +201,10 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         if snake_case_word(place.name) in tokens and place.rank <= OF_PARSER:
             notes.append(f"CHECK: {place.place} {IN_TOKENS}: it stays as it is")
     places = [place for place in places if snake_case_word(place.name) not in tokens]
-    return Settings(argv, tuple(_correct_counts(places)), tuple(files), tuple(notes))
+    return Settings(argv, tuple(_correct_counted_samples(places)), tuple(files), tuple(notes))
 
 
-def _correct_counts(settings: Sequence[Setting]) -> Iterator[Setting]:
+def _correct_counted_samples(settings: Sequence[Setting]) -> Iterator[Setting]:
     """Yield the settings. If one batch size is per rank, a plain one beside it counts the samples
     of a whole step.
     """

@@ -126,7 +126,7 @@ def choose_knobs(
     set them.
     """
     preset = load_preset_knobs(typed, framework)
-    ranks, ranks_place = _find_ranks(typed, settings, script, framework)
+    ranks, ranks_place = _find_rank_count_and_setting(typed, settings, script, framework)
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
     by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
     are_ranks = by_launcher or settings.find_all("nodes") or script.calls & set(SEVERAL_RANKS)
@@ -288,7 +288,7 @@ def _find_deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
     return None
 
 
-def _find_ranks(
+def _find_rank_count_and_setting(
     typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None
 ) -> tuple[int | None, Setting | None]:
     """Return (number of ranks that the command asks for or None, the setting that says so if no
@@ -666,10 +666,10 @@ def _find_copied_config(
     framework: Framework | None,
     script: Script,
 ) -> Mapping[str, str] | None:
-    """Return {"file": ..., "flag": ...} of the settings file that each attempt copies, if knobs are
-    keys of it; else None.
+    """Return the settings file that each attempt copies, as {"file": path, "flag": flag that names
+    it}; None without one.
 
-    "flag" is absent where no flag names the file.
+    A file is copied if plans set some of its keys. "flag" is absent where no flag names the file.
     """
     files = [file for file in settings.files if file.can_be_copied]
     keys = any(

@@ -83,20 +83,20 @@ class Setting:
         return f"{self.name}{value}" + (f" in {self.where}" if self.where else "")
 
 
-def snake_case_word(name: str) -> str:
+def snake_case_word(setting_name: str) -> str:
     """Return the last part of a setting's name in snake case: `batch_size` for --data.batch-size,
     batchSize and DATA.BATCH_SIZE.
     """
-    last = re.split(r"[./]", name.lstrip("-+~"))[-1]
+    last = re.split(r"[./]", setting_name.lstrip("-+~"))[-1]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
 
 
-def find_meaning(name: str) -> tuple[str, Count] | None:
+def find_meaning(setting_name: str) -> tuple[str, Count] | None:
     """Return (quantity, what a batch size counts) for a setting's name; None for an unknown
     name.
     """
-    *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
-    word = snake_case_word(name)
+    *sections, _ = re.split(r"[./]", setting_name.lstrip("-+~").lower())
+    word = snake_case_word(setting_name)
     parts = set(word.split("_"))
     if parts & EVALUATION or EVALUATION & {
         part for section in sections for part in section.split("_")
@@ -128,10 +128,12 @@ def find_meaning(name: str) -> tuple[str, Count] | None:
     return None if meaning is None else (meaning, "plain")
 
 
-def find_precision(name: str, value: str | None) -> str | None:
+def find_precision(setting_name: str, value: str | None) -> str | None:
     """Return the precision that a setting asks for; None where that is unclear, as for --amp."""
     text = (value or "").lower()
-    named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
+    named = next(
+        (precision for precision in ("bf16", "fp16") if precision in setting_name.lower()), None
+    )
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):
         return named
     return next(

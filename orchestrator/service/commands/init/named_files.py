@@ -37,7 +37,7 @@ def read_settings_file(path: Path) -> JsonObject | None:
                 content = yaml.safe_load(text)
     except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError):
         return None
-    return dict(_flatten(content, "")) if isinstance(content, Mapping) else None
+    return dict(_flatten_keys(content, "")) if isinstance(content, Mapping) else None
 
 
 def read_hydra_settings(
@@ -74,14 +74,14 @@ def read_hydra_settings(
             f"{prefix}{key}": value for key, value in (read_settings_file(path) or {}).items()
         }
     return settings | dict(
-        _flatten({key: value for key, value in content.items() if key != "defaults"}, "")
+        _flatten_keys({key: value for key, value in content.items() if key != "defaults"}, "")
     )
 
 
-def _flatten(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten_keys(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from _flatten_keys(value, f"{prefix}{key}.")
         elif value is None or isinstance(value, bool | int | float | str):
             yield f"{prefix}{key}", value
 

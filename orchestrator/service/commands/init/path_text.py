@@ -208,7 +208,9 @@ class PathReader:
         )
 
     def _is_open_file(self, node: ast.Attribute, frame: Frame) -> bool:
-        """Return whether this `.name` attribute belongs to an open file, and so is its path."""
+        """Return whether this code's `.name` attribute is that of an open file, and so the file's
+        path.
+        """
         value = self._find_value(node.value, frame)
         call = node.value if value is None else value[0]
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
@@ -270,5 +272,5 @@ class PathReader:
         return self.calls.returns.get(id(function), [])
 
 
-def _path_part(text: str, part_name: str) -> str:
-    return str(getattr(PurePosixPath(text), part_name))
+def _path_part(path_text: str, part_name: str) -> str:
+    return str(getattr(PurePosixPath(path_text), part_name))

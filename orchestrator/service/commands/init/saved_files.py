@@ -145,7 +145,7 @@ def _iterate_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[Sa
     writes += [
         replace(move, target=None)
         for move in moves
-        if move.goes and move.target and _is_temporary(move.text, paths)
+        if move.goes and move.target and _is_temporary_path(move.text, paths)
         if not any(source == move.text or source.startswith(f"{move.text}/") for source in sources)
     ]
     for write in sorted(writes, key=lambda write: write.order):
@@ -173,16 +173,16 @@ def _apply_moves(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
         yield write
 
 
-def _judge_write(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
-    pattern = paths.shell_pattern(write.text)
-    is_temporary = _is_temporary(write.text, paths)
+def _judge_write(write: _Write, path_reader: PathReader) -> Iterator[SavedFile]:
+    pattern = path_reader.shell_pattern(write.text)
+    is_temporary = _is_temporary_path(write.text, path_reader)
     name = PurePosixPath(pattern).name
     if is_temporary and TEMPORARY_END.search(name):
         pattern = TEMPORARY_END.sub("", pattern)
         name = PurePosixPath(pattern).name
     elif is_temporary:
         return
-    varying = paths.describe_unknown_parts(write.text)
+    varying = path_reader.describe_unknown_parts(write.text)
     is_fixed = ANY not in name
     is_checkpoint = CHECKPOINT.search(name) is not None or (
         not is_fixed and CHECKPOINT.search(varying) is not None
@@ -192,7 +192,7 @@ def _judge_write(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
     if not name.strip("*.") or not (is_checkpoint or is_fixed):
         return
     guess = "under a temporary name" if is_temporary else ""
-    if paths.is_unsure(write.text):
+    if path_reader.is_unsure(write.text):
         guess = "under one of several names"
     if not guess and not is_checkpoint and not is_at_end:
         guess = "in a loop" if write.in_loop else "not in every run"
@@ -201,30 +201,34 @@ def _judge_write(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
     yield SavedFile(pattern, write.where, is_checkpoint, guess, varying)
 
 
-def _is_temporary(text: str, paths: PathReader) -> bool:
+def _is_temporary_path(path_text: str, path_reader: PathReader) -> bool:
     return bool(
-        TEMPORARY.search(paths.shell_pattern(text))
-        or TEMPORARY_CODE.search(paths.describe_unknown_parts(text))
+        TEMPORARY.search(path_reader.shell_pattern(path_text))
+        or TEMPORARY_CODE.search(path_reader.describe_unknown_parts(path_text))
     )
 
 
 def _read_save(
-    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file_name: str
+    call: ast.Call, frame: Frame, place: Place, path_reader: PathReader, file_name: str
 ) -> _Write | None:
     """Return the write that a saving call makes; None for other calls, and for functions of the
     script's own code.
     """
-    path = None if paths.calls.find_functions(call, place) else _path_argument(call, frame, paths)
+    path = (
+        None
+        if path_reader.calls.find_functions(call, place)
+        else _path_argument(call, frame, path_reader)
+    )
     if path is None:
         return None
     name = ast.unparse(call.func).rpartition(".")[2]
     return replace(
-        _make_write(call, path, frame, place, paths, file_name), is_folder=name in FOLDERS
+        _make_write(call, path, frame, place, path_reader, file_name), is_folder=name in FOLDERS
     )
 
 
-def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr | None:
-    name = paths.calls.dotted_name(call.func)
+def _path_argument(call: ast.Call, frame: Frame, path_reader: PathReader) -> ast.expr | None:
+    name = path_reader.calls.dotted_name(call.func)
     last = name.rpartition(".")[2]
     index = SAVES.get(name, SAVES.get(last))
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -232,7 +236,7 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
         index is None and OTHER_SAVES.search(last) is not None
     )
     for argument in arguments if is_projects else ():
-        text = paths.shell_pattern(paths.read_path(argument, frame))
+        text = path_reader.shell_pattern(path_reader.read_path(argument, frame))
         if TEMPORARY_END.sub("", text).endswith(WEIGHTS):
             return argument
     if index is None:
@@ -242,10 +246,10 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
 
 
 def _read_move(
-    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file_name: str
+    call: ast.Call, frame: Frame, place: Place, path_reader: PathReader, file_name: str
 ) -> _Write | None:
     """Return the move, copy or removal of a file that this call makes; None for other calls."""
-    name = paths.calls.dotted_name(call.func)
+    name = path_reader.calls.dotted_name(call.func)
     arguments = list(call.args)
     arguments += [
         keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")
@@ -276,25 +280,30 @@ def _read_move(
         goes = False
     if source is None:
         return None
-    write = replace(_make_write(call, source, frame, place, paths, file_name), goes=goes)
+    write = replace(_make_write(call, source, frame, place, path_reader, file_name), goes=goes)
     if target is None:
         return write
-    text = paths.read_path(target, frame)
+    text = path_reader.read_path(target, frame)
     if (
         name.startswith("shutil.")
         and PurePosixPath(write.text).suffix
         and not PurePosixPath(text).suffix
     ):
         text = f"{text.rstrip('/')}/{PurePosixPath(write.text).name}"  # into a folder, it seems
-        paths.mark_unsure(text)
+        path_reader.mark_unsure(text)
     return replace(write, target=text)
 
 
 def _make_write(
-    call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file_name: str
+    call: ast.Call,
+    path: ast.expr,
+    frame: Frame,
+    place: Place,
+    path_reader: PathReader,
+    file_name: str,
 ) -> _Write:
     return _Write(
-        paths.read_path(path, frame),
+        path_reader.read_path(path, frame),
         (*frame.order, (call.lineno, call.col_offset)),
         frame.in_loop or place.in_loop,
         frame.is_certain and place.is_certain,

@@ -166,7 +166,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     parser_pairs = [
         pair
         for call in calls
-        for pair in _iterate_parser_pairs(call, lists, tuple(functions))
+        for pair in _iterate_classes_and_parsers(call, lists, tuple(functions))
         if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
     ]
     for function in functions.values():
@@ -181,7 +181,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
         run = {last_name(call.args[0]) for call in calls if _is_typer_run(call)}
         for node in nodes:
             if isinstance(node, ast.FunctionDef) and (
-                node.name in run or "command" in map(last_name, _decorators(node))
+                node.name in run or "command" in map(last_name, _list_decorators(node))
             ):
                 candidates += _iterate_parameter_flags(node, constants)
     is_flat = "simple_parsing" in imports
@@ -312,7 +312,7 @@ def _read_choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
 
 
-def _decorators(function: ast.FunctionDef) -> list[ast.expr]:
+def _list_decorators(function: ast.FunctionDef) -> list[ast.expr]:
     """Return the decorators of a function, each without its arguments."""
     return [node.func if isinstance(node, ast.Call) else node for node in function.decorator_list]
 
@@ -349,7 +349,7 @@ def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Fl
         required=_evaluate_literal(keywords.get("required"), constants) is True,
         choices=_read_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest_name(names)),
-        counts=_find_count(str(_evaluate_literal(keywords.get("help"), constants))),
+        counts=_find_counted_samples(str(_evaluate_literal(keywords.get("help"), constants))),
     )
     if word in ("store_true", "store_false"):
         yield replace(flag, kind="switch", default=word == "store_false")
@@ -361,7 +361,7 @@ def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Fl
         yield flag
 
 
-def _find_count(help_text: str) -> Count:
+def _find_counted_samples(help_text: str) -> Count:
     """Return what a batch size counts by its flag's help text; the phrase that comes first
     decides.
     """
@@ -381,7 +381,7 @@ def _longest_name(names: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------- fields of classes
 
 
-def _iterate_parser_pairs(
+def _iterate_classes_and_parsers(
     call: ast.Call, assigned_lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yield (class or function, parser) for each class or function whose fields or parameters this
@@ -406,7 +406,7 @@ def _iterate_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the classes of a function's parameters if a decorator of the function makes flags of
     their fields.
     """
-    if not {*WRAPS}.isdisjoint(map(last_name, _decorators(function))):
+    if not {*WRAPS}.isdisjoint(map(last_name, _list_decorators(function))):
         for argument in function.args.args:
             if argument.annotation is not None:
                 yield last_name(argument.annotation)
@@ -543,7 +543,10 @@ def _is_typer_run(call: ast.Call) -> bool:
 def _iterate_parameter_flags(
     function: ast.FunctionDef, constants: Constants, separator: str = "-"
 ) -> Iterator[Flag]:
-    """Yield the flags made of a function's parameters; in their names `separator` replaces `_`."""
+    """Yield the command-line flag of each of a function's parameters.
+
+    In a flag's name `separator` replaces each `_` of the parameter's name.
+    """
     for argument, value in iterate_parameters(function.args):
         if argument.arg in ("self", "cls"):
             continue
@@ -608,7 +611,7 @@ def _iterate_unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call])
     names = {ast.unparse(call.func) for call in calls}
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
-            names |= {ast.unparse(decorator) for decorator in _decorators(node)}
+            names |= {ast.unparse(decorator) for decorator in _list_decorators(node)}
     hints = {
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",

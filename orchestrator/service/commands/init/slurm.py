@@ -137,12 +137,12 @@ def parse_array_indices(options: SlurmOptions) -> tuple[int, ...]:
     return tuple(tasks) if 0 < len(tasks) <= JOBS_MAX else ()
 
 
-def _dependency_line(value: str) -> str:
+def _dependency_line(dependency: str) -> str:
     """Return the job-file line for a Slurm dependency; the user must replace Slurm's job ids in
     it.
     """
-    jobs = [f"JOB-{number}" for number in re.findall(r"(?<=:)(\d+)", value)] or ["JOB"]
-    if "afterany" in value or "afternotok" in value:
+    jobs = [f"JOB-{number}" for number in re.findall(r"(?<=:)(\d+)", dependency)] or ["JOB"]
+    if "afterany" in dependency or "afternotok" in dependency:
         jobs = [f"{{job: {job}, when: always}}" for job in jobs]
     return f"depends_on: [{', '.join(jobs)}], with the names or ids that orc gives these jobs"
 

@@ -101,7 +101,7 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     if not inner.argv:
         raise _refusal_error("nothing is started", argv, "a training command")
     tool = inner.environment
-    typed = _parse_unwrapped(
+    typed = _parse_bare_command(
         inner.argv, inner.folder, find_environment_python(tool, inner.folder) if tool else None
     )
     notes = [*inner.notes, *typed.notes]
@@ -134,7 +134,7 @@ def _refusal_error(problem: str, argv: Sequence[str], allowed: str = "") -> Spec
     return SpecError(problem, source="orc init", got=" ".join(argv), allowed=allowed)
 
 
-def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
+def _parse_bare_command(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
     name = program_name(argv[0])
     alone = len(argv) == 1
     if alone and argv[0].endswith(".py"):
@@ -159,7 +159,7 @@ def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedComma
     if name in TOOLS:
         return _parse_tool(TOOLS[name], argv, folder)
     if argv[0].endswith(".py"):
-        return _parse_program(_find_python(folder, "python", python), argv, folder)
+        return _parse_program(_find_python_and_note(folder, "python", python), argv, folder)
     return _parse_console_script(argv, folder)
 
 
@@ -188,7 +188,7 @@ def _parse_launched(
     program = argv[index:]
     if not program:
         raise _refusal_error("the launcher is given no script", (launcher_name, *argv))
-    python = _find_python(folder, launcher_name, environment)
+    python = _find_python_and_note(folder, launcher_name, environment)
     typed = _parse_program(python, (("-m",) if module else ()) + tuple(program), folder)
     content = (
         read_settings_file(folder / options["--config-file"])
@@ -259,7 +259,7 @@ def _parse_python(argv: Sequence[str], folder: Path, environment: str | None) ->
         return _parse_launched(
             LAUNCHER_MODULES[module], argv[at_module + 2 :], folder, argv[0], environment
         )
-    return _parse_program(_find_python(folder, argv[0], environment), argv[1:], folder)
+    return _parse_program(_find_python_and_note(folder, argv[0], environment), argv[1:], folder)
 
 
 def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
@@ -327,9 +327,9 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     )
 
 
-def _find_module_framework(name: str) -> Framework | None:
+def _find_module_framework(module: str) -> Framework | None:
     frameworks = {"llamafactory.launcher": "llamafactory", "axolotl.cli.train": "axolotl"}
-    return "trl" if name.startswith("trl.scripts.") else frameworks.get(name)  # type: ignore[return-value]
+    return "trl" if module.startswith("trl.scripts.") else frameworks.get(module)  # type: ignore[return-value]
 
 
 def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> TypedCommand:
@@ -340,7 +340,7 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
     if len(argv) < 2 or argv[1] not in allowed:
         what = f"this command of {argv[0]} starts no known training"
         raise _refusal_error(what, argv[:2], f"{argv[0]} with {', '.join(allowed)}")
-    python, note = _find_python(folder, argv[0])
+    python, note = _find_python_and_note(folder, argv[0])
     rest = tuple(argv[2:])
     if framework in MODULES and not any(
         word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
@@ -404,7 +404,9 @@ def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
     )
 
 
-def _find_python(folder: Path, program: str, chosen_python: str | None = None) -> tuple[str, str]:
+def _find_python_and_note(
+    folder: Path, program: str, chosen_python: str | None = None
+) -> tuple[str, str]:
     """Return (interpreter of a typed program as the job's command names it, note on where it comes
     from).
     """

@@ -106,7 +106,7 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
             environment = wrapper if name in ENVIRONMENTS else environment
             notes.append(f"Taken off the command: {shlex.join(wrapper)}")
             continue
-        start = _find_start(rest)
+        start = _find_training_word(rest)
         if start and not prefix and not starts_training(rest[0]):
             prefix = rest[:start]
             rest = rest[start:]
@@ -182,7 +182,7 @@ def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
         following = argv[index] if index < len(argv) else "-"
         is_value = wrapper == "srun" and option.startswith("--") and not _is_command(following)
         if "=" not in option and (
-            option in WRAPPERS[wrapper] or (is_value and _find_start(argv[index:]))
+            option in WRAPPERS[wrapper] or (is_value and _find_training_word(argv[index:]))
         ):
             index += 1
     index += VOCABULARY["words_before_command"].get(wrapper, 0)
@@ -190,15 +190,16 @@ def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
 
 
 def _is_command(word: str) -> bool:
-    """Return whether a word may start a command. After an unknown option, another word is that
-    option's value.
+    """Return whether a word may be the start of a command.
+
+    After an option that no table lists, any other word is taken as that option's value.
     """
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
     is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
     return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
 
 
-def _find_start(argv: Sequence[str]) -> int:
+def _find_training_word(argv: Sequence[str]) -> int:
     """Return the index of the first word that starts a training; 0 if there is none after the first
     word.
     """

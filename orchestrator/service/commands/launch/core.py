@@ -47,7 +47,7 @@ from orchestrator.service.commands.launch.typed_job import (
     restart_argv,
     unchangeable_spec,
 )
-from orchestrator.service.visible import visible
+from orchestrator.service.visible import escape_controls
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
 from orchestrator.specs.cluster import idle_nodes
@@ -490,7 +490,7 @@ def answer_stdin() -> None:
         answer = answer_question(question)
     except OrchestratorError as error:
         answer = {"exit": OWN_ERROR, "lines": [str(error)]}
-    answer["lines"] = [visible(line) for line in answer["lines"]]
+    answer["lines"] = [escape_controls(line) for line in answer["lines"]]
     json.dump(answer, answers)
     answers.close()
 

@@ -22,9 +22,11 @@ LONG_SAMPLE = 1416  # the sample that seed 4 puts into step 8 of 16 samples each
 
 
 class Statements:
-    """Each statement's source is one sample; a batch is as wide as its longest sample.
+    """Data set of the standard library's statements; a sample is one statement's source, and a
+    batch is as wide as its longest.
 
-    One sample has the maximum length; all others are short. Memory suffices until the long one comes.
+    One sample has the maximum length; all others are short. Memory suffices until the long one
+    comes.
     """
 
     def __init__(self, longest: int) -> None:

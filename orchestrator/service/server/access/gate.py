@@ -64,22 +64,22 @@ log = logging.getLogger(__name__)
 Route = tuple[str, str]  # method and path
 
 
-def route_of(name: str) -> Route:
-    """Return the method and the path of `GET /jobs`."""
-    method, path = name.split(" ")
+def parse_route(method_and_path: str) -> Route:
+    """Return (method, path) of a route's name such as `GET /jobs`."""
+    method, path = method_and_path.split(" ")
     return method, path
 
 
-def by_route(routes: Mapping[Role, Iterable[str]]) -> dict[Route, Role]:
-    """Return the role that each route needs."""
+def role_by_route(routes_by_role: Mapping[Role, Iterable[str]]) -> dict[Route, Role]:
+    """Return {(method, path): role that it needs} from the routes' names by role."""
     roles = dict[Route, Role]()
-    for role, names in routes.items():
-        roles |= dict.fromkeys(map(route_of, names), role)
+    for role, names in routes_by_role.items():
+        roles |= dict.fromkeys(map(parse_route, names), role)
     return roles
 
 
 class PageAnswers(Protocol):
-    """How responses to browsers (paths below PAGES) look."""
+    """How responses to browsers (paths below PAGES) look: their headers, and pages for refusals."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -87,7 +87,9 @@ class PageAnswers(Protocol):
 
     @property
     def refused(self) -> Callable[[Request, int, str], Response]:
-        """Function that renders a refusal as a page, from its status and reason."""
+        """Function that renders a refusal as a page, from the request, its status and the
+        reason.
+        """
 
 
 @frozen
@@ -111,21 +113,21 @@ class Gate:
     links: SignInLinks
     pages: PageAnswers | None  # None: the API alone
 
-    async def verdict(self, request: Request) -> tuple[Response | None, bool]:
-        """Return (refusal of the request, whether to audit it).
+    async def check_request(self, request: Request) -> tuple[Response | None, bool]:
+        """Return (refusal of the request or None, whether the request goes into the audit log).
 
-        A refusal is 401, 403, 411, 413 or 429, None if admitted.
+        A refusal has status 401, 403, 411, 413, 422 or 429; None admits the request.
         """
         foreign = self._refuse_foreign(request)
         if foreign is not None:
             return foreign, False
-        principal = await run_in_threadpool(self.principal, request)
+        principal = await run_in_threadpool(self.find_principal, request)
         request.state.principal = principal
         if request.url.path in SIGNING_IN or request.url.path.startswith((STATIC, LINK)):
             return _check_sign_in(request), False
         if principal is None:
             return self._refuse_stranger(request), False
-        route = self._route_of(request)
+        route = self._find_route(request)
         is_change = request.method != "GET" and route not in self.reading
         excess = self._refuse_size(request, route) or self._refuse_rate(
             request, principal, is_change=is_change
@@ -133,23 +135,25 @@ class Gate:
         if excess is not None:
             return excess, False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
-            return refusal(422, "the address has a NUL character"), is_change
+            return make_refusal(422, "the address has a NUL character"), is_change
         # no such route: 404 or 405
         needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)
         if principal.is_joining and route not in self.joining:
-            return refusal(403, "this token lets machines join, and nothing else"), is_change
+            return make_refusal(403, "this token lets machines join, and nothing else"), is_change
         if not principal.role.may(needed):
-            return refusal(
+            return make_refusal(
                 403, f"{principal.name} is {principal.role}: this needs the role {needed}"
             ), is_change
         return None, is_change
 
     def _refuse_foreign(self, request: Request) -> Response | None:
-        """Return the refusal of a wrong Host, and of a change that a page of another site sends; else None."""
-        host = _host_of(request)
+        """Return the refusal of a request with a wrong Host, or of a change that a page of another
+        site sends; else None.
+        """
+        host = _host_name(request)
         if host not in self.hosts:  # a page of another site, whose name was made to lead here
             allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
-            return refusal(403, allow)
+            return make_refusal(403, allow)
         by_browser = "authorization" not in request.headers
         if (
             by_browser
@@ -157,55 +161,67 @@ class Gate:
             and "cookie" in request.headers
             and not is_same_origin(request)
         ):
-            return refusal(403, "a page of another site sent this")
+            return make_refusal(403, "a page of another site sent this")
         return None
 
     def _refuse_stranger(self, request: Request) -> Response:
-        """Return the refusal of a request that neither a token nor a session admits."""
+        """Return the refusal for a request without a valid token or browser session."""
         if "authorization" not in request.headers and is_page(request.url.path):
-            return refusal(401, "sign in")
+            return make_refusal(401, "sign in")
         if self.is_guessing(request):
-            return refusal(429, "too many wrong tokens from this address: wait a minute")
-        return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
+            return make_refusal(429, "too many wrong tokens from this address: wait a minute")
+        return make_refusal(
+            401, "wrong token: `orc login` keeps one, and a home folder has its own"
+        )
 
     def _refuse_size(self, request: Request, route: Route | None) -> Response | None:
-        """Return the refusal of a body without a length, or above the route's limit; else None."""
+        """Return the refusal of a request whose body has no length or exceeds the route's limit;
+        else None.
+        """
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
-            return refusal(411, "a body needs its length")
+            return make_refusal(411, "a body needs its length")
         limit = BODY_BYTES_MAX if route is None else self.body_bytes_max.get(route, BODY_BYTES_MAX)
         return (
-            refusal(413, f"the body is longer than {limit} bytes") if int(length) > limit else None
+            make_refusal(413, f"the body is longer than {limit} bytes")
+            if int(length) > limit
+            else None
         )
 
     def _refuse_rate(
         self, request: Request, principal: Principal, *, is_change: bool
     ) -> Response | None:
-        """Return the refusal of a request above its user's rate; else None. The owner has no limit."""
+        """Return the refusal of a request that exceeds its user's rate; else None. The home's owner
+        has no limit.
+        """
         if principal.is_owner:
             return None
         if is_change:
             if self.rates.hit(CHANGES, "changes", principal.name):
                 return None
-            return refusal(
+            return make_refusal(
                 429,
                 f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch",
             )
-        looks = _look_limit(request.url.path)
+        looks = _find_look_limit(request.url.path)
         if looks is None or self.rates.hit(looks, "looks", principal.name):
             return None
-        return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
+        return make_refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
 
-    def is_guessing(self, request: Request, *, count: bool = True) -> bool:
-        """Return whether the address has sent too many wrong tokens; with `count`, count one first."""
-        ask = self.rates.hit if count else self.rates.test
+    def is_guessing(self, request: Request, *, count_one: bool = True) -> bool:
+        """Return whether the sender's address has sent too many wrong tokens; `count_one` adds one
+        wrong token first.
+        """
+        ask = self.rates.hit if count_one else self.rates.test
         return not ask(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
 
-    def principal(self, request: Request) -> Principal | None:
-        """Return the sender, by its token or its browser session; None without a valid one."""
+    def find_principal(self, request: Request) -> Principal | None:
+        """Return the request's sender, found by its token or its browser session; None without a
+        valid one.
+        """
         authorization = request.headers.get("authorization")
         if authorization is None:
-            return self.sessions.principal(request)
+            return self.sessions.find_principal(request)
         if hmac.compare_digest(authorization.encode(), f"Bearer {self.owner_token}".encode()):
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         if authorization.startswith(f"Bearer {JOIN_PREFIX}"):
@@ -220,8 +236,8 @@ class Gate:
             else None
         )
 
-    def _route_of(self, request: Request) -> Route | None:
-        """Method and path of the route; None where there is none."""
+    def _find_route(self, request: Request) -> Route | None:
+        """Return (method, path) of the request's route; None where there is no such route."""
         application: FastAPI = request.app
         for route in application.routes:
             match, _ = route.matches(request.scope)
@@ -229,8 +245,8 @@ class Gate:
                 return request.method, getattr(route, "path", "")
         return None
 
-    def record(self, request: Request, status: int) -> None:
-        """Add the answered request to the audit log."""
+    def add_audit_row(self, request: Request, status: int) -> None:
+        """Add the request and the status of its answer to the audit log."""
         principal: Principal = request.state.principal
         objects = request.state.objects  # quoted, as the path is: no line of its own in a log
         names = [quote(name[:OBJECT_CHARS_MAX], safe="/=:,") for name in objects[:OBJECTS_MAX]]
@@ -251,14 +267,16 @@ class Gate:
 
 
 class Gated:
-    """ASGI application behind a gate. It adds no task or queue: streams pass unchanged."""
+    """ASGI application behind a gate, which checks each request. Streams pass unchanged, without a
+    further task or queue.
+    """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to its route, or refuse it; probes of OPEN always pass."""
+        """Pass the request to its route, or refuse it. Probes (the paths in OPEN) always pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -271,19 +289,21 @@ class Gated:
         verdict = None
         is_audited = False
         if request.url.path not in OPEN or request.method != "GET":
-            verdict, is_audited = await self._gate.verdict(request)
+            verdict, is_audited = await self._gate.check_request(request)
         shown = self._gate.pages is not None and is_page(request.url.path)
         answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=shown)
         try:
             await (self._app if verdict is None else verdict)(scope, receive, answer.send)
         except Exception:  # a fault of ours, which Starlette answers with 500 behind this gate
             if is_audited:
-                await run_in_threadpool(self._gate.record, request, 500)
+                await run_in_threadpool(self._gate.add_audit_row, request, 500)
             raise
 
 
 class _Answer:
-    """Sends a route's answer: adds headers, writes the audit log first, and turns refusals into pages."""
+    """Sends a route's answer: adds headers, writes the audit log first, and turns refusals into
+    pages.
+    """
 
     def __init__(
         self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool
@@ -296,25 +316,27 @@ class _Answer:
         self._refusal: tuple[int, bytearray] | None = None  # of a page: kept until it is whole
 
     async def send(self, message: Message) -> None:
-        """Pass a message on."""
+        """Pass on an ASGI message of the answer; a refusal for a browser is held back until it is
+        complete.
+        """
         if message["type"] == "http.response.start":
-            await self._begin(message)
+            await self._start(message)
         elif self._refusal is None:
             await self._send(message)
         else:
-            await self._refuse(message)
+            await self._send_refusal_page(message)
 
-    async def _begin(self, message: Message) -> None:
+    async def _start(self, message: Message) -> None:
         status = int(message["status"])
         headers = MutableHeaders(scope=message)
         if self._is_audited:
-            await run_in_threadpool(self._gate.record, self._request, status)
+            await run_in_threadpool(self._gate.add_audit_row, self._request, status)
         if self._is_page and headers.get("content-type", "").startswith("application/json"):
             self._refusal = status, bytearray()
             return
-        await self._send(self._with_headers(message))
+        await self._send(self._add_headers(message))
 
-    def _with_headers(self, message: Message) -> Message:
+    def _add_headers(self, message: Message) -> Message:
         headers = MutableHeaders(scope=message)
         headers["X-Request-Id"] = self._request.state.id
         if self._is_page and self._gate.pages is not None:
@@ -322,8 +344,8 @@ class _Answer:
                 headers.setdefault(name, text)  # MLflow's page has a policy of its own
         return message
 
-    async def _refuse(self, message: Message) -> None:
-        """Send the page of a refusal once its message is whole."""
+    async def _send_refusal_page(self, message: Message) -> None:
+        """Collect the refusal's JSON; once it is complete, send a page with its text instead."""
         assert self._refusal is not None, message
         assert self._gate.pages is not None, message
         status, body = self._refusal
@@ -337,49 +359,53 @@ class _Answer:
 
         async def send(part: Message) -> None:
             await self._send(
-                self._with_headers(part) if part["type"] == "http.response.start" else part
+                self._add_headers(part) if part["type"] == "http.response.start" else part
             )
 
         await page(self._request.scope, self._request.receive, send)
 
 
 def is_page(path: str) -> bool:
-    """Return whether the response is a page for people, with sign-in redirects and error pages."""
+    """Return whether the path's answers are pages for people, with redirects to sign-in and error
+    pages.
+    """
     return path.startswith(PAGES) or path in (MLFLOW, f"{MLFLOW}/")
 
 
-def _look_limit(path: str) -> RateLimitItemPerMinute | None:
-    """Return how often a user may look at a path; None where there is no bound."""
+def _find_look_limit(path: str) -> RateLimitItemPerMinute | None:
+    """Return how often per minute a user may load this path; None where there is no limit."""
     if path.startswith((PAGES, REPORT)):
         return LOOKS
     return MLFLOW_LOOKS if path.startswith(MLFLOW) else None
 
 
-def limiter() -> MovingWindowRateLimiter:
-    """Return an in-memory limiter of wrong tokens by address and of changes by user."""
+def make_rate_limiter() -> MovingWindowRateLimiter:
+    """Return an in-memory rate limiter, for wrong tokens by address and for changes by user."""
     return MovingWindowRateLimiter(MemoryStorage())
 
 
-def refusal(status: int, message: str) -> JSONResponse:
-    """Return an error response in the API's format."""
+def make_refusal(status: int, message: str) -> JSONResponse:
+    """Return an error response with this status and message, in the API's format."""
     return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
 
 
 def _check_sign_in(request: Request) -> Response | None:
-    """Return why a request of the sign-in form is refused; None where it is not. Its body is short."""
+    """Return the refusal of a sign-in form's request, whose body must be short; None where it is
+    accepted.
+    """
     length = request.headers.get("content-length", "0")
     if (
         "transfer-encoding" in request.headers
         or not length.isdecimal()
         or int(length) > SIGN_IN_BYTES_MAX
     ):
-        return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
+        return make_refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
     if request.method != "GET" and not is_same_origin(request):
-        return refusal(403, "a page of another site sent this")
+        return make_refusal(403, "a page of another site sent this")
     return None
 
 
-def _host_of(request: Request) -> str:
+def _host_name(request: Request) -> str:
     try:
         return (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
     except ValueError:

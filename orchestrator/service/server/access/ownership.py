@@ -6,8 +6,14 @@ from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.policy import PolicySpec
 
 
-def may_change(user: str, sender: Principal, policy: PolicySpec) -> bool:
-    """Return whether the sender may change a user's jobs: its own, those of its team; operators may change all."""
-    if sender.role.may(Role.OPERATOR) or user == sender.name:
+def may_change(job_user: str, sender: Principal, policy: PolicySpec) -> bool:
+    """Return whether the sender may change a user's jobs: its own, or those of its team; operators
+    may change all.
+    """
+    if sender.role.may(Role.OPERATOR) or job_user == sender.name:
         return True
-    return policy.is_shared and bool(user) and policy.team_of(user) == policy.team_of(sender.name)
+    return (
+        policy.is_shared
+        and bool(job_user)
+        and policy.team_of(job_user) == policy.team_of(sender.name)
+    )

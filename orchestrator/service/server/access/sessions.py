@@ -20,9 +20,11 @@ OWNER = 0  # stands for the home folder's own token, which has no record; record
 
 @frozen
 class Sessions:
-    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or its user's removal.
+    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or
+    its user's removal.
 
-    The key of the signature is derived from the home folder's token, so a replaced home ends every session.
+    The key of the signature is derived from the home folder's token, so a replaced home ends every
+    session.
     """
 
     owner_token: str
@@ -30,37 +32,39 @@ class Sessions:
     accounts: Accounts
     clock: Callable[[], float] = time.time
 
-    def cookie(self, token: str) -> str | None:
-        """Return the cookie of a new session; None for an invalid token."""
+    def make_cookie(self, token: str) -> str | None:
+        """Return the cookie of a new session for this token; None for an invalid token."""
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
             number = self.accounts.find_token_number(token)
         return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
-    def opened(self, user: str, role: Role, lifetime_s: float) -> str:
-        """Return the cookie of a new session for a user of an OpenID provider."""
+    def open_session(self, user: str, role: Role, lifetime_s: float) -> str:
+        """Open a session for a user of an OpenID provider, and return its cookie."""
         number = self.accounts.open_session(user, role, lifetime_s)
         return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
 
-    def close(self, request: Request) -> None:
-        """End a session of an OpenID provider. A token's session remains valid with any copy of its cookie."""
-        if self.principal(request) is not None:
+    def close_session(self, request: Request) -> None:
+        """End the request's session if an OpenID provider opened it. A token's session stays valid
+        with any copy of its cookie.
+        """
+        if self.find_principal(request) is not None:
             self.accounts.close_session(
                 int(request.cookies[cookie_name(request)].partition(".")[0])
             )
 
-    def sealed(self, text: str) -> str:
-        """Return a signed text, readable by `unsealed`. It is no session."""
+    def sign_text(self, text: str) -> str:
+        """Return the text with a signature, readable by `verify_text`. It is no session."""
         return self._sign(text, "on its way")
 
-    def unsealed(self, cookie: str) -> str | None:
-        """Return the text given to `sealed`; None where the signature is invalid."""
+    def verify_text(self, cookie: str) -> str | None:
+        """Return the text that `sign_text` signed; None where the signature is invalid."""
         text = cookie.rpartition(".")[0]
-        return text if hmac.compare_digest(cookie.encode(), self.sealed(text).encode()) else None
+        return text if hmac.compare_digest(cookie.encode(), self.sign_text(text).encode()) else None
 
-    def principal(self, request: Request) -> Principal | None:
-        """Return the signed-in user; None without a valid session."""
+    def find_principal(self, request: Request) -> Principal | None:
+        """Return the user of the request's session; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
         if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
@@ -71,13 +75,15 @@ class Sessions:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         return self.accounts.find_principal_by_number(int(number))
 
-    def _sign(self, payload: str, what: str = "session of a browser") -> str:
-        key = hashlib.sha256(f"{what} {self.owner_token}".encode()).digest()
+    def _sign(self, payload: str, purpose: str = "session of a browser") -> str:
+        key = hashlib.sha256(f"{purpose} {self.owner_token}".encode()).digest()
         return f"{payload}.{hmac.new(key, payload.encode(), hashlib.sha256).hexdigest()}"
 
 
-def keep(request: Request, answer: Response, cookie: str) -> None:
-    """Set the session's cookie: only for this service, hidden from scripts, and TLS-only if the request used TLS."""
+def set_cookie(request: Request, answer: Response, cookie: str) -> None:
+    """Set the session's cookie in the answer: only for this service, hidden from scripts, and
+    TLS-only if the request used TLS.
+    """
     answer.set_cookie(
         cookie_name(request),
         cookie,
@@ -88,20 +94,24 @@ def keep(request: Request, answer: Response, cookie: str) -> None:
     )
 
 
-def drop(request: Request, answer: Response) -> None:
-    """Delete the session's cookie in the browser."""
+def delete_cookie(request: Request, answer: Response) -> None:
+    """Delete the session's cookie in the browser, by a header of the answer."""
     answer.delete_cookie(
         cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
     )
 
 
 def cookie_name(request: Request) -> str:
-    """Return the cookie's name, with the port: cookies ignore ports, and one machine may run several services."""
+    """Return the name of the session's cookie. It contains the port: browsers send a cookie to all
+    ports of a host.
+    """
     return f"orc-{request.url.port or 443}"
 
 
 def is_same_origin(request: Request) -> bool:
-    """Return whether a page of this service sent the request, as the browser says; False where it says nothing."""
+    """Return whether the browser says that a page of this service sent the request; False if it
+    does not say that.
+    """
     site = request.headers.get(
         "sec-fetch-site"
     )  # browsers send it to TLS and the loopback alone, and forge it nowhere

@@ -14,7 +14,9 @@ LINKS_MAX = 100  # unused ones: the oldest goes first
 
 @dataclass(frozen=True, slots=True)
 class SignInLinks:
-    """Sessions that wait for a browser, by the secret code in their link. In memory only."""
+    """Sessions that wait for a browser, by the secret code in their link. They are in memory
+    only.
+    """
 
     clock: Callable[[], float] = time.monotonic
     _sessions: dict[str, tuple[float, str]] = field(
@@ -22,8 +24,10 @@ class SignInLinks:
     )  # until when, and the cookie
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, cookie: str) -> str:
-        """Return a new code for which `claim` returns this session's cookie, once and within LIFETIME_S seconds."""
+    def add_session(self, cookie: str) -> str:
+        """Store a session's cookie, and return a new code with which `claim_session` returns it, once and
+        within LIFETIME_S seconds.
+        """
         code = secrets.token_urlsafe(32)
         with self._lock:
             while len(self._sessions) >= LINKS_MAX:
@@ -31,8 +35,8 @@ class SignInLinks:
             self._sessions[code] = (self.clock() + LIFETIME_S, cookie)
         return code
 
-    def claim(self, code: str) -> str | None:
-        """Return the session's cookie; None for an unknown, used or expired code."""
+    def claim_session(self, code: str) -> str | None:
+        """Return the session's cookie for this code; None for an unknown, used or expired code."""
         with self._lock:
             until_s, cookie = self._sessions.pop(code, (0.0, ""))
         return cookie if self.clock() < until_s else None

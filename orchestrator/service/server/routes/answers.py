@@ -20,7 +20,7 @@ from typing_extensions import (  # pydantic reads the standard library's from Py
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.server.members import Machine
+from orchestrator.service.server.members import MachineProperties
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
 from orchestrator.service.views.teams import TeamView
@@ -168,7 +168,7 @@ class JoinAnswer(TypedDict):
     """The address of Ray for a joining machine, and the properties that it must share."""
 
     ray_address: str
-    machine: Machine
+    machine: MachineProperties
 
 
 class SweepsAnswer(TypedDict):
@@ -253,10 +253,11 @@ REFUSALS: Responses = {
 
 
 class PlainRoute(APIRoute):
-    """Route that serialises its answer directly, in its own thread, since views build plain JSON data.
+    """Route that serialises its answer directly, in the endpoint's own thread, since views build
+    plain JSON data.
 
-    FastAPI would first copy each part of it, in the thread that serves everybody. The type that an endpoint returns is
-    documented, and not validated.
+    FastAPI would first copy each part of the answer, in the thread of the event loop. The type that
+    an endpoint returns is documented, and not validated.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
@@ -265,27 +266,27 @@ class PlainRoute(APIRoute):
         if is_typeddict(model) or is_dataclass(model):
             settings["responses"] = {**settings["responses"], 200: {"model": model}}
         settings["response_model"] = None
-        super().__init__(path, _with_json_answer(endpoint), **settings)
+        super().__init__(path, _wrap_endpoint(endpoint), **settings)
 
 
-def _with_json_answer(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the endpoint as one that answers its dict as JSON."""
+def _wrap_endpoint(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the endpoint wrapped so that the dict which it returns is sent as JSON."""
     if iscoroutinefunction(endpoint):
 
         @wraps(endpoint)
         async def answer_json_later(*args: Any, **keywords: Any) -> Response:
-            return _as_response(await endpoint(*args, **keywords))
+            return _make_response(await endpoint(*args, **keywords))
 
         return answer_json_later
 
     @wraps(endpoint)
     def answer_json(*args: Any, **keywords: Any) -> Response:
-        return _as_response(endpoint(*args, **keywords))
+        return _make_response(endpoint(*args, **keywords))
 
     return answer_json
 
 
-def _as_response(content: Any) -> Response:
+def _make_response(content: Any) -> Response:
     return content if isinstance(content, Response) else _JsonAnswer(content)
 
 
@@ -293,21 +294,27 @@ class _JsonAnswer(JSONResponse):
     """JSON of plain data, in which dataclasses are mappings."""
 
     def render(self, content: Any) -> bytes:
-        """Return the text in UTF-8, as JSONResponse has it."""
+        """Return the content as JSON text in UTF-8, as JSONResponse does."""
         text = json.dumps(
             content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=asdict
         )
         return text.encode()
 
 
-def answers(model: type) -> JsonObject:
-    """Return arguments of a route that answers 200 with this model, documented but not validated."""
+def document_answer(model: type) -> JsonObject:
+    """Return keyword arguments for a route that answers 200 with this model, which is documented
+    but not validated.
+    """
     return {"response_model": None, "responses": {200: {"model": model}}}
 
 
-def answers_bytes(*headers: str) -> JsonObject:
-    """Return arguments of a route that answers 200 with bytes and these integer headers."""
-    header_schemas = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
+def document_bytes(*header_names: str) -> JsonObject:
+    """Return keyword arguments for a route that answers 200 with bytes and with these integer
+    headers.
+    """
+    header_schemas = {
+        name: {"schema": {"type": "integer"}, "required": True} for name in header_names
+    }
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         "response_model": None,

@@ -25,17 +25,17 @@ from orchestrator.service.server.access.gate import (
     LINK,
     Gate,
     Gated,
-    by_route,
-    limiter,
-    refusal,
-    route_of,
+    make_rate_limiter,
+    make_refusal,
+    parse_route,
+    role_by_route,
 )
 from orchestrator.service.server.access.sessions import Sessions
 from orchestrator.service.server.access.sign_in_links import SignInLinks
 from orchestrator.service.server.ended import Reports, make_report
-from orchestrator.service.server.members import Members, machine
+from orchestrator.service.server.members import Members, read_machine_properties
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
-from orchestrator.service.server.purger import purge_view
+from orchestrator.service.server.purger import view_purge
 from orchestrator.service.server.routes import mlflow_routes
 from orchestrator.service.server.routes.answers import (
     REFUSALS,
@@ -59,16 +59,16 @@ from orchestrator.service.server.routes.answers import (
     UnreadableAnswer,
     UsersAnswer,
     WhoAnswer,
-    answers,
+    document_answer,
 )
-from orchestrator.service.server.routes.attempt_files import beats
+from orchestrator.service.server.routes.attempt_files import read_newest_heartbeats
 from orchestrator.service.server.routes.dependencies import (
     NUMBER_MAX,
     Forbidden,
     NameObjects,
     Sender,
     Service,
-    reachable_address,
+    address_for_sender,
 )
 from orchestrator.service.server.routes.job_routes import (
     add_file_routes,
@@ -113,7 +113,7 @@ from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
-ROLES = by_route(  # needed by each route; one that is missing here needs an admin
+ROLES = role_by_route(  # needed by each route; one that is missing here needs an admin
     {
         Role.VIEWER: (
             "GET /openapi.json",
@@ -160,7 +160,7 @@ ROLES = by_route(  # needed by each route; one that is missing here needs an adm
 )
 JOINING = frozenset(  # for which the token of joining machines is enough
     map(
-        route_of,
+        parse_route,
         (
             "GET /join",
             "GET /cluster",
@@ -185,10 +185,10 @@ READY: JsonObject = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the API's application.
+    """Return the FastAPI application of the service's API.
 
-    It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
-    refusal by 409.
+    It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad
+    input by 422, and a refusal by 409.
     """
     app = FastAPI(
         title="orc",
@@ -208,8 +208,8 @@ def create_app(service: Service) -> FastAPI:
             **({} if service.pages is None else service.pages.roles),
         },
         reading=mlflow_routes.READING,
-        body_bytes_max=_body_limits(),
-        rates=limiter(),
+        body_bytes_max=_body_limit_by_route(),
+        rates=make_rate_limiter(),
         joining=JOINING,
         join_secret=lambda: read_join_secret(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
@@ -221,7 +221,7 @@ def create_app(service: Service) -> FastAPI:
     app.exception_handler(OrchestratorError)(_answer_error)
     app.exception_handler(RequestValidationError)(_answer_malformed)
     app.exception_handler(HTTPException)(_answer_unrouted)
-    uploads = Uploads(service.home, lambda: _used_uploads(service))
+    uploads = Uploads(service.home, lambda: _list_used_uploads(service))
     waits = Waits(service.controller.wait_for_change)
     add_job_routes(app, service, uploads, waits)
     add_verb_routes(app, service, uploads)
@@ -247,15 +247,15 @@ def create_app(service: Service) -> FastAPI:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _used_uploads(service: Service) -> set[str]:
+def _list_used_uploads(service: Service) -> set[str]:
     """Return the digests of the uploads that live jobs name."""
     live = service.controller.state.live_jobs
     uploads = (find_upload(service.home, path) for job in live for _, path in paths_of(job.spec))
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
-def _body_limits() -> dict[tuple[str, str], int]:
-    """Return the bytes that a body of each API route may have."""
+def _body_limit_by_route() -> dict[tuple[str, str], int]:
+    """Return {(method, path): largest number of bytes in a request's body} of the API's routes."""
     limits = dict.fromkeys(ROLES, JSON_BYTES_MAX)
     limits["PUT", "/uploads/{digest}"] = UPLOAD_BYTES_MAX
     for path in ("/jobs/batch", "/observations"):
@@ -264,7 +264,9 @@ def _body_limits() -> dict[tuple[str, str], int]:
 
 
 def _add_probe_routes(app: FastAPI, service: Service) -> None:
-    """Add what probes, Prometheus and clients ask of the service itself."""
+    """Add the routes for health probes, Prometheus, and clients that ask about the service
+    itself.
+    """
     controller = service.controller
 
     @app.get("/healthz")
@@ -279,11 +281,11 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
         nodes jobs are accepted, and wait.
         """
         try:
-            controller.confirm()
+            controller.confirm_ownership()
         except ServiceError as error:
-            return refusal(503, str(error))
-        problems = controller.health.problems()
-        failures = controller.health.failures()
+            return make_refusal(503, str(error))
+        problems = controller.health.list_problems()
+        failures = controller.health.list_failures()
         if failures:
             return JSONResponse(
                 {"error": "; ".join(failures), "problems": problems}, status_code=503
@@ -293,12 +295,14 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"status": "ready", "problems": problems})
 
     metrics = Metrics(
-        controller.figures, controller.confirm, lambda job: beats(service.home, job).reports
+        controller.read_figures,
+        controller.confirm_ownership,
+        lambda job: read_newest_heartbeats(service.home, job).reports,
     )
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:
-        return Response(content=metrics.text(), media_type=MEDIA_TYPE)
+        return Response(content=metrics.scrape_text(), media_type=MEDIA_TYPE)
 
     @app.get("/whoami")
     def whoami(sender: Sender) -> WhoAnswer:
@@ -315,10 +319,10 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         return {
             "name": service.cluster,
             "trackers": {
-                name: reachable_address(request, address)
+                name: address_for_sender(request, address)
                 for name, address in service.trackers.items()
             },
-            "problems": controller.health.problems(),
+            "problems": controller.health.list_problems(),
             "nodes": [node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),
@@ -327,7 +331,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     @app.post("/nodes/{node}/drain")
     def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> EmptyAnswer:
         name_objects(["undo"] if request.undo else [])
-        controller.drain(node, undo=request.undo)
+        controller.drain_node(node, undo=request.undo)
         return {}
 
     @app.get("/teams")
@@ -345,19 +349,19 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
 
     newest = Reports(
         lambda since_s: asdict(
-            make_report(controller, since_s, time.time(), service.sweeper.reports())
+            make_report(controller, since_s, time.time(), service.sweeper.make_reports())
         )
     )
 
-    @app.get("/report", **answers(MorningReport))
+    @app.get("/report", **document_answer(MorningReport))
     def report(
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> JsonObject:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
-            return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))
-        return newest.of(controller.version, since_s)
+            return asdict(make_report(controller, since_s, until_s, service.sweeper.make_reports()))
+        return newest.find_report(controller.version, since_s)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
@@ -368,18 +372,22 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     def notify_test(request: TryRequest) -> TriedAnswer:
         """Send a test notice to these notification targets, or to all."""
         return {
-            "problems": {} if service.notifier is None else service.notifier.test(request.targets)
+            "problems": {}
+            if service.notifier is None
+            else service.notifier.test_targets(request.targets)
         }
 
     @app.post("/observations")
     def observe(request: ObserveRequest) -> KeptAnswer:
-        return {"count": controller.observe(observations_from_view(request.observations))}
+        return {
+            "count": controller.store_observations(observations_from_view(request.observations))
+        }
 
-    @app.post("/purge", **answers(PurgeAnswer))
+    @app.post("/purge", **document_answer(PurgeAnswer))
     def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
         """Remove files of ended jobs by the cluster file's `keep`, or only list them."""
         result = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
-        return purge_view(result, is_dry=request.dry_run)
+        return view_purge(result, is_dry=request.dry_run)
 
     @app.post("/shutdown")
     def shutdown(request: ShutdownRequest) -> ShutdownAnswer:
@@ -401,27 +409,27 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
     @app.get("/join")
     def join() -> JoinAnswer:
         return {
-            "ray_address": _members(service).ray_address(),
-            "machine": machine(service.home),
+            "ray_address": _require_members(service).joining_address(),
+            "machine": read_machine_properties(service.home),
         }
 
     @app.post("/nodes")
     def add_node(request: NodeRequest, name_objects: NameObjects) -> EmptyAnswer:
         node = node_from_data(request.node, "the machine that joins")
         name_objects([node.name, request.address])
-        _members(service).add(node, request.address)
+        _require_members(service).add_machine(node, request.address)
         return {}
 
     @app.delete("/nodes/{node}")
     def remove_node(node: str) -> EmptyAnswer:
         """Remove a machine that has left. A new node of its name starts without a drain."""
-        _members(service).remove(node)
+        _require_members(service).remove_machine(node)
         if node in service.controller.state.drained:
-            service.controller.drain(node, undo=True)
+            service.controller.drain_node(node, undo=True)
         return {}
 
 
-def _members(service: Service) -> Members:
+def _require_members(service: Service) -> Members:
     if service.members is None:
         raise ServiceError(
             "the service's Ray is not its own: start Ray on that machine by hand, with `ray start`"
@@ -434,14 +442,16 @@ def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
     def sign_in_link(request: Request) -> LinkAnswer:
         """Return the path of a link that signs one browser in as the sender, within five minutes."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = gate.sessions.cookie(token)
+        cookie = gate.sessions.make_cookie(token)
         if cookie is None:
             raise ServiceError("a browser's session gives no link: send a token")
-        return {"path": f"{LINK}{gate.links.add(cookie)}"}
+        return {"path": f"{LINK}{gate.links.add_session(cookie)}"}
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:
-    """Add users, tokens and the audit log, for admins alone: `ROLES` does not name them."""
+    """Add the routes for users, tokens and the audit log, for admins alone: `ROLES` does not name
+    them.
+    """
     accounts = service.accounts
 
     @app.get("/users")
@@ -486,7 +496,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
-    """Add the journal's unreadable rows, for admins alone."""
+    """Add the routes for the journal's unreadable rows, for admins alone."""
 
     @app.get("/journal/unreadable")
     def unreadable() -> UnreadableAnswer:
@@ -523,7 +533,7 @@ STATUSES = {
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 409)
-    answer = refusal(status, str(error))
+    answer = make_refusal(status, str(error))
     if isinstance(error, UncertainError):
         answer.headers["Retry-After"] = str(ASK_AGAIN_S)
     return answer
@@ -532,7 +542,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
     """Answer an unknown route or method, or a body that is no text, as every other refusal."""
     assert isinstance(error, HTTPException), error
-    answer = refusal(error.status_code, error.detail)
+    answer = make_refusal(error.status_code, error.detail)
     answer.headers.update(error.headers or {})
     return answer
 
@@ -542,4 +552,4 @@ async def _answer_malformed(_: Request, error: Exception) -> JSONResponse:
     details = "; ".join(
         f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
     )
-    return refusal(422, f"the request is malformed: {details}")
+    return make_refusal(422, f"the request is malformed: {details}")

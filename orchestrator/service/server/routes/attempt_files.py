@@ -35,13 +35,14 @@ UNWATCHED_CHARACTERS_MAX = 300
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
-def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
-    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes `problems`.
+def view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequence[str]) -> JobView:
+    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes
+    `service_problems`.
 
-    A job that cannot be shown costs its own row alone: the row has no attempts, and its reason says why.
+    For a job that cannot be shown, the JSON has no attempts, and its reason says why.
     """
     try:
-        return _view_of(home, job, policy, problems)
+        return _view_job(home, job, policy, service_problems)
     except Exception as error:  # the edge of a row: a list has other jobs
         log.exception("job %s cannot be shown", job.id)
         reason = (
@@ -50,25 +51,25 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
         return job_view(replace(job, attempts=(), reason=reason), policy=policy)
 
 
-def _view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
-    if problems and job.status is JobStatus.QUEUED:
+def _view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequence[str]) -> JobView:
+    if service_problems and job.status is JobStatus.QUEUED:
         return {
             **job_view(job, policy=policy),
-            "reason": "; ".join((*problems, describe_status(job))),
+            "reason": "; ".join((*service_problems, describe_status(job))),
         }
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         removed = describe_removals(home, job.id) if job.status.ended else []
         return {**job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    lines = read_from(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
+    lines = read_masked(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
     unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
-    reports = beats(home, job)
+    reports = read_newest_heartbeats(home, job)
     return job_view(job, reports.reports, policy, unwatched, reports.problems)
 
 
-def beats(home: Path, job: Job) -> Reports[Heartbeat]:
-    """Return the last heartbeats (progress reports) of the newest attempt's ranks."""
+def read_newest_heartbeats(home: Path, job: Job) -> Reports[Heartbeat]:
+    """Return the last heartbeats (progress reports) of the ranks of the job's newest attempt."""
     if job.last is None:
         return Reports()
     return read_heartbeats(
@@ -76,17 +77,17 @@ def beats(home: Path, job: Job) -> Reports[Heartbeat]:
     )
 
 
-def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
+def read_masked(path: Path, offset: int, secret_values: Sequence[bytes]) -> bytes:
     """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; b"" where the file is missing.
 
-    Each byte of a `hidden` value becomes an asterisk, even where the value crosses either end.
+    Each byte of a value in `secret_values` becomes an asterisk, even where the value crosses either end.
     """
-    around = max(map(len, hidden), default=0)
+    around = max(map(len, secret_values), default=0)
     margin = min(offset, around)
     try:
         with open_untrusted(path) as file:
             file.seek(offset - margin)
-            text = mask_secrets(file.read(margin + LOG_BYTES_MAX + around), hidden)
+            text = mask_secrets(file.read(margin + LOG_BYTES_MAX + around), secret_values)
     except OSError:
         return b""
     return text[margin : margin + LOG_BYTES_MAX]
@@ -95,16 +96,20 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
 async def follow_file(
     path: Path,
     offset: int,
-    hidden: Sequence[bytes],
-    is_over: Callable[[], bool],
+    secret_values: Sequence[bytes],
+    is_complete: Callable[[], bool],
     waits: Waits,
     wait_s: float,
 ) -> AsyncIterator[bytes]:
-    """Yield bytes of a growing file from an offset, until it is complete, or for `wait_s` seconds."""
+    """Yield the bytes of a growing file from an offset, until `is_complete` returns true, or for
+    `wait_s` seconds.
+
+    Values in `secret_values` are masked with asterisks.
+    """
     until_s = time.monotonic() + wait_s
     while True:
-        was_over = is_over()  # asked before the file is read, so that nothing is missed
-        text = await run_in_threadpool(read_from, path, offset, hidden)
+        was_over = is_complete()  # asked before the file is read, so that nothing is missed
+        text = await run_in_threadpool(read_masked, path, offset, secret_values)
         offset += len(text)
         if text:
             yield text
@@ -112,11 +117,11 @@ async def follow_file(
         if left_s <= 0 or (was_over and not text):
             return
         if not text:
-            await waits.until(partial(_has_more, path, offset, is_over), left_s)
+            await waits.wait_until(partial(_has_more, path, offset, is_complete), left_s)
 
 
-def _has_more(path: Path, offset: int, is_over: Callable[[], bool]) -> bool:
+def _has_more(path: Path, offset: int, is_complete: Callable[[], bool]) -> bool:
     try:
-        return path.stat().st_size > offset or is_over()
+        return path.stat().st_size > offset or is_complete()
     except OSError:
-        return is_over()
+        return is_complete()

@@ -37,7 +37,9 @@ NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 
 @frozen
 class Pages:
-    """Web pages beside the API: `add` adds the routes, `roles` has the role that each needs."""
+    """Web pages beside the API: `add` adds their routes, and `roles` has the role that each route
+    needs.
+    """
 
     roles: Mapping[tuple[str, str], Role]
     headers: Mapping[str, str]  # of each page
@@ -47,7 +49,9 @@ class Pages:
 
 @frozen
 class Service:
-    """Objects that the routes use: the controller, the accounts, the home folder with its token, and so on."""
+    """The objects that routes use: the controller, the accounts, the home folder with its token,
+    and others.
+    """
 
     controller: Controller
     accounts: Accounts
@@ -72,13 +76,16 @@ class Service:
     provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
 
 
-def _sender(request: Request) -> Principal:
+def _find_sender(request: Request) -> Principal:
     principal: Principal = request.state.principal
     return principal
 
 
-def _namer(request: Request) -> Callable[[Iterable[str]], None]:
-    """Return a function that adds ids and names to the request's row of the audit log; its path has the others."""
+def _audit_recorder(request: Request) -> Callable[[Iterable[str]], None]:
+    """Return a function that adds ids and names to the request's row of the audit log.
+
+    The row has the ids in the request's path without that.
+    """
 
     def name_objects(names: Iterable[str]) -> None:
         request.state.objects = tuple(names)
@@ -86,39 +93,45 @@ def _namer(request: Request) -> Callable[[Iterable[str]], None]:
     return name_objects
 
 
-Sender = Annotated[Principal, Depends(_sender)]
-NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_namer)]
+Sender = Annotated[Principal, Depends(_find_sender)]
+NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_audit_recorder)]
 
 
-def reachable_address(request: Request, address: str) -> str:
-    """Return an address as the sender reaches it: the home's own MLflow is a path on the service."""
+def address_for_sender(request: Request, address: str) -> str:
+    """Return a URL as the request's sender reaches it: the home's own MLflow is a path on this
+    service.
+    """
     is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
     return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
 
 
 class Forbidden(ServiceError):
-    """The sender's role does not permit this."""
+    """The sender's role does not permit the request."""
 
 
 LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
 
 
-def _ids_like(controller: Controller, job_id: str) -> str:
-    """Return the newest ids of jobs of this name, else the nearest by spelling, as a part of a sentence."""
-    jobs = (*controller.state.jobs.values(), *controller.ended(LOOKED_AT_MAX))
+def _suggest_ids(controller: Controller, unknown_id: str) -> str:
+    """Return a phrase with the newest ids of jobs of this name, else with the id of the nearest
+    spelling.
+    """
+    jobs = (*controller.state.jobs.values(), *controller.list_ended_jobs(LOOKED_AT_MAX))
     newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
-    named = [job.id for job in newest if job.spec.name == job_id]
+    named = [job.id for job in newest if job.spec.name == unknown_id]
     near = named[:LIKE_MAX] or get_close_matches(
-        job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7
+        unknown_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7
     )
     return f": did you mean {', '.join(near)}?" if near else "."
 
 
-def job_of(controller: Controller, job_id: str) -> Job:
-    """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
-    job = controller.job(job_id)
+def find_job(controller: Controller, job_id: str) -> Job:
+    """Return the job with this id. Raises UnknownError (404), with similar ids, where there is
+    none.
+    """
+    job = controller.find_job(job_id)
     if job is None:
         raise UnknownError(
-            f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them"
+            f"there is no job {job_id!r}{_suggest_ids(controller, job_id)} `orc queue` lists them"
         )
     return job

@@ -37,20 +37,20 @@ from orchestrator.service.server.routes.answers import (
     MissingAnswer,
     SubmittedAnswer,
     SweepsAnswer,
-    answers,
-    answers_bytes,
+    document_answer,
+    document_bytes,
 )
-from orchestrator.service.server.routes.attempt_files import follow_file, read_from, view_of
+from orchestrator.service.server.routes.attempt_files import follow_file, read_masked, view_job
 from orchestrator.service.server.routes.dependencies import (
     NUMBER_MAX,
     Forbidden,
     NameObjects,
     Sender,
     Service,
-    job_of,
-    reachable_address,
+    address_for_sender,
+    find_job,
 )
-from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.requests import (
     BatchRequest,
     CancelRequest,
@@ -65,10 +65,10 @@ from orchestrator.service.views.comparison import ComparisonView, comparison_vie
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
+    display_sort_key,
     explanation_view,
-    in_order,
-    place_of,
     promise_view,
+    sort_jobs,
 )
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
@@ -83,7 +83,7 @@ from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 LIVE_MAX = 500  # live jobs in a response
-PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
+PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `display_key` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
@@ -118,9 +118,9 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         name_objects: NameObjects,
         idempotency_key: IdempotencyKey = "",
     ) -> SubmittedAnswer:
-        key = request_key(idempotency_key, sender, request)
+        key = make_request_key(idempotency_key, sender, request)
         job_id = controller.submit(
-            *requested_job(request, "the submitted job", sender, uploads, service), key
+            *prepare_submission(request, "the submitted job", sender, uploads, service), key
         )
         name_objects([job_id])
         return {"id": job_id, "late": late(controller.state, [job_id])}
@@ -133,14 +133,14 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         idempotency_key: IdempotencyKey = "",
     ) -> BatchAnswer:
         """Submit all jobs or none, in one transaction."""
-        key = request_key(idempotency_key, sender, request)
+        key = make_request_key(idempotency_key, sender, request)
         jobs = [
-            requested_job(job, f"submitted job {number}", sender, uploads, service)
+            prepare_submission(job, f"submitted job {number}", sender, uploads, service)
             for number, job in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(jobs, key)
         name_objects(ids)
-        submitted = [job_of(controller, job_id) for job_id in ids]
+        submitted = [find_job(controller, job_id) for job_id in ids]
         promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
         return {
@@ -164,62 +164,62 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
         A job that starts between two pages is on neither.
         """
-        live = in_order(controller.state.jobs.values()) if before is None else []
+        live = sort_jobs(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
-            live = [job for job in live if place_of(job) > place]
+            live = [job for job in live if display_sort_key(job) > place]
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
             shown |= {
-                job.id: job for job in controller.ended(ended, before)
+                job.id: job for job in controller.list_ended_jobs(ended, before)
             }  # read second, so that no job is missed
         policy = controller.state.policy
-        problems = controller.health.delays()
-        jobs = map(service.reasons.explained, in_order(shown.values()))
-        views = [view_of(service.home, job, policy, problems) for job in jobs]
+        problems = controller.health.list_delays()
+        jobs = map(service.reasons.explain_job, sort_jobs(shown.values()))
+        views = [view_job(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
         return {
             "jobs": views,
-            "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None,
+            "next": ",".join(map(str, display_sort_key(live[LIVE_MAX - 1]))) if more else None,
         }
 
-    @app.get("/jobs/{job_id}", **answers(JobAnswer))
+    @app.get("/jobs/{job_id}", **document_answer(JobAnswer))
     async def job(
         job_id: str,
         seen: int | None = None,
         wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0,
     ) -> Response:
-        await run_in_threadpool(job_of, controller, job_id)
+        await run_in_threadpool(find_job, controller, job_id)
         if seen is not None:
-            await waits.until(lambda: controller.version != seen, wait_s)
+            await waits.wait_until(lambda: controller.version != seen, wait_s)
         return await run_in_threadpool(answer_now, job_id)
 
     def answer_now(job_id: str) -> Response:
         version = controller.version  # first: nothing is missed
-        job = service.reasons.explained(job_of(controller, job_id))
-        view = view_of(service.home, job, controller.state.policy, controller.health.delays())
+        job = service.reasons.explain_job(find_job(controller, job_id))
+        view = view_job(service.home, job, controller.state.policy, controller.health.list_delays())
         view["provenance"] = describe_provenance(job.spec)
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation")
     def explanation(job_id: str) -> ExplanationView:
-        job = service.reasons.explained(job_of(controller, job_id))
-        return explanation_view(controller.state, job, service.reasons.sooner(job))
+        job = service.reasons.explain_job(find_job(controller, job_id))
+        return explanation_view(controller.state, job, service.reasons.explain_start(job))
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
-    links = Links(partial(find_comparison_url, service.home))
+    links = MlflowLinks(partial(find_comparison_url, service.home))
 
     @app.get("/jobs/{job_id}/comparison")
     def compared(job_id: str, request: Request) -> ComparisonView:
         """Return the strategies of a comparison, by the id of any of its jobs."""
-        jobs = _compared_jobs(service, job_of(service.controller, job_id))
+        jobs = _find_compared_jobs(service, find_job(service.controller, job_id))
         curves = {job.id: parse_loss_curve(iterate_metric_lines(service.home, job)) for job in jobs}
         strategies = make_comparison(service.controller.state, jobs, curves)
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
-        link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return comparison_view(strategies, link and reachable_address(request, link))
+        link = links.find_cached(address, comparison_key(jobs[0]), ran) if address and ran else None
+        return comparison_view(strategies, link and address_for_sender(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
@@ -232,33 +232,35 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
     ) -> CancelledAnswer:
         """Cancel jobs, and sweeps by their ids."""
         name_objects(request.jobs)
-        sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
+        sweeps = [job_id for job_id in request.jobs if sweeper.has_sweep(job_id)]
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
         trials = [
-            trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials
+            trial.job
+            for sweep_id in sweeps
+            for trial in _find_sweep_report(service, sweep_id).trials
         ]
         for job_id in (*jobs, *trials):
-            team_job(controller, job_id, sender, "cancel")
+            find_team_job(controller, job_id, sender, "cancel")
         if request.whole_arrays:
             sweeps += dict.fromkeys(
-                sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
+                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep(job_id))
             )
-            jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
-        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
+            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep(job_id) is None]
+        cancelled = controller.cancel_jobs(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {
             "cancelled": cancelled
-            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]
+            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel_sweep(sweep_id)]
         }
 
 
 def _add_sweep_routes(app: FastAPI, service: Service) -> None:
     @app.get("/sweeps")
     def sweeps() -> SweepsAnswer:
-        return {"sweeps": service.sweeper.reports()}
+        return {"sweeps": service.sweeper.make_reports()}
 
     @app.get("/sweeps/{sweep_id}")
     def sweep(sweep_id: str) -> SweepReport:
-        return _sweep_report(service, sweep_id)
+        return _find_sweep_report(service, sweep_id)
 
 
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
@@ -268,7 +270,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job_id: str, number: int, rank: int, sender: Principal
     ) -> tuple[Path, tuple[bytes, ...]]:
         """Return (path of the log, secrets to hide in it). Raises Forbidden for a job of another team."""
-        job = team_job(controller, job_id, sender, "read the logs of")
+        job = find_team_job(controller, job_id, sender, "read the logs of")
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise UnknownError(
@@ -285,16 +287,16 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             job.spec, os.environ
         )
 
-    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
+    @app.get("/jobs/{job_id}/attempts/{number}/logs", **document_bytes("X-Next-Offset"))
     def log(
         job_id: str, number: int, sender: Sender, rank: Rank = 0, offset: Offset = 0
     ) -> Response:
         file, hidden = file_of(job_id, number, rank, sender)
-        text = read_from(file, offset, hidden)
+        text = read_masked(file, offset, hidden)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
 
-    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **answers_bytes())
+    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **document_bytes())
     async def follow(
         job_id: str,
         number: int,
@@ -317,15 +319,15 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.post("/uploads/missing")
     def missing(request: DigestsRequest) -> MissingAnswer:
-        return {"missing": uploads.missing(request.digests)}
+        return {"missing": uploads.list_missing(request.digests)}
 
     @app.put("/uploads/{digest}", openapi_extra=BYTES_SENT)
     async def upload(digest: str, request: Request) -> EmptyAnswer:
-        with uploads.receiving() as file:
+        with uploads.incoming_path() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
                     async for chunk in request.stream():
-                        await run_in_threadpool(uploads.append, file, chunk)
+                        await run_in_threadpool(uploads.append_bytes, file, chunk)
             except TimeoutError:
                 raise ServiceError(
                     f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
@@ -334,13 +336,13 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 raise ServiceError("the upload was cut off") from None
             except OSError as error:
                 raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
-            await run_in_threadpool(uploads.store, digest, file)
+            await run_in_threadpool(uploads.store_upload, digest, file)
         return {}
 
-    @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
+    @app.get("/jobs/{job_id}/output", **document_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
         """Return the job's output folder as an archive, without uploaded files that did not change."""
-        job = team_job(service.controller, job_id, sender, "fetch the output of")
+        job = find_team_job(service.controller, job_id, sender, "fetch the output of")
         listing = list_output(service.home, job)
         headers = {
             "Content-Length": str(
@@ -350,66 +352,78 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             "X-Output-Left-Out": str(len(listing.left_out)),
         }
         return StreamingResponse(
-            listing.stream(), media_type="application/octet-stream", headers=headers
+            listing.iterate_bytes(), media_type="application/octet-stream", headers=headers
         )
 
 
-def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
-    """Return the idempotency key of a submission: the sender's name for it, and its digest; None without a name."""
-    if not name:
+def make_request_key(client_key: str, sender: Principal, request: BaseModel) -> RequestKey | None:
+    """Return the idempotency key of a submission: the client's key with the sender's name, and a
+    digest of the request.
+
+    None without a client's key.
+    """
+    if not client_key:
         return None
     digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
-    return RequestKey(name=f"{sender.name}/{name}", digest=digest)
+    return RequestKey(name=f"{sender.name}/{client_key}", digest=digest)
 
 
-def requested_job(
-    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, service: Service
+def prepare_submission(
+    request: SubmitRequest, source_name: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
-    """Return (job of the sender with local file paths, fault to inject or None); for a sweep, its first trial.
+    """Return (the sender's job with local file paths, fault to inject or None); for a sweep, its
+    first trial.
 
-    The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
+    The home folder's own token may name any user. Raises SpecError where the job may not run as its
+    user.
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
-    spec = job_from_data(request.spec, source)
-    check_packages(spec, source)
+    spec = job_from_data(request.spec, source_name)
+    check_packages(spec, source_name)
     if sender.is_owner:
-        find_identity(spec.user or "", service.users, source)
-        return _first_trial(spec, service.sweeper), fault
+        find_identity(spec.user or "", service.users, source_name)
+        return _make_first_trial(spec, service.sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
         raise SpecError(
-            what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint
+            what, source=source_name, path="user", got=spec.user, allowed=sender.name, hint=hint
         )
-    spec = with_paths(spec, uploads.resolved)
-    check_files(spec, source)
-    find_identity(sender.name, service.users, source)
-    return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
+    spec = with_paths(spec, uploads.resolve_path)
+    check_files(spec, source_name)
+    find_identity(sender.name, service.users, source_name)
+    return _make_first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
 
 
-def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
-    return spec if spec.trial is None else sweeper.first(spec)
+def _make_first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+    return spec if spec.trial is None else sweeper.make_first_trial(spec)
 
 
-def team_job(controller: Controller, job_id: str, sender: Principal, act: str) -> Job:
-    """Return the job with this id. Raises Forbidden for one of another team, ServiceError as `job_of`."""
-    job = job_of(controller, job_id)
+def find_team_job(controller: Controller, job_id: str, sender: Principal, verb: str) -> Job:
+    """Return the job with this id if the sender may change it.
+
+    Raises Forbidden, which names the verb, for a job of another team; UnknownError for an unknown
+    id.
+    """
+    job = find_job(controller, job_id)
     if may_change(job.user, sender, controller.state.policy):
         return job
     raise Forbidden(
-        f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only"
+        f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {verb} jobs of its own team only"
     )
 
 
-def _sweep_report(service: Service, sweep_id: str) -> SweepReport:
-    report = service.sweeper.report(sweep_id)
+def _find_sweep_report(service: Service, sweep_id: str) -> SweepReport:
+    report = service.sweeper.make_report(sweep_id)
     if report is None:
         raise UnknownError(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
     return report
 
 
-def _compared_jobs(service: Service, job: Job) -> list[Job]:
-    """Return the jobs of the comparison to which the job belongs. Raises ServiceError where it belongs to none."""
+def _find_compared_jobs(service: Service, job: Job) -> list[Job]:
+    """Return the jobs of the job's comparison of strategies. Raises ServiceError where it belongs
+    to none.
+    """
     if not job.spec.is_compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
-    return [job_of(service.controller, job_id) for job_id in list_compared_job_ids(job)]
+    return [find_job(service.controller, job_id) for job_id in list_compared_job_ids(job)]

@@ -12,30 +12,36 @@ Page = tuple[str, str, int]  # address, key, and number of jobs
 Look = Callable[[str, str, int], str | None]
 
 
-class Links:
-    """Cache of URLs. A request for an unknown one starts its look-up, and does not wait."""
+class MlflowLinks:
+    """Cache of URLs of MLflow pages. A request for an unknown URL starts a look-up in a thread, and
+    does not wait.
+    """
 
-    def __init__(self, look: Look) -> None:
-        """`look(address, key, jobs)` may take seconds, and returns None before there is a page."""
-        self._look = look
+    def __init__(self, find_url: Look) -> None:
+        """Make the cache. `look(address, key, jobs)` looks a URL up; it may take seconds, and
+        returns None without a page.
+        """
+        self._look = find_url
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="links")
         self._lock = threading.Lock()
         self._known: dict[Page, str] = {}
         self._pending: dict[Page, Future[None]] = {}
 
-    def of(self, address: str, key: str, jobs: int) -> str | None:
-        """Return the URL of the page that compares the runs with this key; None until it is looked up."""
-        page = (address, key, jobs)
+    def find_cached(self, address: str, comparison_key: str, job_count: int) -> str | None:
+        """Return the URL of MLflow's page for the runs with this key; None until it is looked up,
+        or without a page.
+        """
+        page = (address, comparison_key, job_count)
         with self._lock:
             if (
                 page not in self._known
                 and page not in self._pending
                 and len(self._pending) < KNOWN_MAX
             ):
-                self._pending[page] = self._worker.submit(self._find, page)
+                self._pending[page] = self._worker.submit(self._look_up, page)
             return self._known.get(page)
 
-    def _find(self, page: Page) -> None:
+    def _look_up(self, page: Page) -> None:
         try:
             link = self._look(*page)
         finally:

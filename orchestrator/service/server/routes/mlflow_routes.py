@@ -28,7 +28,7 @@ from orchestrator.backends.mlflow.server import (
     short_socket_path,
     want_server,
 )
-from orchestrator.service.server.access.gate import refusal
+from orchestrator.service.server.access.gate import make_refusal
 from orchestrator.specs.access import Role
 
 OPEN_MAX = 64  # requests that are passed on at once
@@ -97,7 +97,7 @@ PAGE_POLICY = (  # its scripts reach MLflow and not the service's own API; plots
 
 
 def add_mlflow_routes(app: FastAPI, home: Path) -> None:
-    """Add the routes to the application; `ROLES` has their roles."""
+    """Add the routes of MLflow's pages and API to the application; `ROLES` has their roles."""
     for name, pattern in PATHS.items():
         register_url_convertor(name, type(name, (PathConvertor,), {"regex": pattern})())
     forwarder = _Forwarder(home.resolve() / "mlflow")
@@ -114,11 +114,13 @@ def _refuse_unlisted(request: Request) -> Response:
     reason = (
         "is not passed on to MLflow: only what reads its records is, and some changes by admins"
     )
-    return refusal(403, f"{request.method} {request.url.path} {reason}")
+    return make_refusal(403, f"{request.method} {request.url.path} {reason}")
 
 
 class _Forwarder:
-    """Passes requests to the MLflow server of a folder. Bodies pass in pieces, in both directions."""
+    """ASGI application that passes requests to the MLflow server of a folder; bodies pass in
+    pieces, in both directions.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,23 +130,25 @@ class _Forwarder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._free.acquire(blocking=False):
-            await refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(
+            await make_refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(
                 scope, receive, send
             )
             return
         try:
             await self._wait_for_start()
-            await self._forward(Request(scope, receive), send)
+            await self._forward_request(Request(scope, receive), send)
         except ClientDisconnect:  # amid its body
             return
         except (OSError, httpx.TransportError):  # nothing was answered yet
             reason = "MLflow does not answer: the service starts it within a minute. `orc doctor` says what it lacks"
-            await refusal(503, reason)(scope, receive, send)
+            await make_refusal(503, reason)(scope, receive, send)
         finally:
             self._free.release()
 
     async def _wait_for_start(self) -> None:
-        """Note that the server is needed. Raises OSError where it does not listen after START_S."""
+        """Record that the server is needed, and wait until it listens. Raises OSError after START_S
+        seconds.
+        """
         want_server(self._folder.parent)
         until_s = time.monotonic() + START_S
         while True:
@@ -157,17 +161,21 @@ class _Forwarder:
             else:
                 return
 
-    async def _forward(self, request: Request, send: Send) -> None:
-        """Send MLflow's answer. Raises OSError or TransportError before it begins; a later failure cuts it off."""
+    async def _forward_request(self, request: Request, send: Send) -> None:
+        """Pass the request to MLflow, and send MLflow's answer. Raises OSError or TransportError
+        before the answer begins.
+
+        A later failure cuts the answer off.
+        """
         with short_socket_path(self._folder) as path:
             async with httpx.AsyncHTTPTransport(uds=path, verify=False) as transport:
-                answer = await transport.handle_async_request(_mlflow_request(request))
+                answer = await transport.handle_async_request(_make_mlflow_request(request))
                 assert isinstance(answer.stream, httpx.AsyncByteStream), answer
                 headers = [(name.lower(), value) for name, value in answer.headers.raw]
                 headers = [
                     (name, value) for name, value in headers if name.decode() not in NOT_RETURNED
                 ]
-                headers.append((b"content-security-policy", _policy(request).encode()))
+                headers.append((b"content-security-policy", _content_policy(request).encode()))
                 await send(
                     {
                         "type": "http.response.start",
@@ -187,8 +195,10 @@ class _Forwarder:
                 await send({"type": "http.response.body"})
 
 
-def _mlflow_request(request: Request) -> httpx.Request:
-    """Return the request as MLflow gets it: without who sent it, and its path as it was written."""
+def _make_mlflow_request(request: Request) -> httpx.Request:
+    """Return the request for MLflow: with the path as it was written, and without the sender's
+    credentials.
+    """
     target = request.scope["raw_path"].removeprefix(ADDRESS.encode()) or b"/"
     if request.scope["query_string"]:
         target += b"?" + request.scope["query_string"]
@@ -200,17 +210,17 @@ def _mlflow_request(request: Request) -> httpx.Request:
         request.method,
         httpx.URL("http://localhost").copy_with(raw_path=target),
         headers=[(b"host", b"localhost"), *headers],
-        content=_pieces(request) if has_body else None,
+        content=_iterate_body(request) if has_body else None,
         extensions={"timeout": TIMEOUTS_S},
     )
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
+async def _iterate_body(request: Request) -> AsyncIterator[bytes]:
     async for piece in request.stream():
         yield piece
 
 
-def _policy(request: Request) -> str:
+def _content_policy(request: Request) -> str:
     below = request.url.path.removeprefix(ADDRESS)
     if below != "/" and not below.startswith("/static-files/"):
         return DATA_POLICY

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
-from orchestrator.service.server.access.gate import refusal
+from orchestrator.service.server.access.gate import make_refusal
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 MESSAGE = "this service may not decide yet: it is a standby of the one that owns the journal, or it is starting"
 
 
-def waiting_app() -> FastAPI:
+def make_waiting_app() -> FastAPI:
     """Return an application that answers /healthz with 200 and everything else with 503."""
     app = FastAPI(title="orc", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -20,6 +20,6 @@ def waiting_app() -> FastAPI:
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def other(path: str) -> Response:  # noqa: ARG001
-        return refusal(503, MESSAGE)
+        return make_refusal(503, MESSAGE)
 
     return app

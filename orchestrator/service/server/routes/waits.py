@@ -25,17 +25,21 @@ class _Waiter:
 
 
 class Waits:
-    """Conditions that async requests wait for. The checking thread ends with the last of them."""
+    """Lets async requests wait for conditions, which a single thread checks for all of them."""
 
     def __init__(self, wait_for_change: Callable[[int, float], int]) -> None:
-        """`wait_for_change(version, timeout_s)` returns the newest version, as `Controller.wait_for_change`."""
+        """Make the object. `wait_for_change(version, timeout_s)` returns the newest version, as
+        `Controller.wait_for_change`.
+        """
         self._wait_for_change = wait_for_change
         self._lock = threading.Lock()
         self._waiters: set[_Waiter] = set()
         self._is_watched = False
 
-    async def until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
-        """Return once the condition holds, or after `timeout_s`. Other threads evaluate the condition."""
+    async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
+        """Return once `is_met` returns true, or after `timeout_s` seconds. Other threads call
+        `is_met`.
+        """
         if await run_in_threadpool(is_met):
             return
         waiter = _Waiter(is_met)
@@ -43,7 +47,7 @@ class Waits:
             self._waiters.add(waiter)
             if not self._is_watched:
                 self._is_watched = True
-                threading.Thread(target=self._watch, name="waits", daemon=True).start()
+                threading.Thread(target=self._run_checks, name="waits", daemon=True).start()
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(waiter.woken.wait(), timeout_s)
@@ -51,15 +55,15 @@ class Waits:
             with self._lock:
                 self._waiters.discard(waiter)
 
-    def _watch(self) -> None:
+    def _run_checks(self) -> None:
         try:
-            self._look()
+            self._check_waiters()
         except BaseException:  # re-raised: the next waiter starts another thread
             with self._lock:
                 self._is_watched = False
             raise
 
-    def _look(self) -> None:
+    def _check_waiters(self) -> None:
         version = -1
         while True:
             with self._lock:

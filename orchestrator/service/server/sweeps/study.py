@@ -15,76 +15,82 @@ REPORTED_STEPS = 1000  # where the length of a trial is not known: its first one
 
 
 class Study:
-    """The trials of a sweep, in memory. Proposals are deterministic in the trials and their order."""
+    """Optuna's study of one sweep, in memory. Equal trials in equal order give equal proposals."""
 
-    def __init__(self, name: str, sweep: Sweep, steps: int | None) -> None:
-        """`steps` is the length of a trial; None: not known. `name` decides the bracket of hyperband of each trial."""
+    def __init__(self, sweep_name: str, sweep: Sweep, trial_steps: int | None) -> None:
+        """Make the study. `trial_steps` is the number of steps of a trial; None: unknown. `sweep_name` decides
+        Hyperband's brackets.
+        """
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
         self._sweep = sweep
-        self._steps = steps
+        self._steps = trial_steps
         self._study = optuna.create_study(
-            study_name=name,
+            study_name=sweep_name,
             direction=sweep.metric.goal,
-            pruner=_pruner(sweep.early_terminate, steps),
+            pruner=_make_pruner(sweep.early_terminate, trial_steps),
         )
         self._trials: list[optuna.Trial] = []
         self._reported: dict[int, int] = {}  # last step by number
         self._distributions = {
-            name: _distribution(parameter) for name, parameter in sweep.parameters
+            sweep_name: _make_distribution(parameter) for sweep_name, parameter in sweep.parameters
         }
 
-    def ask(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
-        """Return parameters of the next trial; `parameters` re-registers a trial from before a restart."""
+    def propose_trial(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
+        """Return the parameters of the next trial. With `parameters`, register a trial from before
+        a restart instead.
+        """
         number = len(self._trials)
         if self._sweep.method == "grid" and parameters is None:
             parameters = self._sweep.combination(number)
         if parameters is not None:
             self._study.enqueue_trial(dict(parameters))
-        self._study.sampler = self._sampler(number)
+        self._study.sampler = self._make_sampler(number)
         trial = self._study.ask(self._distributions)
         self._trials.append(trial)
         return dict(trial.params)
 
-    def report(self, number: int, step: int, value: float) -> bool:
-        """Report a trial's value at a step; return whether the trial should be stopped."""
+    def report_value(self, trial_number: int, step: int, value: float) -> bool:
+        """Report a trial's metric value at a step; return whether the trial should be stopped."""
         if (
             self._sweep.early_terminate is None
-            or not self._counts(step)
-            or step <= self._reported.get(number, -1)
+            or not self._is_compared_at(step)
+            or step <= self._reported.get(trial_number, -1)
         ):
             return False
-        self._reported[number] = step
-        self._trials[number].report(value, step)
-        return bool(self._trials[number].should_prune())
+        self._reported[trial_number] = step
+        self._trials[trial_number].report(value, step)
+        return bool(self._trials[trial_number].should_prune())
 
-    def tell(self, number: int, value: float | None, *, stopped: bool = False) -> None:
+    def record_end(self, trial_number: int, value: float | None, *, stopped: bool = False) -> None:
         """Record the end of a trial: with its value, stopped early, or without a value."""
         states = self._optuna.trial.TrialState
         if stopped:
-            self._study.tell(self._trials[number], state=states.PRUNED)
+            self._study.tell(self._trials[trial_number], state=states.PRUNED)
         elif value is None or value != value:
-            self._study.tell(self._trials[number], state=states.FAIL)
+            self._study.tell(self._trials[trial_number], state=states.FAIL)
         else:
-            self._study.tell(self._trials[number], value)
+            self._study.tell(self._trials[trial_number], value)
 
-    def _counts(self, step: int) -> bool:
-        """Return whether trials are compared at this step; the last step never counts."""
+    def _is_compared_at(self, step: int) -> bool:
+        """Return whether trials are compared at this step; never at the last step."""
         if self._steps is None:
             return step <= REPORTED_STEPS
         return step < self._steps and step % max(1, self._steps // REPORTS) == 0
 
-    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Return a sampler seeded by the trial's number, so that a restart changes nothing."""
-        seed = self._sweep.seed + number
+    def _make_sampler(self, trial_number: int) -> optuna.samplers.BaseSampler:
+        """Return a sampler that is seeded by the trial's number, so that a restart changes
+        nothing.
+        """
+        seed = self._sweep.seed + trial_number
         if self._sweep.method == "bayes":
             return self._optuna.samplers.TPESampler(seed=seed)
         return self._optuna.samplers.RandomSampler(seed=seed)
 
 
-def _pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
+def _make_pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
     import optuna
 
     if rule is None:
@@ -101,7 +107,7 @@ def _pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
     )
 
 
-def _distribution(parameter: Parameter) -> Any:
+def _make_distribution(parameter: Parameter) -> Any:
     import optuna
 
     if parameter.choices:

@@ -18,7 +18,7 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.service.server.sweeps.trial_curve import MetricCurve
-from orchestrator.service.server.sweeps.trials import ToCome, to_come, with_costs
+from orchestrator.service.server.sweeps.trials import ComingTrials, list_coming_trials, trace_trial
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Running:
-    """A sweep that this process has taken up."""
+    """A sweep that this process runs: its study and the curves of its trials."""
 
     first: JobSpec
     trial: Trial  # the first
@@ -52,10 +52,10 @@ class _Running:
 
 
 class Sweeper:
-    """Runner of a service's sweeps. Every method is thread-safe."""
+    """Runs a service's sweeps. Every method is thread-safe."""
 
     def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
-        """Nothing is submitted before `look`."""
+        """Make the sweeper; nothing is submitted before `advance_sweeps`."""
         self._controller = controller
         self._sweeps = sweeps
         self._home = home
@@ -65,22 +65,31 @@ class Sweeper:
         self._lock = threading.Lock()
 
     def run(self, stop: threading.Event) -> None:
-        """Call `look` every LOOK_S seconds until `stop` is set."""
-        poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
+        """Call `advance_sweeps` every LOOK_S seconds until `stop` is set."""
+        poll_until(stop, self.advance_sweeps, LOOK_S, log, "looking after sweeps failed")
 
-    def first(self, spec: JobSpec) -> JobSpec:
-        """Return the first trial of a sweep at its submission, with its parameters."""
-        assert spec.trial is not None, spec.name
-        if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
+    def make_first_trial(self, sweep_spec: JobSpec) -> JobSpec:
+        """Return the first trial of a sweep that is being submitted, with its parameters filled
+        in.
+        """
+        assert sweep_spec.trial is not None, sweep_spec.name
+        if (
+            sweep_spec.trial.of is not None
+            or sweep_spec.trial.number > 0
+            or sweep_spec.trial.parameters
+        ):
             raise SpecError(
                 "a trial of a sweep that exists is submitted by the service alone", path="sweep"
             )
-        return with_costs(
-            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
+        return trace_trial(
+            trial_of(sweep_spec, None, 0, Study("", sweep_spec.trial.sweep, None).propose_trial()),
+            self._home,
         )
 
-    def look(self) -> None:
-        """Advance each open sweep. A sweep that fails ERRORS_MAX times in a row is ended."""
+    def advance_sweeps(self) -> None:
+        """Advance each open sweep: submit trials, and report values to its study. A sweep that
+        fails ERRORS_MAX times in succession is ended.
+        """
         for sweep_id in self._sweeps.list_open_sweeps():
             with self._lock:
                 if (
@@ -88,7 +97,7 @@ class Sweeper:
                 ):  # somebody has cancelled it meanwhile
                     continue
                 try:
-                    self._advance(sweep_id)
+                    self._advance_sweep(sweep_id)
                 except ServiceError:
                     raise
                 except Exception as error:  # the edge of a sweep: others go on
@@ -96,14 +105,14 @@ class Sweeper:
                     self._running.pop(sweep_id, None)  # made anew from what the journal has
                     self._errors[sweep_id] = self._errors.get(sweep_id, 0) + 1
                     if self._errors[sweep_id] >= ERRORS_MAX:
-                        self._end(
+                        self._end_sweep(
                             sweep_id,
                             f"its search failed: {type(error).__name__}: {error}"[:REASON_MAX],
                         )
                 else:
                     self._errors.pop(sweep_id, None)
 
-    def cancel(self, sweep_id: str) -> list[str]:
+    def cancel_sweep(self, sweep_id: str) -> list[str]:
         """End a sweep and cancel its live trials; return their ids. Raises ServiceError if it is ended or unknown."""
         with self._lock:
             ended = self._sweeps.find_end_reason(sweep_id)
@@ -111,30 +120,34 @@ class Sweeper:
                 raise ServiceError(f"there is no sweep {sweep_id!r}: `orc queue` lists them")
             if ended:
                 raise ServiceError(f"the sweep {sweep_id} has ended already: {ended}")
-            self._end(sweep_id, CANCELLED)
+            self._end_sweep(sweep_id, CANCELLED)
             live = [
                 job.id
-                for job in self._jobs(self._sweeps.list_trials(sweep_id))
+                for job in self._find_jobs(self._sweeps.list_trials(sweep_id))
                 if not job.status.ended
             ]
-            return self._controller.cancel(live) if live else []
+            return self._controller.cancel_jobs(live) if live else []
 
-    def sweep_of(self, job_id: str) -> str | None:
-        """Return the open sweep with this id, or with this job as a trial; None without one."""
-        job = self._controller.job(job_id)
-        sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
+    def find_open_sweep(self, job_or_sweep_id: str) -> str | None:
+        """Return the id of the open sweep that has this id, or this job as a trial; None without
+        one.
+        """
+        job = self._controller.find_job(job_or_sweep_id)
+        sweep_id = (
+            job_or_sweep_id if job is None else job.array if job.spec.trial is not None else None
+        )
         return (
             sweep_id
             if sweep_id is not None and self._sweeps.find_end_reason(sweep_id) == ""
             else None
         )
 
-    def knows(self, sweep_id: str) -> bool:
+    def has_sweep(self, sweep_id: str) -> bool:
         """Return whether a sweep with this id exists or existed."""
         return sweep_id.startswith(SWEEP) and self._sweeps.find_end_reason(sweep_id) is not None
 
-    def report(self, sweep_id: str) -> SweepReport | None:
-        """Return the sweep with its trials; None where there is none."""
+    def make_report(self, sweep_id: str) -> SweepReport | None:
+        """Return the report of a sweep, with its trials; None for an unknown sweep."""
         if sweep_id in self._over:
             return self._over[sweep_id]
         ended = self._sweeps.find_end_reason(sweep_id)
@@ -142,7 +155,7 @@ class Sweeper:
             return None
         rows = self._sweeps.list_trials(sweep_id)
         running = self._running.get(sweep_id)
-        jobs = self._jobs(rows)
+        jobs = self._find_jobs(rows)
         values = {row.number: row.value for row in rows}
         if running is not None:
             values |= {
@@ -157,55 +170,57 @@ class Sweeper:
             self._over[sweep_id] = report
         return report
 
-    def reports(self) -> list[SweepReport]:
-        """Return the newest sweeps, newest first."""
+    def make_reports(self) -> list[SweepReport]:
+        """Return the reports of the newest sweeps, newest first."""
         newest = self._sweeps.list_newest_sweeps(SHOWN_MAX)
-        reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
+        reports = [
+            report for sweep_id in newest if (report := self.make_report(sweep_id)) is not None
+        ]
         self._over = {
             sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest
         }
         return reports
 
-    def to_come(self) -> ToCome:
-        """Return {open sweep id: trials still to submit}."""
-        return to_come(self._sweeps, self._controller.job, self._home)
+    def list_coming_trials(self) -> ComingTrials:
+        """Return {id of open sweep: trials that it has yet to submit}."""
+        return list_coming_trials(self._sweeps, self._controller.find_job, self._home)
 
-    def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
-        jobs = (self._controller.job(row.job) for row in rows)
+    def _find_jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
+        jobs = (self._controller.find_job(row.job) for row in rows)
         return [job for job in jobs if job is not None]
 
-    def _advance(self, sweep_id: str) -> None:
+    def _advance_sweep(self, sweep_id: str) -> None:
         rows = self._sweeps.list_trials(sweep_id)
         jobs = {
-            row.number: self._controller.job(row.job)
+            row.number: self._controller.find_job(row.job)
             for row in rows
-            if not self._is_over(sweep_id, row.number)
+            if not self._is_trial_over(sweep_id, row.number)
         }
         if None in jobs.values():  # it is being committed
             return
-        running = self._running.get(sweep_id) or self._take_up(sweep_id, rows)
+        running = self._running.get(sweep_id) or self._resume_sweep(sweep_id, rows)
         for job in jobs.values():
             assert job is not None, sweep_id
-            self._follow(running, job)
+            self._report_trial(running, job)
         over = list(running.over.values())
         if len(over) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
-            self._end(sweep_id, f"its first {len(over)} trials failed")
+            self._end_sweep(sweep_id, f"its first {len(over)} trials failed")
             return
         live = len(rows) - len(over)
         number = len(rows)
         while number < running.trial.sweep.trials and live < running.trial.max_concurrent:
-            if not self._submit(running, sweep_id, number):
+            if not self._submit_trial(running, sweep_id, number):
                 return
             live = live + 1
             number = number + 1
         if not live:
-            self._end(sweep_id, FINISHED)
+            self._end_sweep(sweep_id, FINISHED)
 
-    def _is_over(self, sweep_id: str, number: int) -> bool:
-        return sweep_id in self._running and number in self._running[sweep_id].over
+    def _is_trial_over(self, sweep_id: str, trial_number: int) -> bool:
+        return sweep_id in self._running and trial_number in self._running[sweep_id].over
 
-    def _take_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
-        first = self._controller.job(rows[0].job)
+    def _resume_sweep(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
+        first = self._controller.find_job(rows[0].job)
         assert first is not None, sweep_id
         trial = first.spec.trial
         assert trial is not None, sweep_id
@@ -215,52 +230,54 @@ class Sweeper:
         self._running[sweep_id] = running
         return running
 
-    def _submit(self, running: _Running, sweep_id: str, number: int) -> bool:
-        """Return whether the next trial was submitted; else the sweep has ended."""
-        assert running.next_number == number, (running.next_number, number)
-        parameters = running.study.ask()
+    def _submit_trial(self, running: _Running, sweep_id: str, trial_number: int) -> bool:
+        """Submit the sweep's next trial, and return True; False where the sweep has ended
+        instead.
+        """
+        assert running.next_number == trial_number, (running.next_number, trial_number)
+        parameters = running.study.propose_trial()
         running.next_number += 1
         try:
             self._controller.submit(
-                with_costs(trial_of(running.first, sweep_id, number, parameters), self._home)
+                trace_trial(trial_of(running.first, sweep_id, trial_number, parameters), self._home)
             )
         except OrchestratorError as error:
             self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks
             if not isinstance(error, SpecError):
                 raise
-            self._end(
-                sweep_id, f"trial {number} was refused: {error}"[:REASON_MAX]
+            self._end_sweep(
+                sweep_id, f"trial {trial_number} was refused: {error}"[:REASON_MAX]
             )  # as by a deadline that is over
             return False
         return True
 
-    def _follow(self, running: _Running, job: Job) -> None:
-        """Report a trial's new points and its end to the study."""
+    def _report_trial(self, running: _Running, job: Job) -> None:
+        """Report a trial's new metric values, and its end, to the study."""
         trial = job.spec.trial
         assert trial is not None, job.id
         if trial.number == running.next_number:
-            running.study.ask(dict(trial.parameters))
+            running.study.propose_trial(dict(trial.parameters))
             running.next_number += 1
         curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
         hopeless = [
             step
-            for step, value in curve.new_points(job)
-            if running.study.report(trial.number, step, value)
+            for step, value in curve.iterate_new_points(job)
+            if running.study.report_value(trial.number, step, value)
         ]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
-            running.study.tell(trial.number, value, stopped=is_stopped_early(job))
+            running.study.record_end(trial.number, value, stopped=is_stopped_early(job))
             if curve.last is not None:
                 self._sweeps.store_metric_value(job.id, curve.last)
             running.over[trial.number] = job.status
             del running.curves[trial.number]
         elif hopeless and not job.cancelling:
             name = trial.sweep.metric.name
-            self._controller.stop_early(
+            self._controller.cancel_with_reason(
                 job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
             )
 
-    def _end(self, sweep_id: str, why: str) -> None:
-        self._sweeps.mark_ended(sweep_id, why)
+    def _end_sweep(self, sweep_id: str, reason: str) -> None:
+        self._sweeps.mark_ended(sweep_id, reason)
         self._running.pop(sweep_id, None)
-        log.info("sweep %s has ended: %s", sweep_id, why)
+        log.info("sweep %s has ended: %s", sweep_id, reason)

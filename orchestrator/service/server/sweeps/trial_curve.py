@@ -23,7 +23,9 @@ Point = tuple[int, float]  # step, value
 
 
 class MetricCurve:
-    """Metric values of one trial, read as its files grow. A later attempt continues from its checkpoint."""
+    """The metric values of a trial, read as its files grow. A later attempt continues from its
+    checkpoint.
+    """
 
     def __init__(self, home: Path, job_id: str) -> None:
         self.last: float | None = None  # the value of the newest point
@@ -32,11 +34,11 @@ class MetricCurve:
         self._rest: dict[Path, bytes] = {}
         self._counted: dict[Path, int] = {}  # steps that a log has told
 
-    def new_points(self, job: Job) -> Iterator[Point]:
-        """Yield (step, value) of each point since the last call."""
+    def iterate_new_points(self, job: Job) -> Iterator[Point]:
+        """Yield (step, value) of each point that was written since the last call."""
         for attempt in job.attempts:
             if not attempt.probe:
-                for step, value in self._attempt_points(
+                for step, value in self._iterate_attempt_points(
                     job.spec, self._folder.attempt(attempt.number)
                 ):
                     # what has diverged has no value
@@ -44,20 +46,20 @@ class MetricCurve:
                     if self.last is not None:
                         yield step, value
 
-    def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[Point]:
+    def _iterate_attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[Point]:
         assert spec.trial is not None, spec.name
         name = spec.trial.sweep.metric.name
         path = folder.log(0) if spec.is_script else folder.metrics
-        patterns = LogPatterns.of(spec)
-        for line in self._lines(path):
+        patterns = LogPatterns.from_spec(spec)
+        for line in self._iterate_new_lines(path):
             if patterns is None:
-                point = _point_in_curve(line, name)
+                point = _parse_curve_point(line, name)
             else:
-                point = _point_in_log(patterns, line[:LINE_CHARACTERS_MAX], self._counted, path)
+                point = _parse_log_point(patterns, line[:LINE_CHARACTERS_MAX], self._counted, path)
             if point is not None:
                 yield point
 
-    def _lines(self, path: Path) -> Iterator[str]:
+    def _iterate_new_lines(self, path: Path) -> Iterator[str]:
         while True:
             try:
                 with open_untrusted(path) as file:
@@ -73,23 +75,25 @@ class MetricCurve:
             yield from (line.decode(errors="replace") for line in lines)
 
 
-def _point_in_curve(text: str, name: str) -> Point | None:
+def _parse_curve_point(text: str, metric: str) -> Point | None:
     row = parse_row(text)
     step = row.get("step")
-    value = row.get(name)
+    value = row.get(metric)
     return (step, float(value)) if isinstance(step, int) and value is not None else None
 
 
 @dataclass(slots=True)
 class LogPatterns:
-    """The patterns by which a trial's log is read: its value, and its step where the job has `progress`."""
+    """The patterns that read a trial's log: one for its metric value, and one for its step if the
+    job has `progress`.
+    """
 
     value: LinePattern
     step: LinePattern | None
 
     @classmethod
-    def of(cls, spec: JobSpec) -> LogPatterns | None:
-        """Return the patterns; None where the metric is not read from a log."""
+    def from_spec(cls, spec: JobSpec) -> LogPatterns | None:
+        """Return the patterns of the job's trial; None where its metric is not read from a log."""
         assert spec.trial is not None, spec.name
         pattern = spec.trial.sweep.metric.log
         if pattern is None:
@@ -99,22 +103,25 @@ class LogPatterns:
         )
 
 
-def _point_in_log(
-    patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path
+def _parse_log_point(
+    patterns: LogPatterns, line: str, count_by_path: dict[Path, int], path: Path
 ) -> Point | None:
-    """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
+    """Return the point in a line of the log; None without one.
+
+    The step is the job's `progress` number if it has one, else the count of the values so far.
+    """
     if patterns.step is not None:
         steps = [
             step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None
         ]
         if steps:
-            counts[path] = steps[-1]
+            count_by_path[path] = steps[-1]
     values = patterns.value.list_groups(line)
     if not values:
         return None
     if patterns.step is None:
-        counts[path] = counts.get(path, 0) + 1
+        count_by_path[path] = count_by_path.get(path, 0) + 1
     try:
-        return counts.get(path, 0), float(values[-1][:NUMBER_CHARACTERS_MAX])
+        return count_by_path.get(path, 0), float(values[-1][:NUMBER_CHARACTERS_MAX])
     except ValueError:
         return None

@@ -14,11 +14,14 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import trial_of
 
-ToCome = Mapping[str, Sequence[JobSpec]]  # trials still to submit, by the id of their open sweep
+ComingTrials = Mapping[
+    str, Sequence[JobSpec]
+]  # trials still to submit, by the id of their open sweep
 
 
-def with_costs(spec: JobSpec, home: Path) -> JobSpec:
-    """Return the job with its model's traced costs if it needs a trace, since parameters may change them.
+def trace_trial(spec: JobSpec, home: Path) -> JobSpec:
+    """Return the trial with its model's traced costs if it needs a trace, since parameters may
+    change the model.
 
     Raises SpecError where the trace fails.
     """
@@ -28,38 +31,43 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
     return spec.model_copy(update={"traced": trace_model(bare, home, spec.name, TraceScope())})
 
 
-def trials_of(
-    first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()
+def list_remaining_trials(
+    first_trial: JobSpec, sweep_id: str, home: Path, begun_trials: Sequence[JobSpec] = ()
 ) -> tuple[JobSpec, ...]:
-    """Return the trials of a sweep without those in `begun`, up to the first with illegal parameters.
+    """Return the trials of a sweep without those in `begun_trials`, up to the first with illegal
+    parameters.
 
-    Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError where the first trial
-    still to come is illegal.
+    Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError
+    where the first trial still to be submitted is illegal.
     """
-    assert first.trial is not None, first.name
-    study = Study(sweep_id, first.trial.sweep, None)
+    assert first_trial.trial is not None, first_trial.name
+    study = Study(sweep_id, first_trial.trial.sweep, None)
     specs = list[JobSpec]()
-    for spec in begun:
+    for spec in begun_trials:
         assert spec.trial is not None, spec.name
-        study.ask(dict(spec.trial.parameters))
-    for number in range(len(begun), first.trial.sweep.trials):
+        study.propose_trial(dict(spec.trial.parameters))
+    for number in range(len(begun_trials), first_trial.trial.sweep.trials):
         try:
-            specs.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
+            specs.append(
+                trace_trial(trial_of(first_trial, sweep_id, number, study.propose_trial()), home)
+            )
         except SpecError:
-            if not begun and not specs:
+            if not begun_trials and not specs:
                 raise
             break  # as the sweep ends there
     return tuple(specs)
 
 
-def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> ToCome:
-    """Return {open sweep id: trials still to submit}."""
+def list_coming_trials(
+    sweeps: Sweeps, find_job: Callable[[str], Job | None], home: Path
+) -> ComingTrials:
+    """Return {id of open sweep: trials that it has yet to submit}."""
     trials = {}
     for sweep_id in sweeps.list_open_sweeps():
         begun = [
             trial.spec
             for row in sweeps.list_trials(sweep_id)
-            if (trial := job(row.job)) is not None
+            if (trial := find_job(row.job)) is not None
         ]
-        trials[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
+        trials[sweep_id] = list_remaining_trials(begun[0], sweep_id, home, begun)
     return trials
