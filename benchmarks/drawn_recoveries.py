@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.memory.calibration.calibrate import Calibration
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Action, Launch, Stop
@@ -225,8 +225,8 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
     fitting = [
         candidate
         for factor in (1.0, 4.0, 16.0)
-        for candidate in frontier(
-            read_request(spec), hardware, Calibration(correction=factor)
+        for candidate in find_frontier(
+            read_plan_request(spec), hardware, Calibration(correction=factor)
         ).candidates
         for room in [
             memory - (candidate.estimate.device_bytes - candidate.estimate.allocated_bytes)

@@ -60,7 +60,7 @@ def all_to_all_s(
 
     Links of a node and the network work at once; each device of a node has an equal part of the network.
     """
-    over = ring(ranks, stride, hardware)
+    over = find_ring(ranks, stride, hardware)
     per_node = hardware.devices_per_node
     link_bandwidth = hardware.device.link_bandwidth
     near = min(ranks, max(1, per_node // stride))  # on the same node
@@ -71,7 +71,7 @@ def all_to_all_s(
 
 
 @lru_cache(maxsize=4096)
-def ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
+def find_ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
     """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
     per_node = hardware.devices_per_node
     nodes = -(-ranks * stride // per_node)

@@ -9,22 +9,22 @@ from math import inf
 from typing import Any, NamedTuple
 
 from orchestrator.memory.estimate import CHECKPOINTING
-from orchestrator.memory.profiles import autocasts
+from orchestrator.memory.profiles import uses_autocast
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.ends import Ends, split_evenly
-from orchestrator.planning.layouts import layers_to_cut, list_layouts
+from orchestrator.planning.ends import EndStageLayers, choose_end_stage_layers
+from orchestrator.planning.layouts import count_splittable_layers, list_layouts
 from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
     BatchCut,
-    Strategy,
-    full_layers,
+    PlanStrategy,
     layer_inputs_bytes,
     list_batch_cuts,
     list_checkpointing_modes,
+    list_full_layer_counts,
     list_strategies,
 )
-from orchestrator.planning.work import Work
+from orchestrator.planning.work import PlanCounter
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
@@ -46,7 +46,7 @@ from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
 
-class Mode(NamedTuple):
+class LayerRecomputation(NamedTuple):
     """How the layers of a stage are recomputed."""
 
     checkpointing: ActivationCheckpointing
@@ -54,30 +54,30 @@ class Mode(NamedTuple):
     on_host: bool = False  # the inputs of all layers wait in host memory
 
 
-ON_HOST = Mode(ActivationCheckpointing.FULL, on_host=True)
+ON_HOST = LayerRecomputation(ActivationCheckpointing.FULL, on_host=True)
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 ENDS = ("first_stage_layers", "last_stage_layers")
-STRATEGY = tuple(field.name for field in fields(Strategy))
+STRATEGY = tuple(field.name for field in fields(PlanStrategy))
 
 
 @frozen
-class Variant:
+class SettingsVariant:
     """Values of the settings that `degrade` may change, and how much they alter the training."""
 
     values: Mapping[str, Any]  # by the setting's name
     degradation: Degradation
 
 
-def list_variants(request: PlanRequest, hardware: Hardware) -> list[Variant]:
+def list_variants(request: PlanRequest, hardware: Hardware) -> list[SettingsVariant]:
     """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
-    original = requested_settings(request)
+    original = list_requested_settings(request)
     device = hardware.device
     pins = request.pins
     touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
     choices = [
         [
             (original[setting.name], Degradation.EXACT),
-            *_alternatives(request, device, setting, original[setting.name]),
+            *_list_alternatives(request, device, setting, original[setting.name]),
         ]
         for setting in touched
     ]
@@ -88,12 +88,14 @@ def list_variants(request: PlanRequest, hardware: Hardware) -> list[Variant]:
             continue
         if device.has(values["precision"]):
             variants.append(
-                Variant(values=values, degradation=max(degradation for _, degradation in chosen))
+                SettingsVariant(
+                    values=values, degradation=max(degradation for _, degradation in chosen)
+                )
             )
     return variants
 
 
-def requested_settings(request: PlanRequest) -> dict[str, Any]:
+def list_requested_settings(request: PlanRequest) -> dict[str, Any]:
     """Return the requested values of settings that `degrade` may change. Keys of the job come before its `plan:`."""
     pins = request.pins
     values = {
@@ -109,7 +111,7 @@ def requested_settings(request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def _alternatives(
+def _list_alternatives(
     request: PlanRequest, device: DeviceSpec, setting: Setting, original: Any
 ) -> Iterator[tuple[Any, Degradation]]:
     """Yield the other values of the setting that `degrade` allows, with the class of the change.
@@ -142,30 +144,34 @@ def _alternatives(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Family:
+class PlanFamily:
     """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
 
     # plan of the smallest batch that fills the pipeline, with all settings that the family shares
     example: Plan
-    alike: tuple[Mode, ...]  # checkpointing modes that all layers share
-    partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
+    alike: tuple[LayerRecomputation, ...]  # checkpointing modes that all layers share
+    partial: tuple[
+        LayerRecomputation, ...
+    ]  # modes in which only the first layers are recomputed in full
     offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none
     cuts: tuple[BatchCut, ...]  # those that keep the pipeline busy, all legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
-            self.plans_of_cut(micro, accumulation, (*self.uniform_modes(micro), *self.partial))
+            self.list_plans_of_cut(micro, accumulation, (*self.uniform_modes(micro), *self.partial))
             for micro, accumulation in self.cuts
         )
 
-    def uniform_modes(self, micro: int) -> tuple[Mode, ...]:
+    def uniform_modes(self, micro: int) -> tuple[LayerRecomputation, ...]:
         """Return the checkpointing modes that all layers may have at this micro-batch size."""
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
-    def plans_of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
+    def list_plans_of_cut(
+        self, micro: int, accumulation: int, modes: Iterable[LayerRecomputation]
+    ) -> Iterator[Plan]:
         """Yield the legal plans with this micro-batch size and accumulation, in the order of `modes`."""
         for mode, first_layers, offload in modes:
-            plan = legal_copy(
+            plan = copy_if_legal(
                 self.example,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=accumulation,
@@ -180,10 +186,10 @@ class Family:
 def _can_start(request: PlanRequest, plan: Plan) -> bool:
     """Return whether the model's own code ran in the plan's dtype settings when traced; True if untraced."""
     traced = {(entry.profile.precision, entry.autocast) for entry in request.traced}
-    return not traced or (plan.precision, autocasts(plan)) in traced
+    return not traced or (plan.precision, uses_autocast(plan)) in traced
 
 
-def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
+def copy_if_legal(plan: Plan, **changes: Any) -> Plan | None:
     """Return the plan with some settings changed; None where the result is illegal."""
     try:
         return replace(plan, **changes)
@@ -194,10 +200,10 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
 def list_families(
     request: PlanRequest,
     hardware: Hardware,
-    variant: Variant,
+    variant: SettingsVariant,
     profile_of: Callable[[Plan], ModelProfile],
-    work: Work,
-) -> Iterator[Family]:
+    work: PlanCounter,
+) -> Iterator[PlanFamily]:
     """Yield the families of plans that have the job's pinned settings.
 
     Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the limit of `work`.
@@ -208,28 +214,30 @@ def list_families(
     for layout in list_layouts(request, hardware, work):
         if not has_pins(layout, pins):
             continue
-        cuts = _cuts(request, layout)
+        cuts = _list_batch_cuts(request, layout)
         for strategy in list_strategies(request, hardware, layout) if cuts else ():
-            work.look()
-            if not has_pins(strategy, pins) or not _can_be_cut(request, strategy):
+            work.count_examined()
+            if not has_pins(strategy, pins) or not _can_split_ends(request, strategy):
                 continue
-            example = _example(strategy, variant)
+            example = _make_example_plan(strategy, variant)
             if example is None or not _can_start(request, example):
                 continue
-            at_work = _cuts_at_work(cuts, strategy)
+            at_work = _keep_busy_cuts(cuts, strategy)
             modes = list_checkpointing_modes(request, strategy)
             if pinned_mode is not None:
                 modes = tuple(mode for mode in modes if mode is pinned_mode)
             if modes and at_work:
-                first, last = _ends(request, hardware, example, modes, profile_of)
-                ended = legal_copy(example, first_stage_layers=first, last_stage_layers=last)
+                first, last = _choose_ends(request, hardware, example, modes, profile_of)
+                ended = copy_if_legal(example, first_stage_layers=first, last_stage_layers=last)
                 if ended is None:
                     continue
                 example = ended
-            yield Family(
+            yield PlanFamily(
                 example=example,
-                alike=() if first_layers or offload else tuple(map(Mode, modes)),
-                partial=() if offload else _partial_modes(request, strategy, modes, first_layers),
+                alike=() if first_layers or offload else tuple(map(LayerRecomputation, modes)),
+                partial=()
+                if offload
+                else _list_partial_modes(request, strategy, modes, first_layers),
                 offloads_to=_largest_offloaded_micro(
                     at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins
                 ),
@@ -237,10 +245,10 @@ def list_families(
             )
 
 
-def _example(strategy: Strategy, variant: Variant) -> Plan | None:
+def _make_example_plan(strategy: PlanStrategy, variant: SettingsVariant) -> Plan | None:
     """Return the plan of the smallest batch that fills the pipeline; None where specs.engines calls it illegal."""
     settings = {name: getattr(strategy, name) for name in STRATEGY}
-    fewest = max(strategy.layout.pp, 2 if _adds_up(strategy) else 1)
+    fewest = max(strategy.layout.pp, 2 if _accumulates_gradients(strategy) else 1)
     try:
         return Plan(
             **settings, **variant.values, micro_batch_size=1, gradient_accumulation_steps=fewest
@@ -249,16 +257,16 @@ def _example(strategy: Strategy, variant: Variant) -> Plan | None:
         return None
 
 
-def _adds_up(strategy: Strategy) -> bool:
+def _accumulates_gradients(strategy: PlanStrategy) -> bool:
     """Return whether gradients accumulate over micro-batches before they are reduced."""
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
-def _cuts_at_work(cuts: Sequence[BatchCut], strategy: Strategy) -> tuple[BatchCut, ...]:
+def _keep_busy_cuts(cuts: Sequence[BatchCut], strategy: PlanStrategy) -> tuple[BatchCut, ...]:
     """Return the cuts that keep the strategy's pipeline at work and are legal with it."""
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
     at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut.accumulation) is None)
-    if _adds_up(strategy):
+    if _accumulates_gradients(strategy):
         at_work = tuple(cut for cut in at_work if cut.accumulation > 1)
     on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
     if strategy.optimizer_in_backward or on_host:
@@ -266,7 +274,7 @@ def _cuts_at_work(cuts: Sequence[BatchCut], strategy: Strategy) -> tuple[BatchCu
     return at_work
 
 
-def _cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
+def _list_batch_cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
     """Return the cuts of the batch as pinned, without those for which sharing samples gains nothing.
 
     Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
@@ -302,26 +310,26 @@ def _largest_offloaded_micro(
     return inf if offload else smallest if is_worth_it else 0.0
 
 
-def _can_be_cut(request: PlanRequest, strategy: Strategy) -> bool:
+def _can_split_ends(request: PlanRequest, strategy: PlanStrategy) -> bool:
     """Return whether the end stages of a pipeline may have the pinned numbers of layers."""
     first, last = (request.pins.get(name, 0) for name in ENDS)
     if not first and not last:
         return True
     if strategy.layout.pp == 1:
         return False
-    layers = layers_to_cut(request)
+    layers = count_splittable_layers(request)
     stages = strategy.layout.pp * strategy.pipeline_stages_per_rank
     sizes = stage_layers(layers, stages, first, last)
     return min(sizes) > 0 and sum(sizes) == layers
 
 
-def _ends(
+def _choose_ends(
     request: PlanRequest,
     hardware: Hardware,
     example: Plan,
     modes: Sequence[ActivationCheckpointing],
     profile_of: Callable[[Plan], ModelProfile],
-) -> Ends:
+) -> EndStageLayers:
     """Return the layers of the first and the last stage of a family, as pinned or as fast as possible.
 
     All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind before the last, which
@@ -329,23 +337,23 @@ def _ends(
     """
     pins = request.pins
     if example.layout.pp == 1 or any(name in pins for name in ENDS):
-        return Ends(*(pins.get(name, 0) for name in ENDS))
-    plan = legal_copy(example, activation_checkpointing=modes[-2:][0]) or example
-    return split_evenly(profile_of(example), plan, hardware)
+        return EndStageLayers(*(pins.get(name, 0) for name in ENDS))
+    plan = copy_if_legal(example, activation_checkpointing=modes[-2:][0]) or example
+    return choose_end_stage_layers(profile_of(example), plan, hardware)
 
 
-def _partial_modes(
+def _list_partial_modes(
     request: PlanRequest,
-    strategy: Strategy,
+    strategy: PlanStrategy,
     modes: Sequence[ActivationCheckpointing],
     pinned: int | None,
-) -> tuple[Mode, ...]:
+) -> tuple[LayerRecomputation, ...]:
     """Return the modes with fewer first layers in full recomputation: the pinned number, or those worth a try."""
     others = (
         ActivationCheckpointing.NONE if request.is_script else ActivationCheckpointing.SELECTIVE
     )
     if others not in modes:
         return ()
-    layers, tried = full_layers(request, strategy)
+    layers, tried = list_full_layer_counts(request, strategy)
     chosen = tried if pinned is None else (pinned,)
-    return tuple(Mode(others, count) for count in chosen if 0 < count < layers)
+    return tuple(LayerRecomputation(others, count) for count in chosen if 0 < count < layers)

@@ -54,7 +54,7 @@ def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) ->
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 
-def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
+def needed_device_bytes(candidate: Candidate, calibrated: Calibration) -> int:
     """Return the free bytes that each device must have: the corrected estimate times its margin."""
     return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
@@ -68,23 +68,25 @@ def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calib
     )
 
 
-def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
+def fits_device(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
     """Return whether a device holds the corrected estimate with its margin, and a node has the host memory.
 
     A plan that already ran out of memory on such a device does not fit.
     """
-    is_within = candidate.fits_host and needed_bytes(candidate, calibrated) <= capacity_bytes
-    return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
+    is_within = candidate.fits_host and needed_device_bytes(candidate, calibrated) <= capacity_bytes
+    return is_within and not calibrated.has_run_out(
+        candidate.plan, candidate.estimate, capacity_bytes
+    )
 
 
-class Room(NamedTuple):
+class CandidateRoom(NamedTuple):
     """The bytes of each device that a candidate may use."""
 
     candidate: Candidate
     capacity_bytes: int
 
 
-def likeliest(rooms: Iterable[Room], calibrated: Calibration) -> Candidate | None:
+def find_likeliest(rooms: Iterable[CandidateRoom], calibrated: Calibration) -> Candidate | None:
     """Return the candidate that most probably fits in its room.
 
     None where none is at least as likely as not: such a plan fits, but for its margin. A job that ran out of memory
@@ -98,7 +100,7 @@ def likeliest(rooms: Iterable[Room], calibrated: Calibration) -> Candidate | Non
     return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
 
-def fitting(
+def list_fitting(
     frontier: Frontier,
     capacity_bytes: int,
     calibrated: Calibration,
@@ -108,7 +110,7 @@ def fitting(
     return (
         candidate
         for candidate in frontier.candidates
-        if candidate.plan not in refuted and fits(candidate, capacity_bytes, calibrated)
+        if candidate.plan not in refuted and fits_device(candidate, capacity_bytes, calibrated)
     )
 
 
@@ -118,13 +120,13 @@ def why_rejected(
     calibrated: Calibration,
 ) -> str | None:
     """Return why the candidate cannot be used, as a sentence; None where it can."""
-    needed = needed_bytes(candidate, calibrated)
+    needed = needed_device_bytes(candidate, calibrated)
     if needed > capacity_bytes:
         needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"
         return f"{needs}; worst moment: {candidate.estimate.moment}"
     if not candidate.fits_host:
         has = format_bytes(candidate.host_memory)
         return f"needs {format_bytes(candidate.host_bytes)} of host memory on a node that has {has}"
-    if not fits(candidate, capacity_bytes, calibrated):
+    if not fits_device(candidate, capacity_bytes, calibrated):
         return "ran out of memory before, in another job of this family"
     return None

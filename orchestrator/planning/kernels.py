@@ -98,7 +98,7 @@ COLLECTIVE_PASSES = 1.0
 CPU_FORWARD_S = 4e-4 / 3
 
 
-class Replay(NamedTuple):
+class RecomputedLayers(NamedTuple):
     """Equal layers, and the seconds of each where it is recomputed in full and where selectively."""
 
     layers: int
@@ -107,7 +107,7 @@ class Replay(NamedTuple):
 
 
 @frozen
-class MicroBatch:
+class MicroBatchSeconds:
     """Compute seconds of one micro-batch on one rank, without messages."""
 
     forward_s: float
@@ -117,19 +117,19 @@ class MicroBatch:
     parts: int
     replayed_parts: int
     # of equal layers, first to last
-    layers: tuple[Replay, ...]
+    layers: tuple[RecomputedLayers, ...]
     messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
 @lru_cache(maxsize=16384)
-def micro_batch(
+def predict_micro_batch(
     profile: ModelProfile,
     size: int,
     device: DeviceSpec,
     precision: Precision,
     *,
     compiled: bool = False,
-) -> MicroBatch:
+) -> MicroBatchSeconds:
     """Return the compute seconds of `size` samples on a rank that holds `profile`.
 
     What operators of a layer move was counted as its Python code runs. The operators of a compiled layer are fused: it
@@ -143,7 +143,7 @@ def micro_batch(
         EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     )
     for segment in profile.segments:
-        ahead, back, moved = _part(
+        ahead, back, moved = _part_seconds(
             segment, size, device, precision, attention_backward, compiled and segment.is_unit
         )
         forward_s += segment.count * ahead
@@ -163,8 +163,8 @@ def micro_batch(
                 selective_s = size * again * moved / bandwidth
                 selective_replay_s += segment.count * size * again * moved / bandwidth
         if segment.is_unit:
-            layers.append(Replay(segment.count, full_s, selective_s))
-    return MicroBatch(
+            layers.append(RecomputedLayers(segment.count, full_s, selective_s))
+    return MicroBatchSeconds(
         forward_s=forward_s,
         backward_s=backward_s,
         replay_s=replay_s,
@@ -177,7 +177,7 @@ def micro_batch(
 
 
 @lru_cache(maxsize=16384)
-def _part(
+def _part_seconds(
     segment: Segment,
     size: int,
     device: DeviceSpec,
@@ -291,7 +291,9 @@ def matmul_s(
     return start_s + fastest_s
 
 
-def host_s(parts: int, full: int, selective: int, collectives: int, device: DeviceSpec) -> float:
+def predict_host_s(
+    parts: int, full: int, selective: int, collectives: int, device: DeviceSpec
+) -> float:
     """Return the seconds of Python and kernel launches in one micro-batch. Backward has twice the launches of forward.
 
     `full` and `selective` are the numbers of recomputed parts; FSDP2 starts `collectives`. On a CPU any recomputation

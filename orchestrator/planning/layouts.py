@@ -10,7 +10,7 @@ from math import gcd
 from orchestrator.memory.models.hf import DecoderShape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.request import PlanRequest
-from orchestrator.planning.work import Work
+from orchestrator.planning.work import PlanCounter
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LAYERS_MAX
@@ -25,7 +25,7 @@ OWN_TOKENS_MIN = 8192
 
 
 def list_layouts(
-    request: PlanRequest, hardware: Hardware, work: Work
+    request: PlanRequest, hardware: Hardware, work: PlanCounter
 ) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
@@ -56,9 +56,9 @@ def list_layouts(
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
         if dp * cp * tp * pp in allowed and pp <= request.global_batch_size // dp
     ]
-    work.look(len(choices))
+    work.count_examined(len(choices))
     if not choices:
-        raise _no_layout(request, hardware)
+        raise _make_no_layout_error(request, hardware)
     return tuple(choices)
 
 
@@ -70,7 +70,7 @@ def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[Paralle
     most = min(request.gpus.max, hardware.devices)
     counts = [count for count, _ in request.speeds if request.gpus.min <= count <= most]
     if not counts:
-        raise _no_layout(request, hardware)
+        raise _make_no_layout_error(request, hardware)
     shared = [gcd(count, request.global_batch_size) for count in counts]
     return tuple(
         ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True)
@@ -137,10 +137,12 @@ def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, .
 
 def expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
     """Return the expert-parallel degrees above 1 that `dp` ranks allow for the job's model."""
-    return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(request, dp, ep) is None)
+    return tuple(
+        ep for ep in divisors(dp)[1:] if why_no_expert_parallelism(request, dp, ep) is None
+    )
 
 
-def why_no_experts(request: PlanRequest, dp: int, ep: int) -> str | None:
+def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | None:
     """Return why `ep` of `dp` ranks cannot spread the model's experts, as text; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
@@ -163,12 +165,12 @@ def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
 
     Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
     """
-    layers = layers_to_cut(request)
+    layers = count_splittable_layers(request)
     whole = (degree for degree in divisors(devices) if degree <= layers)
     return tuple(sorted({*divisors(layers), *_powers(layers), *whole}))
 
 
-def layers_to_cut(request: PlanRequest) -> int:
+def count_splittable_layers(request: PlanRequest) -> int:
     """Return the number of layers that a pipeline may split; 1 where it may not split the model."""
     if request.model is not None and request.profile is not None:
         return request.profile.layers if request.profile.pipeline else 1
@@ -193,7 +195,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 
 
-def _no_layout(request: PlanRequest, hardware: Hardware) -> SpecError:
+def _make_no_layout_error(request: PlanRequest, hardware: Hardware) -> SpecError:
     low = request.gpus.min
     per_node = hardware.devices_per_node
     nearest = max(

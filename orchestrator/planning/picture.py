@@ -127,7 +127,7 @@ def draw_lines(picture: Picture) -> list[str]:
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
         _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
-    ticks = byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
+    ticks = choose_byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
     labels = {up.cell(value): text for value, text in ticks}
     lines = [
         f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
@@ -139,13 +139,13 @@ def draw_lines(picture: Picture) -> list[str]:
     return [line.rstrip() for line in (*lines, *_foot(picture, across))]
 
 
-def legend(picture: Picture) -> str:
+def describe_legend(picture: Picture) -> str:
     """Return the meaning of each symbol in the chart, as text."""
     used = {point.mark for point in picture.points}
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
-def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
+def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
     """Return at most `most` round values in this span: powers of two, or equal steps where it is narrow."""
     unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
     if high / low >= WIDE_BYTES:
@@ -158,7 +158,7 @@ def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
     return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
 
 
-def second_ticks(low: float, high: float, most: int) -> list[Tick]:
+def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
     """Return at most `most` round values in this span: round in their own unit, or equal steps where it is narrow."""
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
@@ -231,7 +231,7 @@ def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
     texts = [" "] * across.cells
     end = across.cells - len(name) - COLUMNS_BETWEEN
     free = 0
-    for value, text in second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
+    for value, text in choose_second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
         cell = across.cell(value)
         if free <= cell <= end - len(text):
             ruler[cell] = "┬"
@@ -241,4 +241,4 @@ def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
     margin = " " * LABEL_COLUMNS
     yield f"{margin}└{''.join(ruler)}"
     yield f"{margin} {''.join(texts)}"
-    yield f"{margin} {legend(picture)}"
+    yield f"{margin} {describe_legend(picture)}"

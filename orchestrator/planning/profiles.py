@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 
-from orchestrator.memory.model_request import Share
+from orchestrator.memory.model_request import RankShare
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast, with_held_boundaries
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.planning.request import PlanRequest
@@ -28,7 +28,7 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
     """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
-    share = Share(
+    share = RankShare(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         context_parallel=plan.layout.cp,
@@ -36,10 +36,10 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
         pipeline_parallel=plan.layout.pp,
         expert_parallel=plan.expert_parallel,
         uneven=UNEVEN,
-        autocast=autocasts(plan),
+        autocast=uses_autocast(plan),
         cuda=hardware.device.kind.traits.traces_as_cuda,
     )
-    profile = profile_of(request, share)
+    profile = find_rank_profile(request, share)
     if profile is not None:
         if request.deepspeed is not None:
             profile = replace(profile, deepspeed=request.deepspeed)
@@ -62,8 +62,8 @@ def _assumed_profile(
     So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
     micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter samples their share.
     """
-    defaults = own_settings(request)
-    share = _width(precision) / _width(defaults.precision)
+    defaults = find_own_settings(request)
+    share = _relative_width(precision) / _relative_width(defaults.precision)
     stretch = (
         sequence_length / defaults.sequence_length
         if sequence_length and defaults.sequence_length
@@ -96,7 +96,7 @@ def _assumed_profile(
     )
 
 
-def own_settings(request: PlanRequest) -> OwnSettings:
+def find_own_settings(request: PlanRequest) -> OwnSettings:
     """Return the settings to which a script's assumed profile is relative: those of earlier outcomes, or its defaults.
 
     So a default that changes between two jobs of a family does not invalidate what was learned from the first.
@@ -114,7 +114,7 @@ def own_settings(request: PlanRequest) -> OwnSettings:
     )
 
 
-def _width(precision: Precision) -> float:
+def _relative_width(precision: Precision) -> float:
     """Return the bytes of an activation over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 

@@ -38,7 +38,7 @@ PARTIAL = "partial"
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 
-def deepspeed_config(
+def render_deepspeed_config(
     plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
 ) -> JsonObject:
     """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
@@ -84,7 +84,9 @@ def deepspeed_config(
     return merge(config, json.loads(keys or "{}"))
 
 
-def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> JsonObject:
+def render_accelerate_config(
+    knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None
+) -> JsonObject:
     """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
 
     FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
@@ -140,7 +142,7 @@ class RenderedCommand(NamedTuple):
     keys: dict[str, str]  # of its config file, dotted
 
 
-def script_command(
+def render_script_command(
     script: ScriptRequest,
     plan: Plan,
     *,
@@ -171,7 +173,7 @@ def script_command(
         arguments += [script.config.flag, config_path]
     # in this order behind the user's own arguments
     values: dict[str, str | Callable[[Knob], str] | None] = {
-        "micro_batch_size": lambda part: _batch(part, plan, len(devices)),
+        "micro_batch_size": lambda part: _format_batch_size(part, plan, len(devices)),
         "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
         "global_batch_size": str(script.global_batch_size),
         "learning_rate": None if rate is None else _number_word(rate),
@@ -218,7 +220,7 @@ def _number_word(number: float) -> str:
     return word
 
 
-def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
+def _format_batch_size(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
     """Return a batch size as the script counts it."""
     samples = plan.micro_batch_size
     if knob.phase is not None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from orchestrator.memory.model_request import ModelRequest, model_values
-from orchestrator.memory.models.hf import DecoderShape, known_shape
+from orchestrator.memory.model_request import ModelRequest, model_request_values
+from orchestrator.memory.models.hf import DecoderShape, find_model_shape
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec, TrainingSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange, Retries
@@ -95,7 +95,7 @@ class PlanRequest(ModelRequest):
         model = self.model
         if model is None or model.lora is not None:
             return None
-        return known_shape(model, self.data_length)
+        return find_model_shape(model, self.data_length)
 
     @property
     def dense_shape(self) -> DecoderSpec | DecoderShape | None:
@@ -120,7 +120,7 @@ class PlanRequest(ModelRequest):
         return any(entry.profile.has_batch_norm for entry in self.traced)
 
 
-def read_request(spec: JobSpec) -> PlanRequest:
+def read_plan_request(spec: JobSpec) -> PlanRequest:
     """Return what the plans of the job depend on.
 
     Raises SpecError for a job that cannot be submitted today. A journal of an older day is read without judgement, and
@@ -143,7 +143,7 @@ def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecEr
     except SpecError as error:
         return error
     return PlanRequest(
-        **model_values(spec),
+        **model_request_values(spec),
         **{name: getattr(spec, name) for name in READ_AS_WRITTEN},
         is_on_one_node=spec.launch in ON_ONE_NODE,
         launches_block=launches_block,
@@ -161,7 +161,7 @@ class ScriptRequest(NamedTuple):
     learning_rate: float | None
 
 
-def read_script(spec: JobSpec) -> ScriptRequest:
+def read_script_request(spec: JobSpec) -> ScriptRequest:
     """Return what a plan's rendering reads of the job's script."""
     assert spec.command is not None, "only a script has a command"
     return ScriptRequest(

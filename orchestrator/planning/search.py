@@ -9,20 +9,32 @@ from math import ceil, floor, inf, log2
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
-from orchestrator.memory.calibration.correction import corrected_bytes
-from orchestrator.memory.engines.activations import full_is_lightest
-from orchestrator.memory.engines.overhead import Overhead
-from orchestrator.memory.estimate import DeviceBytes, sharing_key
-from orchestrator.planning.cost import Hardware, StepSeconds, busy_share
-from orchestrator.planning.families import Family, Variant, legal_copy, list_families, list_variants
+from orchestrator.memory.calibration.correction import corrected_device_bytes
+from orchestrator.memory.engines.activations import is_full_checkpointing_lightest
+from orchestrator.memory.engines.overhead import MeasuredOverhead
+from orchestrator.memory.estimate import DeviceBytes, device_bytes_cache_key
+from orchestrator.planning.cost import Hardware, StepTimePredictor, busy_share
+from orchestrator.planning.families import (
+    PlanFamily,
+    SettingsVariant,
+    copy_if_legal,
+    list_families,
+    list_variants,
+)
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import list_layouts
-from orchestrator.planning.pareto import Costed, Staircase, Timed, device_bytes, pareto
+from orchestrator.planning.pareto import (
+    CostedPlan,
+    Staircase,
+    TimedPlan,
+    device_bytes,
+    find_pareto_front,
+)
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import PlanRequest
-from orchestrator.planning.strategies import engines_of, why_no_strategy
-from orchestrator.planning.trust import OFFLOADED, trust
-from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
+from orchestrator.planning.strategies import list_engines, make_no_strategy_error
+from orchestrator.planning.trust import OFFLOADED, trust_of
+from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, PlanCounter
 from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
@@ -36,7 +48,7 @@ from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import text_of
 
-__all__ = ["Hardware", "frontier", "list_layouts", "list_plans"]
+__all__ = ["Hardware", "find_frontier", "list_layouts", "list_plans"]
 
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
@@ -45,7 +57,7 @@ REACH = 2
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 
 
-def frontier(
+def find_frontier(
     request: PlanRequest,
     hardware: Hardware,
     calibrated: Calibration = UNMEASURED,
@@ -78,7 +90,7 @@ def frontier(
 def _frontier_at_speeds(
     request: PlanRequest,
     hardware: Hardware,
-    overhead: Overhead,
+    overhead: MeasuredOverhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
@@ -98,13 +110,13 @@ def _frontier_at_speeds(
 def _cached_frontier(
     request: PlanRequest,
     hardware: Hardware,
-    overhead: Overhead,
+    overhead: MeasuredOverhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
     """Return the union of the frontiers at these steps of the scale of corrections, or why there is none."""
-    needs = _Needs(request, hardware, overhead)
-    work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
+    needs = _MemoryEstimator(request, hardware, overhead)
+    work = PlanCounter(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
     candidates = list[Candidate]()
     try:
         classes = group_values(
@@ -152,7 +164,7 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
     return Frontier(tuple(candidates), costed.looked)
 
 
-def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecError:
+def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) -> SpecError:
     """Return which pin has another value in every plan that has the other pins, and which values there are.
 
     Raises SpecError where the job has no plan without its pins either.
@@ -160,7 +172,7 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecEr
     if not request.plan or not any(
         True for _ in list_plans(replace(request, plan=()), hardware, work)
     ):
-        return why_no_strategy(request, hardware)
+        return make_no_strategy_error(request, hardware)
     for key, value in request.plan:
         others = tuple(pin for pin in request.plan if pin[0] != key)
         values = {
@@ -194,7 +206,7 @@ def _why_illegal(request: PlanRequest) -> str:
         "precision": request.precision,
     }
     reasons = []
-    engines = engines_of(request)
+    engines = list_engines(request)
     for engine in engines:
         try:
             Plan(layout=layout, **{"engine": engine, **usual, **pins})
@@ -206,13 +218,13 @@ def _why_illegal(request: PlanRequest) -> str:
 def _unbeaten_plans(
     request: PlanRequest,
     hardware: Hardware,
-    variants: Sequence[Variant],
-    needs: _Needs,
+    variants: Sequence[SettingsVariant],
+    needs: _MemoryEstimator,
     steps: tuple[int, ...],
-    work: Work,
+    work: PlanCounter,
     *,
     within_reach: bool,
-) -> list[Costed]:
+) -> list[CostedPlan]:
     """Return the plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
     They lie within REACH, unless none does. Where one needs more host memory than a node has, the plans that are
@@ -221,8 +233,8 @@ def _unbeaten_plans(
     """
 
     @cache
-    def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
-        between: list[_Between] = []
+    def timed(most_bytes: float) -> tuple[list[TimedPlan], list[_PartialModePlans]]:
+        between: list[_PartialModePlans] = []
         families = (
             family
             for variant in variants
@@ -236,28 +248,28 @@ def _unbeaten_plans(
 
     estimate = cache(needs.estimate)
 
-    def best(needed: _Needed) -> list[Costed]:
+    def best(needed: _Needed) -> list[CostedPlan]:
         reach_bytes = REACH * hardware.device.memory
         for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
             alike, between = timed(most_bytes)
-            costed = _pareto(request, alike, estimate, most_bytes, needed)
-            beats = _make_beats(costed, by_count=bool(request.speeds))
+            costed = _find_fronts(request, alike, estimate, most_bytes, needed)
+            beats = _make_beaten_test(costed, by_count=bool(request.speeds))
             others = [
                 entry
                 for cut in between
-                for entry in _time_between(cut, needs, most_bytes, beats, work)
+                for entry in _time_partial_modes(cut, needs, most_bytes, beats, work)
             ]
             first = [
-                Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
+                TimedPlan(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
                 for plan in costed
             ]
             if others:
-                costed = _pareto(request, [*first, *others], estimate, most_bytes, needed)
+                costed = _find_fronts(request, [*first, *others], estimate, most_bytes, needed)
             if costed:
                 return costed
         return []
 
-    by_plan: dict[Plan, Costed] = {}
+    by_plan: dict[Plan, CostedPlan] = {}
     for step in steps:
         needed = _needed_when_corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         costed = best(needed)
@@ -281,7 +293,7 @@ def _unbeaten_plans(
 
 
 def _needed_when_corrected(correction: float) -> _Needed:
-    return lambda _plan, estimate: corrected_bytes(estimate, correction)
+    return lambda _plan, estimate: corrected_device_bytes(estimate, correction)
 
 
 def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
@@ -294,25 +306,25 @@ def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
     return bytes_of
 
 
-def _pareto(
+def _find_fronts(
     request: PlanRequest,
-    timed: Sequence[Timed],
+    timed: Sequence[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
     needed: _Needed,
-) -> list[Costed]:
+) -> list[CostedPlan]:
     """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
     if not request.speeds:
-        return pareto(timed, estimate, most_bytes, needed)
+        return find_pareto_front(timed, estimate, most_bytes, needed)
     by_count = group_values((entry.plan.world_size, entry) for entry in timed)
     return [
         best
         for _, group in sorted(by_count.items())
-        for best in pareto(group, estimate, most_bytes, needed)
+        for best in find_pareto_front(group, estimate, most_bytes, needed)
     ]
 
 
-def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
+def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats:
     """Return a test whether one of these plans is no slower, needs no more bytes and devices, and is trusted as much.
 
     With `by_count`, only plans on as many devices are compared.
@@ -327,32 +339,34 @@ def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
             for plan in costed:
                 if plan.plan.world_size in sizes and plan.rank <= rank:
                     staircases[key].add(plan.step_s, plan.needed_bytes)
-        return least_bytes > staircases[key].below(step_s, inf)
+        return least_bytes > staircases[key].bytes_to_beat(step_s, inf)
 
     return beats
 
 
 def list_plans(
-    request: PlanRequest, hardware: Hardware, work: Work | None = None
+    request: PlanRequest, hardware: Hardware, work: PlanCounter | None = None
 ) -> Iterator[Plan]:
     """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
-    work = work or Work()
+    work = work or PlanCounter()
     for variant in list_variants(request, hardware):
         for family in list_families(
             request, hardware, variant, partial(find_profile, request, hardware), work
         ):
             for plan in family:
-                work.look()
+                work.count_examined()
                 yield plan
 
 
-class _Needs:
+class _MemoryEstimator:
     """Memory of a job's plans on one kind of device.
 
     Plans that differ only in batch and checkpointing share results.
     """
 
-    def __init__(self, request: PlanRequest, hardware: Hardware, overhead: Overhead) -> None:
+    def __init__(
+        self, request: PlanRequest, hardware: Hardware, overhead: MeasuredOverhead
+    ) -> None:
         self._request = request
         self._hardware = hardware
         self._overhead = overhead
@@ -360,7 +374,7 @@ class _Needs:
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
         """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
-        key = sharing_key(plan)
+        key = device_bytes_cache_key(plan)
         if key not in self._by_likeness:
             profile = find_profile(self._request, self._hardware, plan)
             self._by_likeness[key] = (
@@ -376,13 +390,13 @@ class _Needs:
         return self.profile_and_bytes(plan)[1].estimate(plan)
 
 
-class _Between(NamedTuple):
+class _PartialModePlans(NamedTuple):
     """Plans that recompute only the first layers in full, not yet made, with lower bounds of time and memory."""
 
-    family: Family
+    family: PlanFamily
     micro: int
     accumulation: int
-    takes: StepSeconds
+    takes: StepTimePredictor
     least_s: float = 0.0
     least_bytes: int = 0
     # whether more layers in full take longer, and need less: then these are known
@@ -391,12 +405,12 @@ class _Between(NamedTuple):
 
 def _time_family(
     hardware: Hardware,
-    family: Family,
-    needs: _Needs,
+    family: PlanFamily,
+    needs: _MemoryEstimator,
     most_bytes: float,
-    between: list[_Between],
-    work: Work,
-) -> Iterator[Timed]:
+    between: list[_PartialModePlans],
+    work: PlanCounter,
+) -> Iterator[TimedPlan]:
     """Yield the plans of a family that may need no more than `most_bytes` with their step times.
 
     Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but for its turns. So one
@@ -405,31 +419,31 @@ def _time_family(
     checkpointing, where that is the slower one and needs less at every moment.
     """
     profile, bytes_of = needs.profile_and_bytes(family.example)
-    takes: StepSeconds | None = None
+    takes: StepTimePredictor | None = None
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
-    is_lightest = is_selective and full_is_lightest(profile)
+    is_lightest = is_selective and is_full_checkpointing_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
-    trusted = trust(family.example).rank
+    trusted = trust_of(family.example).rank
     is_beyond: dict[object, bool] = {}
     for micro, accumulation in family.cuts:
-        turns = bytes_of.turns(accumulation)
-        selective: Timed | None = None
-        full: Timed | None = None
-        work.look()
+        turns = bytes_of.accumulation_cache_key(accumulation)
+        selective: TimedPlan | None = None
+        full: TimedPlan | None = None
+        work.count_examined()
         for plan in (
             ()
             if is_beyond.get(turns)
-            else family.plans_of_cut(micro, accumulation, family.uniform_modes(micro))
+            else family.list_plans_of_cut(micro, accumulation, family.uniform_modes(micro))
         ):
-            work.look()
+            work.count_examined()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
-                is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
+                is_beyond[turns] = bytes_of.lower_bound_without_activations(plan) > most_bytes
             if is_beyond.get(turns):
                 break
-            if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
-                takes = takes or StepSeconds(profile, family.example, hardware)
+            if (at_least_bytes := bytes_of.lower_bound_bytes(plan)) <= most_bytes:
+                takes = takes or StepTimePredictor(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
-                timed = Timed(plan, takes(plan), at_least_bytes, rank)
+                timed = TimedPlan(plan, takes(plan), at_least_bytes, rank)
                 if (
                     plan.activation_checkpointing is ActivationCheckpointing.FULL
                     and not plan.activation_offload
@@ -441,10 +455,10 @@ def _time_family(
         if not family.partial or is_beyond.get(turns):
             continue
         if not is_lightest or not has_full:
-            takes = takes or StepSeconds(profile, family.example, hardware)
-            between.append(_Between(family, micro, accumulation, takes))
+            takes = takes or StepTimePredictor(profile, family.example, hardware)
+            between.append(_PartialModePlans(family, micro, accumulation, takes))
         elif full is not None and takes is not None:
-            lighter = legal_copy(
+            lighter = copy_if_legal(
                 full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE
             )
             least_s = (
@@ -455,12 +469,16 @@ def _time_family(
                 else math.inf
             )
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
-            between.append(_Between(family, micro, accumulation, takes, *ordered))
+            between.append(_PartialModePlans(family, micro, accumulation, takes, *ordered))
 
 
-def _time_between(
-    between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work
-) -> Iterator[Timed]:
+def _time_partial_modes(
+    between: _PartialModePlans,
+    needs: _MemoryEstimator,
+    most_bytes: float,
+    beats: _Beats,
+    work: PlanCounter,
+) -> Iterator[TimedPlan]:
     """Yield the plans that no plan so far beats; a middle plan bounds what both halves can cost from below.
 
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
@@ -469,16 +487,18 @@ def _time_between(
     modes = family.partial
     count = family.example.world_size
     _, bytes_of = needs.profile_and_bytes(family.example)
-    rank = trust(family.example).rank
+    rank = trust_of(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:
         low, high, least_s, least_bytes = halves.pop()
         if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes, rank):
             continue
         middle = (low + high) // 2
-        work.look()
+        work.count_examined()
         plan = next(
-            family.plans_of_cut(between.micro, between.accumulation, modes[middle : middle + 1]),
+            family.list_plans_of_cut(
+                between.micro, between.accumulation, modes[middle : middle + 1]
+            ),
             None,
         )
         if plan is None:
@@ -487,9 +507,9 @@ def _time_between(
                 (middle + 1, high, least_s, least_bytes),
             ]
             continue
-        at_least_bytes = bytes_of.at_least(plan)
+        at_least_bytes = bytes_of.lower_bound_bytes(plan)
         step_s = between.takes(plan)
         if at_least_bytes <= most_bytes:
-            yield Timed(plan, step_s, at_least_bytes, rank)
+            yield TimedPlan(plan, step_s, at_least_bytes, rank)
         halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
         halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))

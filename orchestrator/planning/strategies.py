@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from orchestrator.memory.models.hf import known_shape
+from orchestrator.memory.models.hf import find_model_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import (
+    count_splittable_layers,
     divisors,
     expert_parallel_degrees,
-    layers_to_cut,
 )
 from orchestrator.planning.request import PlanRequest
 from orchestrator.specs.choices import (
@@ -40,7 +40,7 @@ INTERLEAVED = (2, 4, 8)
 
 
 @frozen
-class Strategy:
+class PlanStrategy:
     """All settings of a plan but its precision, checkpointing, micro-batch size and accumulation."""
 
     engine: Engine
@@ -70,7 +70,7 @@ class Strategy:
 
 def list_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
-) -> Iterator[Strategy]:
+) -> Iterator[PlanStrategy]:
     """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
     for strategy in _sharing_strategies(request, hardware, layout):
         yield strategy
@@ -90,43 +90,45 @@ def _updates_in_backward(request: PlanRequest) -> bool:
 
 def _sharing_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
-) -> Iterator[Strategy]:
+) -> Iterator[PlanStrategy]:
     """Yield every engine and sharding that the job, the layout and the hardware allow.
 
     One rank has no peer to share with. On a virtual device host memory is no other memory.
     """
-    for engine in engines_of(request):
+    for engine in list_engines(request):
         match engine:
             case Engine.TORCH:
                 if hardware.device.kind.traits.trains_quantised or not request.is_quantised:
-                    yield from _torch(request, hardware, layout)
+                    yield from _list_torch_strategies(request, hardware, layout)
             case Engine.DEEPSPEED:
                 if layout.cp == layout.tp == layout.pp == 1 and not request.is_quantised:
                     for stage in ZeroStage:
-                        yield from _zero(engine, hardware, layout, stage)
+                        yield from _list_deepspeed_strategies(engine, hardware, layout, stage)
             case Engine.SCRIPT:
-                yield from _script(request, hardware, layout)
+                yield from _list_script_strategies(request, hardware, layout)
             case _:
                 refuse_unknown(engine)
 
 
-def engines_of(request: PlanRequest) -> tuple[Engine, ...]:
+def list_engines(request: PlanRequest) -> tuple[Engine, ...]:
     """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a script."""
     return tuple(engine for engine in Engine if facts_of(engine).is_ours is not request.is_script)
 
 
-def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def _list_script_strategies(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[PlanStrategy]:
     knobs = request.knobs
-    plain = Strategy(engine=Engine.SCRIPT, layout=layout)
+    plain = PlanStrategy(engine=Engine.SCRIPT, layout=layout)
     if layout.dp == 1 or not knobs.always_shards:
         yield plain
     for stage in knobs.zero_stages:
         if not knobs.is_sharded_by_fsdp:
             if knobs.has_stage_in_file:
                 # Offloads stand in other keys of that file, which stay as they are.
-                yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
+                yield PlanStrategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
             else:
-                yield from _zero(Engine.SCRIPT, hardware, layout, stage)
+                yield from _list_deepspeed_strategies(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
             sharded = replace(plain, zero_stage=stage, sharding=Sharding.FSDP)
             yield sharded
@@ -136,7 +138,7 @@ def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) ->
 
 
 def list_checkpointing_modes(
-    request: PlanRequest, strategy: Strategy
+    request: PlanRequest, strategy: PlanStrategy
 ) -> tuple[ActivationCheckpointing, ...]:
     """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
 
@@ -169,14 +171,14 @@ def list_checkpointing_modes(
     return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 
-class FullLayers(NamedTuple):
+class FullLayerCounts(NamedTuple):
     """Layers of a stage, and numbers of first ones to recompute in full while the others are selective."""
 
     layers: int
     choices: tuple[int, ...]
 
 
-def full_layers(request: PlanRequest, strategy: Strategy) -> FullLayers:
+def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> FullLayerCounts:
     """Return the numbers of a stage's first layers to try in full checkpointing while the others are selective.
 
     The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the free memory. Between
@@ -189,7 +191,7 @@ def full_layers(request: PlanRequest, strategy: Strategy) -> FullLayers:
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
     choices = {-(-stage * part // parts) for part in range(1, parts)} - {0, stage}
-    return FullLayers(stage, tuple(sorted(choices)))
+    return FullLayerCounts(stage, tuple(sorted(choices)))
 
 
 def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
@@ -210,7 +212,7 @@ def _equal_layers(request: PlanRequest) -> int:
         return 0
     if request.profile is not None:
         return 0 if request.profile.selective_per_sample is None else request.profile.layers
-    shape = known_shape(model, request.data_length)
+    shape = find_model_shape(model, request.data_length)
     return 0 if shape is None else shape.num_hidden_layers
 
 
@@ -263,7 +265,7 @@ def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
     return not multiplied or micro % dp == 0
 
 
-def why_no_strategy(request: PlanRequest, hardware: Hardware) -> SpecError:
+def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecError:
     """Return a SpecError with the reason why no legal plan is left."""
     training = request.training
     if not hardware.device.has(request.precision):
@@ -308,17 +310,20 @@ def why_no_strategy(request: PlanRequest, hardware: Hardware) -> SpecError:
     )
 
 
-def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def _list_torch_strategies(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[PlanStrategy]:
     """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
     deepest = max(
-        (count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(request)), default=1
+        (count for count in INTERLEAVED if count * layout.pp <= count_splittable_layers(request)),
+        default=1,
     )
-    plain = Strategy(engine=Engine.TORCH, layout=layout)
-    stages = () if request.is_quantised else _stages(request, hardware, layout)
+    plain = PlanStrategy(engine=Engine.TORCH, layout=layout)
+    stages = () if request.is_quantised else _list_fsdp_stages(request, hardware, layout)
     for stages_per_rank in (1,) if layout.pp == 1 or deepest == 1 else (1, deepest):
         pipelined = replace(plain, pipeline_stages_per_rank=stages_per_rank)
         yield pipelined
-        for stage, copies in product(stages, _copies(hardware, layout)):
+        for stage, copies in product(stages, _list_copy_counts(hardware, layout)):
             yield replace(pipelined, zero_stage=stage, dp_replicate=copies)
     if request.is_quantised:
         return
@@ -330,7 +335,7 @@ def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> 
         yield replace(plain, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
 
 
-def _stages(
+def _list_fsdp_stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
     """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step.
@@ -347,16 +352,16 @@ def _stages(
     return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
 
 
-def _zero(
+def _list_deepspeed_strategies(
     engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage
-) -> Iterator[Strategy]:
+) -> Iterator[PlanStrategy]:
     offloads = tuple(Offload) if _can_offload(hardware) else (Offload.NONE,)
     has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
     targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
         shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
         if shared and (offload is not Offload.NONE or target is OffloadTarget.CPU):
-            yield Strategy(
+            yield PlanStrategy(
                 engine=engine,
                 layout=layout,
                 zero_stage=stage,
@@ -365,7 +370,7 @@ def _zero(
             )
 
 
-def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
+def _list_copy_counts(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
     """Return how many copies of a pipeline stage's shards there may be: one per group of whole nodes."""
     nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:

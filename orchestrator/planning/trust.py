@@ -60,7 +60,7 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 
 @lru_cache(maxsize=16384)
-def trust(plan: Plan) -> Trust:
+def trust_of(plan: Plan) -> Trust:
     """Return how proven the plan is, by the order in which practitioners adopt mechanisms.
 
     Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed before published plans
@@ -100,7 +100,7 @@ def _ranks(plan: Plan) -> list[float]:
     ]
 
 
-def room_of(plan: Plan) -> float:
+def allowed_fill_of(plan: Plan) -> float:
     """Return the share of a device, margin included, that a plan may fill where nothing of its family was measured.
 
     Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by REPORTED_ERROR.
@@ -109,7 +109,7 @@ def room_of(plan: Plan) -> float:
 
 
 @lru_cache(maxsize=16384)
-def kind(plan: Plan) -> tuple[object, ...]:
+def plan_kind_of(plan: Plan) -> tuple[object, ...]:
     """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
     mechanics = plan.mechanics
     layout = plan.layout
@@ -124,12 +124,12 @@ def kind(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def ratio_spread(plan: Plan, other: Plan) -> float:
+def step_ratio_spread(plan: Plan, other: Plan) -> float:
     """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if kind(plan) == kind(other):
+    if plan_kind_of(plan) == plan_kind_of(other):
         return ALIKE_SPREAD
     if plan.layout.pp > 1 and other.layout.pp > 1:
         return PIPELINE_SPREAD
@@ -148,7 +148,7 @@ class Choice(NamedTuple):
 
 
 @frozen
-class Rule:
+class ChoiceRule:
     """How a job chooses among plans that fit."""
 
     is_fastest: bool = False  # always choose the fastest plan
@@ -156,7 +156,7 @@ class Rule:
     before: Plan | None = None  # plan that ran out of memory
     room: float = 1.0  # of a device that a plan may fill, where a roomier one costs little
 
-    def choose(self, choices: Sequence[Choice]) -> int:
+    def choose_plan(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to use, among plans for the same number of devices.
 
         That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
@@ -175,11 +175,11 @@ class Rule:
         if choices[best].fill <= self.room or choices[best].plan in self.incumbents:
             return best
         limit_s = min(choice.seconds for choice in choices) * math.exp(RECOVERY_SPREAD)
-        rank = max(ZERO3, trust(choices[best].plan).rank)
+        rank = max(ZERO3, trust_of(choices[best].plan).rank)
         cheap = [
             index
             for index, choice in enumerate(choices)
-            if choice.seconds <= limit_s and trust(choice.plan).rank <= rank
+            if choice.seconds <= limit_s and trust_of(choice.plan).rank <= rank
         ]
         roomy = [index for index in cheap if choices[index].fill <= self.room]
         if roomy:
@@ -198,7 +198,7 @@ class Rule:
         alike = [index for index in near if _is_as_good(choices[index], choices[best])]
         return min(alike, key=lambda index: choices[index].fill)
 
-    def widths(self, choices: Sequence[Choice]) -> list[int]:
+    def choose_device_counts(self, choices: Sequence[Choice]) -> list[int]:
         """Return the indices of plans that are worth their devices, of one per number of devices, fewest first.
 
         Each is faster than the one before it by more than half of the error: it is faster in most cases.
@@ -207,29 +207,31 @@ class Rule:
         for index, choice in enumerate(choices):
             if chosen:
                 narrower = choices[chosen[-1]]
-                spread = 0.0 if self.is_fastest else ratio_spread(choice.plan, narrower.plan) / 2
+                spread = (
+                    0.0 if self.is_fastest else step_ratio_spread(choice.plan, narrower.plan) / 2
+                )
                 if choice.seconds * math.exp(spread) >= narrower.seconds:
                     continue
             chosen.append(index)
         return chosen
 
     def _is_near(self, choice: Choice, fastest: Choice) -> bool:
-        is_alike = kind(choice.plan) == kind(fastest.plan)
-        if self.before is not None and kind(choice.plan) == kind(self.before):
+        is_alike = plan_kind_of(choice.plan) == plan_kind_of(fastest.plan)
+        if self.before is not None and plan_kind_of(choice.plan) == plan_kind_of(self.before):
             spread = RECOVERY_SPREAD
         elif fastest.crosses_nodes and not is_alike and choice.plan not in self.incumbents:
             spread = 0.0
         else:
-            spread = ratio_spread(choice.plan, fastest.plan)
+            spread = step_ratio_spread(choice.plan, fastest.plan)
         return choice.seconds <= fastest.seconds * math.exp(spread)
 
     def _order(self, choice: Choice) -> tuple[object, ...]:
-        trusted = INCUMBENT if choice.plan in self.incumbents else trust(choice.plan)
+        trusted = INCUMBENT if choice.plan in self.incumbents else trust_of(choice.plan)
         if self.before is None:
             return trusted, choice.seconds
         leaves = (
             choice.plan.engine is not self.before.engine,
-            kind(choice.plan) != kind(self.before),
+            plan_kind_of(choice.plan) != plan_kind_of(self.before),
         )
         touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
         return *leaves, touched, trusted, choice.seconds
@@ -237,5 +239,7 @@ class Rule:
 
 def _is_as_good(choice: Choice, best: Choice) -> bool:
     """Return whether a plan of the same kind and trust is as fast, within the error of step times."""
-    is_alike = kind(choice.plan) == kind(best.plan) and trust(choice.plan) <= trust(best.plan)
+    is_alike = plan_kind_of(choice.plan) == plan_kind_of(best.plan) and trust_of(
+        choice.plan
+    ) <= trust_of(best.plan)
     return is_alike and choice.seconds <= best.seconds * math.exp(ALIKE_SPREAD)

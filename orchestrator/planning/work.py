@@ -17,14 +17,14 @@ class TooManyPlans(SpecError):
     """The job allows more plans than one decision examines."""
 
 
-class Work:
+class PlanCounter:
     """Counter of the plans, and of the ways to share devices, that one search has examined."""
 
     def __init__(self, plans_max: int = PLANS_MAX) -> None:
         self.looked = 0
         self._plans_max = plans_max
 
-    def look(self, count: int = 1) -> None:
+    def count_examined(self, count: int = 1) -> None:
         """Add to the count. Raises TooManyPlans beyond the limit."""
         if self.looked + count > self._plans_max:
             raise TooManyPlans(

@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.__main__ import main
 from benchmarks.published_rows import FOLDER, read_rows
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import parse_plan
@@ -31,7 +31,7 @@ def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
         spec = job_from_data({"name": row.name, **row.job}, row.source)
         plan = parse_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
         (group,) = group_equal_nodes(idle_nodes(row.cluster))
-        assert plan in set(list_plans(read_request(spec), group.hardware)), row.name
+        assert plan in set(list_plans(read_plan_request(spec), group.hardware)), row.name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchao")
 
-from orchestrator.memory.engines.optimizers import temporaries  # noqa: E402
+from orchestrator.memory.engines.optimizers import update_temporary_bytes  # noqa: E402
 from orchestrator.specs.choices import Optimizer  # noqa: E402
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.training.build import build_engine, build_recipe  # noqa: E402
@@ -84,4 +84,4 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
         updates.update()
         peaks_bytes.append(torch.cuda.max_memory_allocated() - before_bytes)
     print(f"bytes of an element: {[peak_bytes / size for peak_bytes in peaks_bytes]}")
-    assert peaks_bytes[-1] <= 1.05 * temporaries(EIGHT_BIT, size, cuda=True)
+    assert peaks_bytes[-1] <= 1.05 * update_temporary_bytes(EIGHT_BIT, size, cuda=True)

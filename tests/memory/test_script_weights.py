@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.profiles import decoder_profile
+from orchestrator.memory.profiles import make_decoder_profile
 from orchestrator.service.commands.plan import CandidateView, estimate_plan, parse_plan
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.intake.profiling import TraceScope
@@ -128,7 +128,7 @@ def test_a_script_completes_the_configuration_of_its_published_model(tmp_path: P
 
 def test_weights_in_bf16_count_for_a_traced_profile_too() -> None:
     decoder = {name: size for name, size in LLAMA.items() if name != "model_type"}
-    profile = decoder_profile(DecoderSpec(**decoder), "script", Precision.BF16, 2048, 1, False)
+    profile = make_decoder_profile(DecoderSpec(**decoder), "script", Precision.BF16, 2048, 1, False)
     traced = [
         TracedProfile(sequence_length=2048, autocast=autocast, cuda=True, profile=profile)
         for autocast in (False, True)

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.planning.cost import busy_share
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.plan import estimate_plan
@@ -36,7 +36,7 @@ def predicted(model: Any, tokens: int, samples: int) -> float:
     }
     (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(CARD)))
     plan = replace(PLAIN, micro_batch_size=samples)
-    profile = find_profile(read_request(job_from_data(job, "test")), group.hardware, plan)
+    profile = find_profile(read_plan_request(job_from_data(job, "test")), group.hardware, plan)
     share = busy_share(profile, plan, group.hardware)
     assert share is not None
     return share

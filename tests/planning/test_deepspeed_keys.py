@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.backends.attempts.workdir import rewrite_config
-from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
+from orchestrator.planning.render import (
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
+)
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
@@ -106,8 +110,8 @@ def test_a_plans_file_has_every_key_of_the_script_and_its_own_settings(
 ) -> None:
     spec = script(deepspeed=keys)
     plan = script_plan(stage)
-    config = deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
-    plain = deepspeed_config(plan, clip_norm=None)
+    config = render_deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
+    plain = render_deepspeed_config(plan, clip_norm=None)
     for name, value in keys.items():
         assert config[name] == value
     for name in plain.keys() - keys.keys():
@@ -149,7 +153,7 @@ def test_a_script_with_a_file_of_its_own_gets_the_stage_and_the_sizes_in_a_copy(
         deepspeed={"zero_optimization": sizes},
         plan={"zero_stage": stage},
     )
-    rendered = script_command(
+    rendered = render_script_command(
         spec,
         script_plan(stage),
         output_dir="out",
@@ -162,5 +166,5 @@ def test_a_script_with_a_file_of_its_own_gets_the_stage_and_the_sizes_in_a_copy(
         written = written["engine"]
     assert written == {"zero_optimization": {"stage": stage, **sizes}}
     assert rendered.arguments[-2:] == ("--deepspeed", "copy.json")
-    launched = accelerate_config(spec.knobs, script_plan(stage), deepspeed_config_path=None)
+    launched = render_accelerate_config(spec.knobs, script_plan(stage), deepspeed_config_path=None)
     assert launched["distributed_type"] == "MULTI_GPU", "the script starts DeepSpeed itself"

@@ -16,10 +16,10 @@ from orchestrator.planning.trust import (
     SPREAD_MAX,
     TIGHT,
     Choice,
-    Rule,
-    kind,
-    ratio_spread,
-    trust,
+    ChoiceRule,
+    plan_kind_of,
+    step_ratio_spread,
+    trust_of,
 )
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.plan import plan_job
@@ -88,7 +88,10 @@ choices = st.lists(
 def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(
     drawn: list[Choice],
 ) -> None:
-    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = (
+        drawn[ChoiceRule().choose_plan(drawn)],
+        min(drawn, key=lambda choice: choice.seconds),
+    )
     assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
 
 
@@ -96,10 +99,15 @@ def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_thei
 def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(
     drawn: list[Choice],
 ) -> None:
-    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = (
+        drawn[ChoiceRule().choose_plan(drawn)],
+        min(drawn, key=lambda choice: choice.seconds),
+    )
     for choice in drawn:
-        if math.log(choice.seconds / fastest.seconds) < ratio_spread(choice.plan, fastest.plan):
-            assert trust(choice.plan) >= trust(taken.plan)
+        if math.log(choice.seconds / fastest.seconds) < step_ratio_spread(
+            choice.plan, fastest.plan
+        ):
+            assert trust_of(choice.plan) >= trust_of(taken.plan)
 
 
 @given(choices, st.randoms(use_true_random=False))
@@ -108,15 +116,17 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     shuffled = list(drawn)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
-        assert shuffled[Rule().choose(shuffled)].plan == drawn[Rule().choose(drawn)].plan
+        assert (
+            shuffled[ChoiceRule().choose_plan(shuffled)].plan == drawn[ChoiceRule().choose_plan(drawn)].plan
+        )
 
 
 @given(choices, st.floats(0.3, 1.0))
 def test_a_first_plan_leaves_room_where_that_costs_little_and_moves_nothing_to_the_host(
     drawn: list[Choice], room: float
 ) -> None:
-    taken = drawn[Rule(room=room).choose(drawn)]
-    tight = drawn[Rule().choose(drawn)]
+    taken = drawn[ChoiceRule(room=room).choose_plan(drawn)]
+    tight = drawn[ChoiceRule().choose_plan(drawn)]
     limit_s = min(choice.seconds for choice in drawn) * math.exp(RECOVERY_SPREAD)
     roomy = [
         choice
@@ -139,9 +149,9 @@ def test_no_plan_that_ran_here_leaves_for_more_room(
     drawn: list[Choice], room: float, data: st.DataObject
 ) -> None:
     ran = frozenset({data.draw(st.sampled_from(drawn)).plan})
-    tight = drawn[Rule(incumbents=ran).choose(drawn)]
+    tight = drawn[ChoiceRule(incumbents=ran).choose_plan(drawn)]
     if tight.plan in ran:
-        assert drawn[Rule(incumbents=ran, room=room).choose(drawn)] == tight
+        assert drawn[ChoiceRule(incumbents=ran, room=room).choose_plan(drawn)] == tight
 
 
 FINETUNE = Path(__file__).parents[2] / "jobs" / "finetune" / "llama3_8b_lora.yaml"
@@ -187,10 +197,10 @@ def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
 ) -> None:
     ran = data.draw(st.sampled_from(drawn))
     taken, fastest = (
-        drawn[Rule(incumbents=frozenset({ran.plan})).choose(drawn)],
+        drawn[ChoiceRule(incumbents=frozenset({ran.plan})).choose_plan(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
-    stays = math.log(ran.seconds / fastest.seconds) <= ratio_spread(ran.plan, fastest.plan)
+    stays = math.log(ran.seconds / fastest.seconds) <= step_ratio_spread(ran.plan, fastest.plan)
     assert (taken.plan == ran.plan) == stays
 
 
@@ -199,15 +209,15 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
     drawn: list[Choice], before: Plan
 ) -> None:
     fastest = min(drawn, key=lambda choice: choice.seconds)
-    taken = drawn[Rule(before=before).choose(drawn)]
-    alike = [choice for choice in drawn if kind(choice.plan) == kind(before)]
+    taken = drawn[ChoiceRule(before=before).choose_plan(drawn)]
+    alike = [choice for choice in drawn if plan_kind_of(choice.plan) == plan_kind_of(before)]
     if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
-        assert kind(taken.plan) == kind(before)
+        assert plan_kind_of(taken.plan) == plan_kind_of(before)
 
 
 @given(choices)
 def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
-    taken = drawn[Rule(is_fastest=True).choose(drawn)]
+    taken = drawn[ChoiceRule(is_fastest=True).choose_plan(drawn)]
     assert taken.seconds == min(choice.seconds for choice in drawn)
 
 
@@ -215,10 +225,12 @@ def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
 def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
     crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
     taken, fastest = (
-        crossing[Rule().choose(crossing)],
+        crossing[ChoiceRule().choose_plan(crossing)],
         min(crossing, key=lambda choice: choice.seconds),
     )
-    assert kind(taken.plan) == kind(fastest.plan) or taken.seconds == fastest.seconds
+    assert (
+        plan_kind_of(taken.plan) == plan_kind_of(fastest.plan) or taken.seconds == fastest.seconds
+    )
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6))
@@ -232,10 +244,10 @@ def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(
         )
         for index, choice_s in enumerate(seconds)
     ]
-    indices = Rule().widths(widths)
+    indices = ChoiceRule().choose_device_counts(widths)
     assert indices[0] == 0
     for narrow, wide in pairwise(indices):
-        spread = ratio_spread(widths[wide].plan, widths[narrow].plan)
+        spread = step_ratio_spread(widths[wide].plan, widths[narrow].plan)
         assert widths[wide].seconds * math.exp(spread / 2) < widths[narrow].seconds
 
 
@@ -245,5 +257,7 @@ def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured
 ) -> None:
     for other in PLANS[::7]:
         assert (
-            ratio_spread(plan, other) == ratio_spread(other, plan) <= max(OTHER_SPREAD, SPREAD_MAX)
+            step_ratio_spread(plan, other)
+            == step_ratio_spread(other, plan)
+            <= max(OTHER_SPREAD, SPREAD_MAX)
         )

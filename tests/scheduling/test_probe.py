@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import PROBES_MAX, calibration, select_newest
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.memory.calibration.calibrate import (
+    PROBES_MAX,
+    calibrate,
+    select_observations_to_keep,
+)
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.options.asks import apply_permissions
@@ -410,8 +414,8 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     later = [
         replace(observations[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)
     ]
-    newest = select_newest((*observations, *later))
-    factors = calibration(newest, device="small", family="unknown")
+    newest = select_observations_to_keep((*observations, *later))
+    factors = calibrate(newest, device="small", family="unknown")
     assert factors.line == MeasuredLine(
         fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True
     )
@@ -424,8 +428,8 @@ def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several()
         group_equal_nodes(idle_nodes(CLUSTERS[1]))[0].hardware,
     )
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
-        candidates = frontier(
-            read_request(spec.model_copy(update={"measured": measured})), two
+        candidates = find_frontier(
+            read_plan_request(spec.model_copy(update={"measured": measured})), two
         ).candidates
         fixed = {
             candidate.plan.layout.dp: candidate.estimate.allocated_bytes

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.calibration.correction import corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration.correction import (
+    corrected_allocated_bytes,
+    corrected_device_bytes,
+)
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, OomReport, RankEnd
@@ -46,7 +49,7 @@ def launched(actions: tuple[Action, ...]) -> Attempt | None:
 def ran_out(attempt: Attempt, true: float) -> Evidence | None:
     """Return the ranks' report where activations are `true` times the prediction, or None for a success."""
     memory = NODES[0].device.memory
-    if corrected_bytes(attempt.estimate, true) <= memory:
+    if corrected_device_bytes(attempt.estimate, true) <= memory:
         return None
     around = attempt.estimate.device_bytes - attempt.estimate.allocated_bytes
     live_bytes = min(corrected_allocated_bytes(attempt.estimate, true), memory - around)

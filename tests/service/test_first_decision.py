@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.planning import search
-from orchestrator.planning.work import PLANS_MAX, Work
+from orchestrator.planning.work import PLANS_MAX, PlanCounter
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
@@ -57,10 +57,10 @@ def decoder(**changes: Any) -> JobSpec:
     return job_from_data(data, "job")
 
 
-class Counted(Work):
+class Counted(PlanCounter):
     """Work whose totals are kept."""
 
-    totals: ClassVar[list[Work]] = []
+    totals: ClassVar[list[PlanCounter]] = []
 
     def __init__(self, plans_max: int) -> None:
         super().__init__(plans_max)
@@ -68,8 +68,8 @@ class Counted(Work):
 
 
 @pytest.fixture
-def totals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Work]]:
-    monkeypatch.setattr(search, "Work", Counted)
+def totals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlanCounter]]:
+    monkeypatch.setattr(search, "PlanCounter", Counted)
     yield Counted.totals
     Counted.totals.clear()
 
@@ -79,7 +79,13 @@ DIVISIBLE = (1, 720, 720720, 8648640, BATCH_MAX, 2**23 + 1)
 
 
 def look(
-    totals: list[Work], batch: int, layers: int, heads: int, width: int, nodes: int, gpus: int
+    totals: list[PlanCounter],
+    batch: int,
+    layers: int,
+    heads: int,
+    width: int,
+    nodes: int,
+    gpus: int,
 ) -> int:
     """Decide on one job; return how many plans all searches of the decision looked at."""
     sizes = {
@@ -98,7 +104,9 @@ def look(
 
 
 @pytest.mark.long
-def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: list[Work]) -> None:
+def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(
+    totals: list[PlanCounter],
+) -> None:
     assert 0 < look(totals, 8648640, 720, HEADS_MAX, WIDTH_MAX, 64, 2**22) <= LOOKED_MAX
     assert 0 < look(totals, 720720, LAYERS_MAX, 2**7, 2**8, 1, 8) <= LOOKED_MAX
 
@@ -118,7 +126,7 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
     gpus=st.sampled_from((1, 720, 2**22)),
 )
 def test_no_bounded_job_makes_a_decision_look_at_more_than_its_limit(
-    totals: list[Work], **drawn: int
+    totals: list[PlanCounter], **drawn: int
 ) -> None:
     assert look(totals, **drawn) <= LOOKED_MAX  # 0 where the first family of plans has too many
 

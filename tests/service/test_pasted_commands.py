@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.workdir import rewrite_config
-from orchestrator.planning.render import RenderedCommand, script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import RenderedCommand, render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.proposal import proposal
@@ -292,8 +292,8 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
         gradient_accumulation_steps=max(1, accumulation), activation_checkpointing=ActivationCheckpointing.NONE,
         zero_stage=dict(spec.plan).get("zero_stage", ZeroStage.NONE),
     )  # fmt: skip
-    return script_command(
-        read_script(spec), plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json",
+    return render_script_command(
+        read_script_request(spec), plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json",
         config_path="COPY",
         devices=tuple(range(dp)),
     )  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from orchestrator.planning.render import script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -49,8 +49,8 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
             **changes,
         }
     )
-    command = script_command(
-        read_script(spec),
+    command = render_script_command(
+        read_script_request(spec),
         plan,
         output_dir="OUT",
         resume_from="CKPT",

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from orchestrator.planning.render import deepspeed_config
+from orchestrator.planning.render import render_deepspeed_config
 from orchestrator.specs.choices import (
     Engine,
     Offload,
@@ -257,7 +257,9 @@ def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
     assert len(plans) > 40
     for plan in plans:
         config = settings(plan, gang.TRAINING, torch.device(device))
-        theirs = deepspeed_config(plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu")
+        theirs = render_deepspeed_config(
+            plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu"
+        )
         if plan.zero_stage is ZeroStage.NONE:
             assert (
                 config.pop("gradient_clipping") == 0.0
@@ -273,7 +275,7 @@ def test_a_script_scales_its_losses_as_our_engines_do() -> None:
     plan = Plan(
         engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16
     )
-    scaling = deepspeed_config(plan, clip_norm=1.0)["fp16"]
+    scaling = render_deepspeed_config(plan, clip_norm=1.0)["fp16"]
     assert 2.0 ** scaling["initial_scale_power"] == loss_scale.INITIAL
     assert scaling["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.planning.frontier import fitting
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.frontier import list_fitting
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import job_from_data, parse_cluster
@@ -109,8 +109,8 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
         "data": {"text": ["text"], "sequence_length": 512},
     }
     plans = list(
-        fitting(
-            frontier(read_request(job_from_data(data, "job")), hardware),
+        list_fitting(
+            find_frontier(read_plan_request(job_from_data(data, "job")), hardware),
             hardware.device.memory,
             UNMEASURED,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
@@ -52,8 +52,8 @@ def mixtures() -> tuple[ModelProfile, ModelProfile]:
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
     (traced,) = trace_arithmetics(request)
-    closed = profile_of(
-        read_model_request(job(MIXED)), Share(precision=Precision.FP32, sequence_length=16)
+    closed = find_rank_profile(
+        read_model_request(job(MIXED)), RankShare(precision=Precision.FP32, sequence_length=16)
     )
     assert closed is not None
     return traced, closed

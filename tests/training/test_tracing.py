@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.memory.model_request import Share, read_model_request
+from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models import hf as hf_profiles
-from orchestrator.memory.profiles import decoder_profile, profile_of
+from orchestrator.memory.profiles import find_rank_profile, make_decoder_profile
 from orchestrator.service.intake.profiling import PROGRAM
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import (
@@ -294,7 +294,7 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     )
     trace, closed_form = (
         trace_model(ModelSpec(decoder=decoder)),
-        decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
+        make_decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
     )
     layer, theirs = (
         next(segment for segment in profile.segments if segment.count == 3)
@@ -313,7 +313,7 @@ def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
             model=model,
             data=DataSpec(text=("text",), sequence_length=32),
         )
-        profile = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
+        profile = find_rank_profile(read_model_request(spec), RankShare(precision=Precision.FP32))
         assert profile is not None
         return profile.forward_flops
 
@@ -417,9 +417,9 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
         command=("python", "train.py") if is_script else None,
         **{"trains" if is_script else "model": model},
     )
-    closed_form = profile_of(
+    closed_form = find_rank_profile(
         read_model_request(spec),
-        Share(precision=Precision.BF16, autocast=True),
+        RankShare(precision=Precision.BF16, autocast=True),
     )
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)

@@ -14,11 +14,11 @@ import yaml
 from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import (
     RenderedCommand,
-    accelerate_config,
-    deepspeed_config,
-    script_command,
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
 )
-from orchestrator.planning.request import read_script
+from orchestrator.planning.request import read_script_request
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
@@ -219,7 +219,7 @@ def attempt_files(
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if _has_deepspeed_file(job.spec, attempt.plan):
-        config = deepspeed_config(
+        config = render_deepspeed_config(
             attempt.plan,
             clip_norm=job.spec.training.clip_norm,
             keys=job.spec.deepspeed,
@@ -228,7 +228,9 @@ def attempt_files(
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
         deepspeed = str(_deepspeed_path(paths))
-        config = accelerate_config(job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed)
+        config = render_accelerate_config(
+            job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed
+        )
         files.append((str(_accelerate_path(paths)), yaml.safe_dump(config)))
     return tuple(files)
 
@@ -285,8 +287,8 @@ def _render(
     if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
         return RenderedCommand((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
-    return script_command(
-        read_script(spec),
+    return render_script_command(
+        read_script_request(spec),
         attempt.plan,
         output_dir=_output_dir(spec, paths.output if attempt.probe else folder.output, paths),
         resume_from=resume_from,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
@@ -279,7 +279,7 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
     reserved_bytes = (
         None
         if predicted is None
-        else corrected(attempt.estimate, attempt.correction).reserved_bytes
+        else correct_estimate(attempt.estimate, attempt.correction).reserved_bytes
     )
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
@@ -340,7 +340,7 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
 
 
 def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
-    estimate = corrected(attempt.estimate, attempt.correction)
+    estimate = correct_estimate(attempt.estimate, attempt.correction)
     totals = {
         name: getattr(estimate, name)
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes")

@@ -4,7 +4,10 @@ learns.
 
 from __future__ import annotations
 
-from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
+from orchestrator.memory.calibration.correction import (
+    corrected_allocated_bytes,
+    select_worst_moments,
+)
 from orchestrator.scheduling.failures.done_steps import made_no_optimizer_step
 from orchestrator.scheduling.failures.meeting import describe_unplanned_group_size
 from orchestrator.scheduling.failures.out_of_memory import (
@@ -81,7 +84,7 @@ def _observation(
         family=job.spec.family_name,
         torch_version="",
         plan=attempt.plan,
-        moments=worst_moments(estimate.moments),
+        moments=select_worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
         measured_bytes=measured,
         ran_out=False,

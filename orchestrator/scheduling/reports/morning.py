@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.reports.advice import advise_after_failure
 from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
@@ -262,7 +262,7 @@ def _describe_sweep(sweep: SweepReport) -> ReportLine:
 
 def _list_late(state: State, jobs: Iterable[Job]) -> ReportLines:
     """Return the jobs that ended after their deadlines, and live jobs that are expected to."""
-    sentences = dict(late(state, [job.id for job in jobs if not job.status.ended]))
+    sentences = dict(describe_late_jobs(state, [job.id for job in jobs if not job.status.ended]))
     for job in jobs:
         if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
             continue

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     Calibration,
-    calibration,
-    overhead_of,
-    step_factor,
+    calibrate,
+    correction_of_step_time,
+    measured_overhead_of,
 )
-from orchestrator.memory.engines.overhead import Overhead
+from orchestrator.memory.engines.overhead import MeasuredOverhead
 from orchestrator.planning.frontier import Candidate
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.time_limits import time_limit_left_s
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
@@ -99,9 +99,9 @@ class OptionCache:
         self.lengths = DurationHistory(runs)
         self._lengths_version += 1
 
-    def _measured_overheads(self) -> dict[str, Overhead]:
+    def _measured_overheads(self) -> dict[str, MeasuredOverhead]:
         devices = {pool.group.hardware.device.name for pool in self._pools}
-        return {device: overhead_of(self._observations, device) for device in devices}
+        return {device: measured_overhead_of(self._observations, device) for device in devices}
 
     def _version(self, job: Job) -> int:
         """Return a number that changes when more is known about the job's family or the devices."""
@@ -121,10 +121,10 @@ class OptionCache:
         if any(
             ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
-            return calibration(self._observations, device=device, family=family, job=job.key)
+            return calibrate(self._observations, device=device, family=family, job=job.key)
         key = (family, device)
         if key not in self._calibrated:
-            self._calibrated[key] = calibration(self._observations, device=device, family=family)
+            self._calibrated[key] = calibrate(self._observations, device=device, family=family)
         return self._calibrated[key]
 
     def options_of(self, waiting: WaitingJob) -> OptionsByPool:
@@ -214,11 +214,11 @@ def _duration_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | No
     factors = own_step_factors(job, group.hardware.device.name)
     if not factors:
         return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
-    return left * candidate.step_s * step_factor(candidate.plan, factors)
+    return left * candidate.step_s * correction_of_step_time(candidate.plan, factors)
 
 
 def _candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:
     try:
-        return frontier(read_request(job.spec), group.hardware).candidates
+        return find_frontier(read_plan_request(job.spec), group.hardware).candidates
     except SpecError:
         return ()

@@ -9,11 +9,11 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from orchestrator.memory.calibration.calibrate import Calibration, calibration
-from orchestrator.planning.explain import best_or_nearest
-from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.memory.calibration.calibrate import Calibration, calibrate
+from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.frontier import Candidate, list_fitting
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
@@ -66,12 +66,10 @@ def choose_strategies(
             got=spec.gpus.min,
             allowed=f"at most {most}",
         )
-    calibrated = calibration(
-        observations, device=group.hardware.device.name, family=spec.family_name
-    )
+    calibrated = calibrate(observations, device=group.hardware.device.name, family=spec.family_name)
     spec = with_measured_memory(spec, calibrated)
     if choice == "frontier":
-        candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
+        candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
         exact = [
             candidate for candidate in candidates if candidate.degradation is Degradation.EXACT
         ]
@@ -206,7 +204,8 @@ def _common_micro_batch(
         pinned = spec.model_copy(update={"plan": pins})
         try:
             legal = {
-                plan.micro_batch_size for plan in list_plans(read_request(pinned), group.hardware)
+                plan.micro_batch_size
+                for plan in list_plans(read_plan_request(pinned), group.hardware)
             }
         except SpecError:
             continue
@@ -222,10 +221,12 @@ def _fits(spec: JobSpec, pins: Pins, group: NodeGroup, calibrated: Calibration) 
     """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        candidates = frontier(read_request(pinned), group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), group.hardware, calibrated)
     except SpecError:
         return False
-    return next(fitting(candidates, group.hardware.device.memory, calibrated), None) is not None
+    return (
+        next(list_fitting(candidates, group.hardware.device.memory, calibrated), None) is not None
+    )
 
 
 def _with_micro(pins: Pins, size: int | None) -> Pins:
@@ -246,7 +247,7 @@ def _all_ways(spec: JobSpec, group: NodeGroup) -> Iterator[Pins]:
         "offload",
         "offload_target",
     )
-    for plan in list_plans(read_request(spec), group.hardware):
+    for plan in list_plans(read_plan_request(spec), group.hardware):
         yield tuple(pin for pin in _all_pins(spec, plan) if pin[0] in names)
 
 
@@ -300,8 +301,8 @@ def _complete_pins(
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
-        candidates = frontier(read_request(pinned), group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), group.hardware, calibrated)
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
-    candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
+    candidate = find_best_or_nearest(candidates, group.hardware.device.memory, calibrated)
     return pins if candidate is None else _all_pins(spec, candidate.plan)

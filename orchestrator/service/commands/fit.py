@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.frontier import Candidate, list_fitting, needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
@@ -97,7 +97,7 @@ def fit_job(
         spec = read(script_of_model(name))
     ways = []
     for way, changed in ways_of_model(spec):
-        if changed is not spec and not is_known(changed):
+        if changed is not spec and not is_memory_known(changed):
             traced = trace_model(changed, home.expanduser(), str(job), _any_card(changed))
             changed = changed.model_copy(update={"traced": traced})
         ways.append((way, changed))
@@ -151,7 +151,7 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
         memory_bytes=device.memory,
         devices=None if best is None else best.plan.world_size,
         plan=None if best is None else in_short(best.plan),
-        needed_bytes=None if best is None else needed_bytes(best, UNMEASURED),
+        needed_bytes=None if best is None else needed_device_bytes(best, UNMEASURED),
         degradation=None if best is None else best.degradation.name.lower(),
         step_s=best.step_s if best is not None and is_timed else None,
         why=why,
@@ -166,9 +166,9 @@ def _hardware(name: str, count: int) -> Hardware:
 
 def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     """Return the plan that an idle cluster would run, as `orc plan` says it; None where none fits."""
-    plans = frontier(read_request(spec), hardware, within_reach=True)
+    plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
     memory_bytes = hardware.device.memory
-    candidates = list(fitting(plans, memory_bytes, UNMEASURED))
+    candidates = list(list_fitting(plans, memory_bytes, UNMEASURED))
     if not candidates:
         return None
     mildest = candidates[0].degradation
@@ -176,9 +176,9 @@ def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     rule = choice_rule_of(as_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
-        fill = needed_bytes(candidate, UNMEASURED) / memory_bytes
+        fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
-    return alike[rule.choose(choices)]
+    return alike[rule.choose_plan(choices)]
 
 
 def _with_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:

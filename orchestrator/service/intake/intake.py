@@ -17,7 +17,7 @@ import yaml
 
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.environment import base_env
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
@@ -232,7 +232,7 @@ def _resolve_job(
         raise join_problems(problems, source)
     local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
     model = resolved.known_model
-    if model is not None and not is_known(resolved):
+    if model is not None and not is_memory_known(resolved):
         if isinstance(model.hf, str) and not model.config:
             path = f"{_model_key(spec)}.hf"
             raise SpecError(

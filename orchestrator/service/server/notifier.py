@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from orchestrator.backends.journal.outbox import Notices
 from orchestrator.backends.notify.notice import Notice, job_notice, notice
 from orchestrator.backends.notify.targets import Target
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
@@ -99,7 +99,9 @@ class Notifier:
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
         sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
-        reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
+        reasons = describe_late_jobs(
+            state, [job_id for job_id in due if ids[job_id] not in sent_ids]
+        )
         return [
             _late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()
         ]

@@ -187,10 +187,10 @@ def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> 
     """Return a function that returns a job with the profile of its model, traced where no formula knows it."""
 
     def trace(spec: JobSpec) -> JobSpec:
-        from orchestrator.memory.profiles import is_known
+        from orchestrator.memory.profiles import is_memory_known
         from orchestrator.service.intake.profiling import trace_model
 
-        if is_known(spec):
+        if is_memory_known(spec):
             return spec
         return spec.model_copy(
             update={"traced": trace_model(spec, home.expanduser(), source, scope(spec))}

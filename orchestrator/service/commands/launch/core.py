@@ -27,8 +27,8 @@ from orchestrator.backends.attempts.start import request_of, write_files
 from orchestrator.backends.local.drive import Drive
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
-from orchestrator.planning.render import script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.scheduling.scheduler import Scheduler
@@ -418,8 +418,8 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
 def _knob_words(launch: Launch) -> Argv:
     """Return the words by which a restart differs from the command as typed."""
     spec = launch.job.spec
-    rendered = script_command(
-        read_script(spec),
+    rendered = render_script_command(
+        read_script_request(spec),
         launch.attempt.plan,
         output_dir="",
         resume_from=None,

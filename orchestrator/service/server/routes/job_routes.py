@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
 from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
 from orchestrator.scheduling.reports.comparison_rows import parse_loss_curve
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
@@ -123,7 +123,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
             *requested_job(request, "the submitted job", sender, uploads, service), key
         )
         name_objects([job_id])
-        return {"id": job_id, "late": late(controller.state, [job_id])}
+        return {"id": job_id, "late": describe_late_jobs(controller.state, [job_id])}
 
     @app.post("/jobs/batch")
     def submit_batch(
@@ -145,7 +145,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
         return {
             "ids": ids,
-            "late": late(controller.state, ids),
+            "late": describe_late_jobs(controller.state, ids),
             "promises": promises,
             "refused": refused,
         }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.specs.errors import SpecError
@@ -23,7 +23,7 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
     Raises SpecError where the trace fails.
     """
     bare = spec.model_copy(update={"traced": ()})
-    if spec.known_model is None or is_known(bare):
+    if spec.known_model is None or is_memory_known(bare):
         return spec
     return spec.model_copy(update={"traced": trace_model(bare, home, spec.name, TraceScope())})
 
