@@ -75,21 +75,24 @@ MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and
 
 
 def predict_step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the predicted seconds of one optimizer step. `profile` is the one for `memory.estimate.estimate`.
+    """Return the predicted seconds of one optimizer step; `profile` is the one for
+    `memory.estimate.estimate`.
 
-    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks,
-    and for the last to come back. So all micro-batches of the slowest rank count, and one of each other rank, in `v`
-    pieces each (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come
+    through all ranks, and for the last to come back. So all micro-batches of the slowest rank
+    count, and one of each other rank, in `v` pieces each (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2).
     """
     return StepTimePredictor(profile, plan, hardware)(plan)
 
 
 def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float | None:
-    """Return the predicted share of a step in which a device runs kernels of the model, 0 to 1; None without seconds.
+    """Return the predicted share (0 to 1) of a step in which a device runs the model's kernels.
 
-    It is that of the rank whose kernels take longest: their seconds, and the update's where it is on the device, over
-    those of the step. The rest are launches, messages and waits. NVML told 14 and 97 % of two trainings alone on an
-    H200, which have 10 and 95 % by this (tests/gpu/measured/, 2026-11-29).
+    None where no step time is predicted. It is that of the rank whose kernels take longest: their
+    seconds, and the update's where it is on the device, over those of the step. The rest are
+    launches, messages and waits. NVML told 14 and 97 % of two trainings alone on an H200, which
+    have 10 and 95 % by this (tests/gpu/measured/, 2026-11-29).
     """
     if profile.source in WITHOUT_SECONDS:
         return None
@@ -117,7 +120,9 @@ def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float |
 
 
 class StepTimePredictor:
-    """Predicts step times of plans that differ only in checkpointing, micro-batch size and accumulation."""
+    """Predicts the step times of plans that differ only in checkpointing, micro-batch size and
+    accumulation.
+    """
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
         check_profile_degrees(profile, plan)
@@ -141,7 +146,7 @@ class StepTimePredictor:
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
-        """Return `step_s` of the plan, in half of the time."""
+        """Return `predict_step_s` of the plan, in half of the time."""
         micro_steps = plan.gradient_accumulation_steps
         pp = plan.layout.pp
         handed_on_s = _stage_message_s(self._profile, plan, self._hardware)
@@ -163,7 +168,10 @@ class StepTimePredictor:
         return self._factor * overlapped_s + update_s
 
     def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
-        """Return the seconds of one micro-batch on a rank with `profile` of so many stages, without its waits."""
+        """Return the seconds that a rank computes for one micro-batch, without waits.
+
+        `profile` is that of one of its `stages` pipeline stages.
+        """
         # to those of micro-batches before
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
@@ -187,7 +195,7 @@ class StepTimePredictor:
         return busy_s + moved_bytes / hardware.device.host_bandwidth
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
-        """Return the seconds of data-parallel messages and of the update, which depend on the micro-batches alone."""
+        """Return (seconds of data-parallel messages, seconds of the update) of a step."""
         micro_steps = plan.gradient_accumulation_steps
         if micro_steps not in self._once:
             arguments = (self._largest, plan, self._hardware)
@@ -199,9 +207,9 @@ class StepTimePredictor:
 
 
 def _count_collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
-    """Return the collectives of units that the host starts for one micro-batch on a rank that holds `profile`.
+    """Return how many collectives of sharded units the host starts for one micro-batch.
 
-    Those of DeepSpeed's stage 3 are supposed to take no less than FSDP2's; below it buckets are reduced.
+    DeepSpeed's stage 3 is assumed to start no fewer than FSDP2; below it buckets are reduced.
     """
     match mechanics:
         case Fsdp2() | ScriptFsdp():
@@ -215,7 +223,7 @@ def _count_collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
 
 
 def _count_units(profile: ModelProfile) -> int:
-    """Return the parts that FSDP2 gathers one by one: layers, and what is around them."""
+    """Return how many parts FSDP2 gathers one by one: the layers, and everything around them."""
     return sum(segment.count for segment in profile.segments if segment.count > 1) + 1
 
 
@@ -232,13 +240,14 @@ def _busy_s(
     collectives: int,
     hardware: Hardware,
 ) -> float:
-    """Return the seconds of kernels, launches and messages inside the model of one micro-batch.
+    """Return the seconds of kernels, launches and messages of one micro-batch inside the model.
 
-    A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
-    layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
-    the sums, and the second gathering of the backward pass hides behind a product (training/engines/
-    sequence_parallel.py). Context-parallel ranks wait for their all-to-alls. A CUDA device works off what its host has
-    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
+    A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES):
+    twice more where the layer is recomputed. Where tokens are spread, it reduce-scatters and
+    gathers as much; selective checkpointing keeps the sums, and the second gathering of the
+    backward pass hides behind a product (training/engines/ sequence_parallel.py). Context-parallel
+    ranks wait for their all-to-alls. A CUDA device works off what its host has launched, so that
+    the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
     launches block the device waits for its host as long as the host for the device.
     """
     device = hardware.device
@@ -312,7 +321,9 @@ class StageSeconds(NamedTuple):
 def time_stages(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> StageSeconds:
-    """Return the seconds per sample of what only the first stage, each layer, and only the last stage has."""
+    """Return the seconds per sample of the first stage's extra parts, of each layer, and of the
+    last's extra parts.
+    """
     how = 1, mode, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
@@ -325,7 +336,9 @@ def time_stages(
 
 
 def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds in which a pipeline stage waits for a micro-batch's input and its output's gradient."""
+    """Return the seconds for which a pipeline stage waits for a micro-batch's input and its
+    output's gradient.
+    """
     if plan.layout.pp == 1:
         return 0.0
     crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
@@ -337,9 +350,10 @@ def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> f
 def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
     """Return the seconds of computation behind which data-parallel messages can hide.
 
-    Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
-    ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
-    on the stream that computes (training/engines/deepspeed_settings.py: overlap_comm).
+    Gradients of a step travel while the last micro-batch goes backward, two thirds of its time.
+    What is cut over the ranks travels for every micro-batch, while the layer before or behind it
+    computes. DeepSpeed below stage 3 reduces on the stream that computes
+    (training/engines/deepspeed_settings.py: overlap_comm).
     """
     match mechanics:
         case Replicated():
@@ -368,7 +382,9 @@ class CollectiveCounts(NamedTuple):
 
 
 def _count_traffic(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
-    """Return the traffic of a step by ZeRO stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
+    """Return the number of collectives in a step by ZeRO stage: Rajbhandari et al. 2020
+    (arXiv:1910.02054), section 7.
+    """
     mechanics = plan.mechanics
     micro_steps = plan.gradient_accumulation_steps
     units = _count_units(profile)
@@ -407,9 +423,10 @@ def _count_traffic(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
 
 
 def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of data-parallel messages of a step, where nothing hides them.
+    """Return the seconds of a step's data-parallel messages if nothing hides them.
 
-    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over all of them.
+    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over
+    all of them.
     """
     layout = plan.layout
     if layout.dp_cp == 1:
@@ -435,12 +452,14 @@ def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardwa
 
 
 def _copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of copies on the stream that computes, for the gathering of each pass and one reduction.
+    """Return the seconds of copies on the computing stream, for each pass's gathering and one
+    reduction.
 
-    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL copies where a rank is
-    alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an H100 they were 38 bytes per parameter, and
-    are 34 by this (tests/gpu/measured/, 2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in
-    the type in which it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
+    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL
+    copies where a rank is alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an
+    H100 they were 38 bytes per parameter, and are 34 by this (tests/gpu/measured/, 2026-11-26).
+    DeepSpeed puts weights together, and gradients into a bucket, in the type in which it computes
+    (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
     """
     mechanics = plan.mechanics
     width = compute_bytes_per_weight(plan)
@@ -470,7 +489,9 @@ def _copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
 def _shared_beside_experts_s(
     profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
 ) -> float:
-    """Return the seconds to move these bytes: experts between the ranks that have the same, the rest between all."""
+    """Return the seconds to move `moved_bytes`: experts between the ranks that share them, the rest
+    between all.
+    """
     dp = plan.layout.dp
     ep = plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
@@ -485,9 +506,11 @@ def _shared_beside_experts_s(
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of the update of a rank's share; offloaded gradients go to the host, and parameters back.
+    """Return the seconds of a rank's update; with offload, gradients go to the host and parameters
+    come back.
 
-    On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
+    On NVMe masters and moments are read and written at every step, and weights for every pass where
+    they lie there.
     """
     device = hardware.device
     traffic = UPDATE_TRAFFIC_BYTES[plan.optimizer]

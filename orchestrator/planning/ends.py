@@ -28,7 +28,7 @@ STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's tim
 
 
 class EndStageLayers(NamedTuple):
-    """Layers of the first and of the last stage of a pipeline; 0 of both: an even split."""
+    """Numbers of layers of the first and the last pipeline stage; both 0 for an even split."""
 
     first: int
     last: int
@@ -37,10 +37,11 @@ class EndStageLayers(NamedTuple):
 def choose_end_stage_layers(
     profile: ModelProfile, plan: Plan, hardware: Hardware
 ) -> EndStageLayers:
-    """Return the layers of both end stages of a pipeline with which no rank waits long for another.
+    """Return the layers of both end stages with which no rank waits long for another.
 
-    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
-    equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
+    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation
+    counted. Among equally fast splits the fullest rank needs the least memory at a micro-batch of
+    one sample.
     """
     is_sharded = plan.mechanics.stage is not ZeroStage.NONE
     how = (plan.activation_checkpointing, is_sharded, plan.precision)
@@ -101,7 +102,9 @@ def _fullest_bytes(
     mode: ActivationCheckpointing,
     parameter_bytes: int,
 ) -> int:
-    """Return the bytes of the fullest rank: all of its parameters, and layers of the micro-batches in flight."""
+    """Return the bytes of the fullest rank: its parameters, and the layer inputs of micro-batches
+    in flight.
+    """
     before, layer, behind = split_stage_segments(profile)
     kept_bytes = {
         ActivationCheckpointing.NONE: layer.saved_bytes,

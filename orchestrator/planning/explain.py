@@ -44,7 +44,9 @@ def list_bytes_by_cause(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]
 
 
 def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
-    """Return the MOMENTS_SHOWN highest memory peaks of a step in time order, each on the rank that needs most then."""
+    """Return the MOMENTS_SHOWN highest memory peaks of a step in time order, each on the rank that
+    needs most then.
+    """
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
         if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
@@ -56,7 +58,9 @@ def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
 def find_best_or_nearest(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration
 ) -> Candidate | None:
-    """Return the fastest candidate that fits, else the one that needs least; None without any."""
+    """Return the fastest candidate that fits; without one, the one that needs least; None for no
+    candidates.
+    """
     best = next(list_fitting(frontier, capacity_bytes, calibrated), None)
     return best or find_nearest(frontier, calibrated)
 
@@ -66,7 +70,7 @@ def find_nearest(
 ) -> Candidate | None:
     """Return the untried candidate that needs the least device memory; None without one.
 
-    Candidates with enough host memory come first.
+    Candidates with enough host memory come first. `refuted` are the tried ones.
     """
 
     def missing(candidate: Candidate) -> tuple[object, ...]:
@@ -83,10 +87,12 @@ def find_nearest(
 def why_nothing_fits(
     case: UnfitJob, loaded_bytes: int | None = None, ways: Sequence[WayOut] | None = None
 ) -> str:
-    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit.
+    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the
+    job fit.
 
-    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes. `ways` are
-    the changes to name, with numbers; None: those of `ways_out`, without.
+    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch
+    changes. `ways` are the changes to list, numbered; None means those of `list_ways_out`, without
+    numbers.
     """
     capacity_bytes = case.capacity_bytes
     calibrated = case.calibrated
@@ -146,7 +152,9 @@ def why_nothing_fits(
 
 
 def _why_loading_fails(case: UnfitJob, loaded_bytes: int) -> str:
-    """Return why no batch helps a script whose weights and states do not fit, and what would."""
+    """Return text on why no batch helps a script whose weights and states do not fit, and what
+    would help.
+    """
     needed = format_bytes(loaded_bytes)
     cards = list_cards_with(loaded_bytes)
     names = f", such as {', '.join(cards)}" if cards else ""
@@ -160,7 +168,11 @@ def _why_loading_fails(case: UnfitJob, loaded_bytes: int) -> str:
 
 
 def describe_choice(fit_probability: float | None, passed_over: str | None = None) -> str:
-    """Return why a job's first plan was chosen, as text. A probability of None means that its memory is unknown."""
+    """Return text on why a job's first plan was chosen.
+
+    A `fit_probability` of None means that its memory is unknown. `passed_over` says why no faster
+    plan was chosen.
+    """
     if passed_over is not None:
         return passed_over
     if fit_probability is None or fit_probability >= CONFIDENCE:
@@ -169,7 +181,7 @@ def describe_choice(fit_probability: float | None, passed_over: str | None = Non
 
 
 def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
-    """Return why a plan is chosen over the fastest one, as text; None where it is the fastest."""
+    """Return text on why a plan is chosen over the fastest one; None where it is the fastest."""
     gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
     if gain <= 0:
         return None

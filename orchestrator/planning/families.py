@@ -1,4 +1,6 @@
-"""The plans that a job allows on some hardware, in families that differ only in checkpointing and micro-batch."""
+"""The plans that a job allows on some hardware, in families that differ only in checkpointing and
+micro-batch size.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ from orchestrator.specs.stages import stage_layers
 
 
 class LayerRecomputation(NamedTuple):
-    """How the layers of a stage are recomputed."""
+    """How the layers of a stage are recomputed in the backward pass."""
 
     checkpointing: ActivationCheckpointing
     full_layers: int = 0  # the first ones, which are recomputed in full
@@ -69,7 +71,9 @@ class SettingsVariant:
 
 
 def list_variants(request: PlanRequest, hardware: Hardware) -> list[SettingsVariant]:
-    """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
+    """Return the settings that the user asked for, then those that `degrade` allows and the devices
+    can compute.
+    """
     original = list_requested_settings(request)
     device = hardware.device
     pins = request.pins
@@ -96,7 +100,10 @@ def list_variants(request: PlanRequest, hardware: Hardware) -> list[SettingsVari
 
 
 def list_requested_settings(request: PlanRequest) -> dict[str, Any]:
-    """Return the requested values of settings that `degrade` may change. Keys of the job come before its `plan:`."""
+    """Return {setting: requested value} of the settings that `degrade` may change.
+
+    Keys of the job count before its `plan:`.
+    """
     pins = request.pins
     values = {
         setting.name: pins.get(setting.name, setting.usual)
@@ -114,10 +121,10 @@ def list_requested_settings(request: PlanRequest) -> dict[str, Any]:
 def _list_alternatives(
     request: PlanRequest, device: DeviceSpec, setting: Setting, original: Any
 ) -> Iterator[tuple[Any, Degradation]]:
-    """Yield the other values of the setting that `degrade` allows, with the class of the change.
+    """Yield (other value, class of the change) of the setting, as far as `degrade` allows.
 
-    A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
-    `degrade.<setting>s`. A script has to have a knob for it.
+    A numeric change takes the best cheaper value that the device computes; semantic ones are named
+    by the job, in `degrade.<setting>s`. A script has to have a knob for it.
     """
     is_turnable = (
         request.model is not None or getattr(request.knobs, setting.name, None) is not None
@@ -145,7 +152,9 @@ def _list_alternatives(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanFamily:
-    """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
+    """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller
+    micro-batches first.
+    """
 
     # plan of the smallest batch that fills the pipeline, with all settings that the family shares
     example: Plan
@@ -163,13 +172,15 @@ class PlanFamily:
         )
 
     def uniform_modes(self, micro: int) -> tuple[LayerRecomputation, ...]:
-        """Return the checkpointing modes that all layers may have at this micro-batch size."""
+        """Return the ways to recompute that all layers may share at this micro-batch size."""
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
     def list_plans_of_cut(
         self, micro: int, accumulation: int, modes: Iterable[LayerRecomputation]
     ) -> Iterator[Plan]:
-        """Yield the legal plans with this micro-batch size and accumulation, in the order of `modes`."""
+        """Yield the legal plans with this micro-batch size and accumulation, in the order of
+        `modes`.
+        """
         for mode, first_layers, offload in modes:
             plan = copy_if_legal(
                 self.example,
@@ -184,13 +195,15 @@ class PlanFamily:
 
 
 def _can_start(request: PlanRequest, plan: Plan) -> bool:
-    """Return whether the model's own code ran in the plan's dtype settings when traced; True if untraced."""
+    """Return whether the model's code ran with the plan's dtypes when it was traced; True if it was
+    not traced.
+    """
     traced = {(entry.profile.precision, entry.autocast) for entry in request.traced}
     return not traced or (plan.precision, uses_autocast(plan)) in traced
 
 
 def copy_if_legal(plan: Plan, **changes: Any) -> Plan | None:
-    """Return the plan with some settings changed; None where the result is illegal."""
+    """Return the plan with these settings changed; None where the result is illegal."""
     try:
         return replace(plan, **changes)
     except IllegalPlan:
@@ -206,7 +219,8 @@ def list_families(
 ) -> Iterator[PlanFamily]:
     """Yield the families of plans that have the job's pinned settings.
 
-    Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the limit of `work`.
+    Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the
+    limit of `work`.
     """
     pins = request.pins
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
@@ -246,7 +260,9 @@ def list_families(
 
 
 def _make_example_plan(strategy: PlanStrategy, variant: SettingsVariant) -> Plan | None:
-    """Return the plan of the smallest batch that fills the pipeline; None where specs.engines calls it illegal."""
+    """Return a plan of the strategy, with the smallest batch that fills the pipeline; None where it
+    is illegal.
+    """
     settings = {name: getattr(strategy, name) for name in STRATEGY}
     fewest = max(strategy.layout.pp, 2 if _accumulates_gradients(strategy) else 1)
     try:
@@ -258,12 +274,12 @@ def _make_example_plan(strategy: PlanStrategy, variant: SettingsVariant) -> Plan
 
 
 def _accumulates_gradients(strategy: PlanStrategy) -> bool:
-    """Return whether gradients accumulate over micro-batches before they are reduced."""
+    """Return whether gradients of several micro-batches accumulate before they are reduced."""
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
 def _keep_busy_cuts(cuts: Sequence[BatchCut], strategy: PlanStrategy) -> tuple[BatchCut, ...]:
-    """Return the cuts that keep the strategy's pipeline at work and are legal with it."""
+    """Return those batch cuts that keep the strategy's pipeline busy and are legal with it."""
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
     at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut.accumulation) is None)
     if _accumulates_gradients(strategy):
@@ -275,9 +291,11 @@ def _keep_busy_cuts(cuts: Sequence[BatchCut], strategy: PlanStrategy) -> tuple[B
 
 
 def _list_batch_cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
-    """Return the cuts of the batch as pinned, without those for which sharing samples gains nothing.
+    """Return the pinned or possible batch cuts of this layout; () where splitting samples gains
+    nothing.
 
-    Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
+    Where each rank could have whole samples of its own, dp in the place of cp is the same without
+    messages.
     """
     pins = request.pins
     cuts = list_batch_cuts(request, layout.dp)
@@ -296,10 +314,11 @@ def _largest_offloaded_micro(
     hardware: Hardware,
     pins: Mapping[str, Any],
 ) -> float:
-    """Return the largest micro-batch whose layer inputs may wait in host memory; infinity where that is pinned.
+    """Return the largest micro-batch whose layer inputs may wait in host memory; infinity where
+    that is pinned.
 
-    It is the smallest one, where its inputs fill much of a device: else a smaller micro-batch saves as much without a
-    copy. `sample_bytes` are the inputs of one sample on a rank.
+    It is the smallest one, where its inputs fill much of a device: else a smaller micro-batch saves
+    as much without a copy. `sample_bytes` are the inputs of one sample on a rank.
     """
     offload = pins.get("activation_offload")
     first_layers = pins.get("full_checkpointing_layers")
@@ -330,10 +349,12 @@ def _choose_ends(
     modes: Sequence[ActivationCheckpointing],
     profile_of: Callable[[Plan], ModelProfile],
 ) -> EndStageLayers:
-    """Return the layers of the first and the last stage of a family, as pinned or as fast as possible.
+    """Return the numbers of layers of the first and last stage of a family: as pinned, or the
+    fastest.
 
-    All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind before the last, which
-    keeps a part. In full recomputation a layer takes a quarter more beside the same head.
+    All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind
+    before the last, which keeps a part. In full recomputation a layer takes a quarter more beside
+    the same head.
     """
     pins = request.pins
     if example.layout.pp == 1 or any(name in pins for name in ENDS):
@@ -348,7 +369,9 @@ def _list_partial_modes(
     modes: Sequence[ActivationCheckpointing],
     pinned: int | None,
 ) -> tuple[LayerRecomputation, ...]:
-    """Return the modes with fewer first layers in full recomputation: the pinned number, or those worth a try."""
+    """Return the modes in which only a stage's first layers are fully recomputed: as pinned, or
+    worth trying.
+    """
     others = (
         ActivationCheckpointing.NONE if request.is_script else ActivationCheckpointing.SELECTIVE
     )

@@ -29,9 +29,9 @@ def list_layouts(
 ) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
-    dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
-    pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
-    TooManyPlans.
+    dp divides the global batch; tp stays inside a node, where the messages of every layer go, and
+    cp as long as it can; pp leaves every rank a layer. Raises SpecError where no allowed number of
+    devices divides the global batch, and TooManyPlans.
     """
     if request.speeds:
         return _measured_layouts(request, hardware)
@@ -63,9 +63,10 @@ def list_layouts(
 
 
 def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[ParallelLayout, ...]:
-    """Return a layout for each number of devices in `speeds`.
+    """Return one layout for each number of devices in the job's `speeds`.
 
-    Where that does not divide the global batch, the script itself shares samples between devices, which is `tp` here.
+    Where that does not divide the global batch, the script itself shares samples between devices,
+    which is `tp` here.
     """
     most = min(request.gpus.max, hardware.devices)
     counts = [count for count, _ in request.speeds if request.gpus.min <= count <= most]
@@ -78,7 +79,8 @@ def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[Paralle
 
 
 def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
-    """Return 1 and the powers of two that divide a node, heads, feed-forward and vocabulary.
+    """Return 1 and the powers of two that divide a node's devices, heads, feed-forward and
+    vocabulary.
 
     Experts are not split. A model with a declared profile has the degrees declared there.
     """
@@ -104,7 +106,7 @@ def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[i
 def _degrees_of_a_sample(
     request: PlanRequest, hardware: Hardware, tensor: tuple[int, ...], devices: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield degrees (cp, tp) whose ranks lie on one node or on whole ones, and share the heads equally."""
+    """Yield (cp, tp) whose ranks lie on one node or fill whole nodes, and share the heads equally."""
     shape = request.shape
     per_node = hardware.devices_per_node
     for cp, tp in product(context_parallel_degrees(request, devices), tensor):
@@ -120,9 +122,11 @@ def _degrees_of_a_sample(
 
 
 def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
-    """Return 1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
+    """Return 1, the pinned degree, and the powers of two that leave each rank OWN_TOKENS_MIN tokens
+    of a sample.
 
-    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory nobody counted.
+    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory
+    nobody counted.
     """
     shape = request.dense_shape
     if shape is None:
@@ -143,7 +147,7 @@ def expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
 
 
 def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | None:
-    """Return why `ep` of `dp` ranks cannot spread the model's experts, as text; None where they can.
+    """Return text on why `ep` of `dp` ranks cannot spread the model's experts; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
     """
@@ -161,9 +165,11 @@ def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | N
 
 
 def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
-    """Return the divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
+    """Return the possible numbers of pipeline stages, up to the number of layers.
 
-    Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
+    They are the divisors of the number of layers, the powers of two, and the divisors of the
+    devices. Stages differ by a layer where the degree does not divide the layers, so that no device
+    needs to stay idle.
     """
     layers = count_splittable_layers(request)
     whole = (degree for degree in divisors(devices) if degree <= layers)

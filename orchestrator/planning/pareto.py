@@ -23,7 +23,7 @@ class TimedPlan(NamedTuple):
 
 
 class CostedPlan(NamedTuple):
-    """A plan with all quantities that a frontier compares; `needed_bytes` per device follow from the estimate."""
+    """A plan with everything that a frontier compares; `needed_bytes` are per device."""
 
     plan: Plan
     step_s: float
@@ -43,14 +43,16 @@ def find_pareto_front(
     most_bytes: float,
     needed: Callable[[Plan, MemoryEstimate], float] = device_bytes,
 ) -> list[CostedPlan]:
-    """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust, the fastest first.
+    """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust,
+    fastest first.
 
-    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no plan in the result
-    needs more than `most_bytes`. Of plans that are equal in all four the simplest stays: the torch engine before
-    DeepSpeed, no offload before offload, less sharding before more. With fewer GPUs first, the plan that beats another
-    comes before it, except among equally fast ones. On a staircase of step times upwards and bytes downwards one step
-    decides (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their least bytes
-    already, and are never estimated.
+    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no
+    plan in the result needs more than `most_bytes`. Of plans that are equal in all four the
+    simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding
+    before more. With fewer GPUs first, the plan that beats another comes before it, except among
+    equally fast ones. On a staircase of step times upwards and bytes downwards one step decides
+    (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their
+    least bytes already, and are never estimated.
     """
     ordered = sorted(timed, key=_order)
     unbeaten: list[CostedPlan] = []
@@ -82,12 +84,14 @@ class Staircase:
         self._least: list[float] = []
 
     def bytes_to_beat(self, step_s: float, most_bytes: float) -> float:
-        """Return the most bytes (at most `most_bytes`) with which no added plan beats one of this step time."""
+        """Return the most bytes with which no added plan beats one of this step time; at most
+        `most_bytes`.
+        """
         count = bisect_right(self._times, step_s)
         return min(most_bytes, self._least[count - 1] - 1) if count else most_bytes
 
     def add(self, step_s: float, needed_bytes: float) -> None:
-        """Add a plan, unless an added plan beats it."""
+        """Add a plan with this step time and need, unless an added plan beats it."""
         if needed_bytes > self.bytes_to_beat(step_s, inf):
             return
         begin = bisect_left(self._times, step_s)

@@ -36,7 +36,7 @@ class Tick(NamedTuple):
 
 
 class Mark(StrEnum):
-    """The status of a plan in the chart. Later marks are drawn over earlier ones."""
+    """The status of a plan in the chart; later marks are drawn over earlier ones."""
 
     TOO_BIG = "too big"
     FITS = "fits"
@@ -58,7 +58,7 @@ SYMBOLS = {
 
 @frozen
 class Point:
-    """A plan in a picture, with `label` beside it and its name in the legend."""
+    """A plan in a chart, with `label` beside it and its name in the legend."""
 
     step_s: float
     needed_bytes: int
@@ -70,7 +70,7 @@ class Point:
 
 @frozen
 class Picture:
-    """Plans of one job on one kind of device, with the limit of its memory."""
+    """A chart of the plans of one job on one kind of device, with the limit of its memory."""
 
     device: str
     capacity_bytes: int
@@ -78,7 +78,7 @@ class Picture:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """Step times that the picture spans."""
+        """(Least, largest) step time that the chart shows."""
         return _pad(
             [
                 seconds
@@ -89,13 +89,15 @@ class Picture:
 
     @property
     def span_bytes(self) -> tuple[float, float]:
-        """Bytes that the picture spans."""
+        """(Least, largest) bytes that the chart shows."""
         needs = [point.needed_bytes for point in self.points]
         return _pad([self.capacity_bytes, *needs] if self.has_limit else needs)
 
     @property
     def has_limit(self) -> bool:
-        """Whether the end of the memory is in the picture; far above all points it would leave half of it empty."""
+        """Whether the chart shows the device's capacity; far above all points, it would leave half
+        of it empty.
+        """
         needs = [point.needed_bytes for point in self.points]
         return self.capacity_bytes / max(needs) <= max(LIMIT_NEAR, max(needs) / min(needs))
 
@@ -114,7 +116,7 @@ class _Axis:
 
 
 def draw_lines(picture: Picture) -> list[str]:
-    """Return the chart as lines of at most COLUMNS characters; both scales are logarithmic."""
+    """Return the chart as lines of at most COLUMNS characters, with logarithmic scales."""
     assert picture.points, "nothing to draw"
     across = _Axis(*picture.span_s, COLUMNS - LABEL_COLUMNS - 1)
     up = _Axis(*picture.span_bytes, ROWS)
@@ -140,13 +142,15 @@ def draw_lines(picture: Picture) -> list[str]:
 
 
 def describe_legend(picture: Picture) -> str:
-    """Return the meaning of each symbol in the chart, as text."""
+    """Return text with the meaning of each symbol in the chart."""
     used = {point.mark for point in picture.points}
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
 def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` round values in this span: powers of two, or equal steps where it is narrow."""
+    """Return at most `most` axis values between `low` and `high`: powers of two, or equal steps if
+    that is narrow.
+    """
     unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
     if high / low >= WIDE_BYTES:
         values = [
@@ -159,7 +163,10 @@ def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
 
 
 def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` round values in this span: round in their own unit, or equal steps where it is narrow."""
+    """Return at most `most` axis values between `low` and `high`, round in their own unit.
+
+    If the span is narrow, they are equal steps.
+    """
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
         return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
@@ -217,7 +224,7 @@ def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
 
 
 def _write_on_line(line: list[str], text: str) -> None:
-    """Write the text on the dashes of a line, as far right as it is clear."""
+    """Write the text into the dashes of a line, as far right as nothing is in the way."""
     for column in range(len(line) - len(text), 0, -1):
         if all(character == "╌" for character in line[column : column + len(text)]):
             line[column : column + len(text)] = text
@@ -225,7 +232,7 @@ def _write_on_line(line: list[str], text: str) -> None:
 
 
 def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
-    """Yield the axis of seconds with its labels, and the legend."""
+    """Yield the lines of the axis of seconds, with its labels, and the legend."""
     name = "step time"
     ruler = ["─"] * across.cells
     texts = [" "] * across.cells

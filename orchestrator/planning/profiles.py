@@ -27,7 +27,9 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 
 def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
-    """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
+    """Return the memory and compute cost of one rank of the plan; an assumed one for an undeclared
+    script.
+    """
     share = RankShare(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
@@ -57,10 +59,12 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
 def _assumed_profile(
     request: PlanRequest, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
-    """Return the profile of a script that declares nothing: as probed, or such that its own micro-batch fills a device.
+    """Return the assumed profile of a script that declares nothing.
 
-    So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
-    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter samples their share.
+    It is as probed, or such that the script's own micro-batch fills a device. So the first attempt
+    runs with the script's own settings, and after an out-of-memory failure plans with smaller
+    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter
+    samples their share.
     """
     defaults = find_own_settings(request)
     share = _relative_width(precision) / _relative_width(defaults.precision)
@@ -97,9 +101,11 @@ def _assumed_profile(
 
 
 def find_own_settings(request: PlanRequest) -> OwnSettings:
-    """Return the settings to which a script's assumed profile is relative: those of earlier outcomes, or its defaults.
+    """Return the settings to which a script's assumed profile is relative: of earlier outcomes, or
+    its defaults.
 
-    So a default that changes between two jobs of a family does not invalidate what was learned from the first.
+    So a default that changes between two jobs of a family does not invalidate what was learned from
+    the first.
     """
     if request.relative_to is not None:
         return request.relative_to
@@ -115,12 +121,12 @@ def find_own_settings(request: PlanRequest) -> OwnSettings:
 
 
 def _relative_width(precision: Precision) -> float:
-    """Return the bytes of an activation over those in fp32."""
+    """Return the bytes of an activation in this precision over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
 def _fewest_shares(request: PlanRequest) -> int:
-    """Return the fewest parts into which a script may cut its batch."""
+    """Return the fewest parts into which the script may split its batch."""
     return min(
         (gcd(count, request.global_batch_size) for count, _ in request.speeds),
         default=request.gpus.min,

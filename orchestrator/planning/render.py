@@ -41,12 +41,15 @@ DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hys
 def render_deepspeed_config(
     plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
 ) -> JsonObject:
-    """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
+    """Return the DeepSpeed configuration of a plan; each setting with a surprising default is
+    explicit.
 
-    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which they cannot say.
+    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which
+    they cannot say.
 
-    Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
-    zero/config.py). `virtual` asks for the small buckets of a virtual device.
+    Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements
+    (deepspeed/runtime/constants.py, zero/config.py). `virtual` asks for the small buckets of a
+    virtual device.
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
     buckets = buckets_of(keys, virtual=virtual)
@@ -87,10 +90,11 @@ def render_deepspeed_config(
 def render_accelerate_config(
     knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None
 ) -> JsonObject:
-    """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
+    """Return the content of the file for `accelerate launch --config_file`; machines, ranks and
+    ports are not in it.
 
-    FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
-    precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
+    FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file
+    accelerate takes no precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
     """
     config: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
@@ -135,7 +139,9 @@ def render_accelerate_config(
 
 
 class RenderedCommand(NamedTuple):
-    """Command-line arguments, environment variables and config keys that set a plan in one script."""
+    """The command-line arguments, environment variables and config keys that set a plan in a
+    script.
+    """
 
     arguments: tuple[str, ...]
     env: dict[str, str]
@@ -152,7 +158,8 @@ def render_script_command(
     config_path: str | None = None,
     devices: tuple[int, ...] = (),
 ) -> RenderedCommand:
-    """Return the script's command with the plan's knobs behind the user's arguments, its environment and config keys.
+    """Return the script's command with the plan's knobs after the user's arguments, its environment
+    and config keys.
 
     `devices` are the devices of one node; every node of a plan uses as many.
     """
@@ -213,7 +220,9 @@ def render_script_command(
 
 
 def _number_word(number: float) -> str:
-    """Return a number as YAML 1.1 reads it, too: PyYAML takes `5e-05` for a text, and `5.0e-05` for a number."""
+    """Return a number as text that YAML 1.1 reads as one: PyYAML takes `5e-05` for a text, and
+    `5.0e-05` for a number.
+    """
     word = f"{number:.6g}"
     if "e" in word and "." not in word:
         word = word.replace("e", ".0e")
@@ -221,7 +230,7 @@ def _number_word(number: float) -> str:
 
 
 def _format_batch_size(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
-    """Return a batch size as the script counts it."""
+    """Return a batch size as the script counts it: per rank, per node or in all."""
     samples = plan.micro_batch_size
     if knob.phase is not None:
         samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))

@@ -1,4 +1,4 @@
-"""The search over every legal plan of a job on some hardware, which returns the frontier of them."""
+"""The search over every legal plan of a job on some hardware, for those that no other beats."""
 
 from __future__ import annotations
 
@@ -64,17 +64,19 @@ def find_frontier(
     *,
     within_reach: bool = False,
 ) -> Frontier:
-    """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of the same shape.
+    """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of
+    the same shape.
 
-    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need more. `calibrated`
-    says the correction, a factor on the activations, and the memory outside the allocator on such devices. A plan that
-    keeps less of a sample may beat the others only where the correction is large. So the plans are those that no other
-    beats as estimated, or at the two steps of a scale around it. A plan that needs less in between may be missing, by
-    no more than a step: nothing grows faster than the correction. The job's `speeds` give the step time of the fastest
-    plan per number of devices; the cost model scales other plans to it. Raises SpecError where the allowed devices
-    cannot split the global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach`
-    examines only plans that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be
-    empty.
+    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need
+    more. `calibrated` says the correction, a factor on the activations, and the memory outside the
+    allocator on such devices. A plan that keeps less of a sample may beat the others only where the
+    correction is large. So the plans are those that no other beats as estimated, or at the two
+    steps of a scale around it. A plan that needs less in between may be missing, by no more than a
+    step: nothing grows faster than the correction. The job's `speeds` give the step time of the
+    fastest plan per number of devices; the cost model scales other plans to it. Raises SpecError
+    where the allowed devices cannot split the global batch, and TooManyPlans where the job allows
+    more than PLANS_MAX plans. `within_reach` examines only plans that need no more than REACH
+    devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
     """
     if request.launches_block and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
@@ -94,7 +96,10 @@ def _frontier_at_speeds(
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
-    """Return the frontier, or why there is none; jobs that differ in `speeds` alone share their costs."""
+    """Return the frontier scaled to the job's `speeds`, or the error why there is none.
+
+    Jobs that differ in `speeds` alone share their costs.
+    """
     if not request.speeds:
         return _cached_frontier(request, hardware, overhead, steps, within_reach)
     counts = tuple((count, 1.0) for count, _ in request.speeds)
@@ -114,7 +119,9 @@ def _cached_frontier(
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
-    """Return the union of the frontiers at these steps of the scale of corrections, or why there is none."""
+    """Return the union of the frontiers at these steps of the scale of corrections, or the error
+    why there is none.
+    """
     needs = _MemoryEstimator(request, hardware, overhead)
     work = PlanCounter(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
     candidates = list[Candidate]()
@@ -146,7 +153,7 @@ def _cached_frontier(
 
 
 def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
-    """Return the same plans, with the fastest of each number of devices as fast as it was measured."""
+    """Return the same plans, the fastest for each number of devices at its measured step time."""
     fastest_s: dict[int, float] = {}
     for candidate in costed.candidates:
         world_size = candidate.plan.world_size
@@ -165,7 +172,8 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
 
 
 def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) -> SpecError:
-    """Return which pin has another value in every plan that has the other pins, and which values there are.
+    """Return an error that names the pin to blame, and its values in plans that have all other
+    pins.
 
     Raises SpecError where the job has no plan without its pins either.
     """
@@ -197,7 +205,9 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) ->
 
 
 def _why_illegal(request: PlanRequest) -> str:
-    """Return why no engine allows the pinned settings, with defaults for the others; "" where one allows them."""
+    """Return why no engine allows the pinned settings, with all others at their defaults; "" if an
+    engine does.
+    """
     pins = dict(request.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
     usual = {
@@ -225,11 +235,13 @@ def _unbeaten_plans(
     *,
     within_reach: bool,
 ) -> list[CostedPlan]:
-    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
+    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all
+    are timed once.
 
-    They lie within REACH, unless none does. Where one needs more host memory than a node has, the plans that are
-    unbeaten among those within it are added. Plans with few layers in full recomputation come second: where another
-    plan beats the least that they can cost, they are not made.
+    They lie within REACH, unless none does. Where one needs more host memory than a node has, the
+    plans that are unbeaten among those within it are added. Plans with few layers in full
+    recomputation come second: where another plan beats the least that they can cost, they are not
+    made.
     """
 
     @cache
@@ -313,7 +325,9 @@ def _find_fronts(
     most_bytes: float,
     needed: _Needed,
 ) -> list[CostedPlan]:
-    """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
+    """Return the Pareto front; for a job with `speeds`, one for each number of devices, one after
+    another.
+    """
     if not request.speeds:
         return find_pareto_front(timed, estimate, most_bytes, needed)
     by_count = group_values((entry.plan.world_size, entry) for entry in timed)
@@ -325,9 +339,11 @@ def _find_fronts(
 
 
 def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats:
-    """Return a test whether one of these plans is no slower, needs no more bytes and devices, and is trusted as much.
+    """Return a function that tells whether one of these plans beats the lower bounds of another
+    plan.
 
-    With `by_count`, only plans on as many devices are compared.
+    It beats them if it is no slower, needs no more bytes and devices, and is trusted as much. With
+    `by_count`, only plans on as many devices are compared.
     """
     staircases: dict[tuple[int, float], Staircase] = {}
 
@@ -347,7 +363,9 @@ def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats
 def list_plans(
     request: PlanRequest, hardware: Hardware, work: PlanCounter | None = None
 ) -> Iterator[Plan]:
-    """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
+    """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as
+    `find_frontier`.
+    """
     work = work or PlanCounter()
     for variant in list_variants(request, hardware):
         for family in list_families(
@@ -359,7 +377,7 @@ def list_plans(
 
 
 class _MemoryEstimator:
-    """Memory of a job's plans on one kind of device.
+    """Estimates the memory of a job's plans on one kind of device.
 
     Plans that differ only in batch and checkpointing share results.
     """
@@ -373,7 +391,7 @@ class _MemoryEstimator:
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
+        """Return (the plan's profile, the DeviceBytes shared by plans with the same memory terms)."""
         key = device_bytes_cache_key(plan)
         if key not in self._by_likeness:
             profile = find_profile(self._request, self._hardware, plan)
@@ -391,7 +409,9 @@ class _MemoryEstimator:
 
 
 class _PartialModePlans(NamedTuple):
-    """Plans that recompute only the first layers in full, not yet made, with lower bounds of time and memory."""
+    """Plans that fully recompute only a stage's first layers, not yet made, with lower bounds of
+    time and memory.
+    """
 
     family: PlanFamily
     micro: int
@@ -411,12 +431,13 @@ def _time_family(
     between: list[_PartialModePlans],
     work: PlanCounter,
 ) -> Iterator[TimedPlan]:
-    """Yield the plans of a family that may need no more than `most_bytes` with their step times.
+    """Yield the plans of a family that may need no more than `most_bytes`, with their step times.
 
-    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but for its turns. So one
-    plan that is beyond reach by them speaks for many that are not even made. Plans between two kinds of checkpointing
-    are added to `between`. Each takes at least as long as selective checkpointing. Each needs at least as much as full
-    checkpointing, where that is the slower one and needs less at every moment.
+    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but
+    for its turns. So one plan that is beyond reach by them speaks for many that are not even made.
+    Plans between two kinds of checkpointing are added to `between`. Each takes at least as long as
+    selective checkpointing. Each needs at least as much as full checkpointing, where that is the
+    slower one and needs less at every moment.
     """
     profile, bytes_of = needs.profile_and_bytes(family.example)
     takes: StepTimePredictor | None = None
@@ -479,9 +500,10 @@ def _time_partial_modes(
     beats: _Beats,
     work: PlanCounter,
 ) -> Iterator[TimedPlan]:
-    """Yield the plans that no plan so far beats; a middle plan bounds what both halves can cost from below.
+    """Yield those of these plans, with step times, that no plan so far beats.
 
-    The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
+    A middle plan bounds what both halves can cost from below: the more layers are recomputed in
+    full, the longer a step takes, and the less a plan needs at most.
     """
     family = between.family
     modes = family.partial

@@ -41,7 +41,7 @@ INTERLEAVED = (2, 4, 8)
 
 @frozen
 class PlanStrategy:
-    """All settings of a plan but its precision, checkpointing, micro-batch size and accumulation."""
+    """All settings of a plan except precision, checkpointing, micro-batch size and accumulation."""
 
     engine: Engine
     layout: ParallelLayout
@@ -71,7 +71,9 @@ class PlanStrategy:
 def list_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> Iterator[PlanStrategy]:
-    """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
+    """Yield every strategy that the job, the layout and the hardware allow, with and without
+    updates in backward.
+    """
     for strategy in _sharing_strategies(request, hardware, layout):
         yield strategy
         if _updates_in_backward(request):
@@ -79,9 +81,11 @@ def list_strategies(
 
 
 def _updates_in_backward(request: PlanRequest) -> bool:
-    """Return whether the job allows an update in the backward pass; specs.engines says which plans can have it.
+    """Return whether the job allows updates in the backward pass; specs.engines says for which
+    plans.
 
-    A job that trains several recipes by turns does not: FSDP2 makes gradients of the ones that wait, too.
+    A job that trains several recipes by turns does not: FSDP2 makes gradients of the waiting ones,
+    too.
     """
     if request.training.clip_norm is not None or request.takes_turns:
         return False
@@ -93,7 +97,7 @@ def _sharing_strategies(
 ) -> Iterator[PlanStrategy]:
     """Yield every engine and sharding that the job, the layout and the hardware allow.
 
-    One rank has no peer to share with. On a virtual device host memory is no other memory.
+    A single rank shards with nobody. On a virtual device, offload to host memory saves nothing.
     """
     for engine in list_engines(request):
         match engine:
@@ -111,7 +115,9 @@ def _sharing_strategies(
 
 
 def list_engines(request: PlanRequest) -> tuple[Engine, ...]:
-    """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a script."""
+    """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a
+    script.
+    """
     return tuple(engine for engine in Engine if facts_of(engine).is_ours is not request.is_script)
 
 
@@ -140,12 +146,13 @@ def _list_script_strategies(
 def list_checkpointing_modes(
     request: PlanRequest, strategy: PlanStrategy
 ) -> tuple[ActivationCheckpointing, ...]:
-    """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
+    """Return the kinds of checkpointing that a script's knob can take, or for which a model's
+    memory is known.
 
-    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the recomputation that they
-    left alone in the forward pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends
-    with "aten.empty ... not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace
-    is left out, too.
+    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the
+    recomputation that they left alone in the forward pass. Selective checkpointing refuses
+    operations that it has not seen before. A GAN ends with "aten.empty ... not found in storage"
+    (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out, too.
     """
     knob = request.knobs.activation_checkpointing
     all_of_it = ActivationCheckpointing.FULL
@@ -172,19 +179,23 @@ def list_checkpointing_modes(
 
 
 class FullLayerCounts(NamedTuple):
-    """Layers of a stage, and numbers of first ones to recompute in full while the others are selective."""
+    """The layers of a stage, and how many first ones may be recomputed in full while the others are
+    selective.
+    """
 
     layers: int
     choices: tuple[int, ...]
 
 
 def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> FullLayerCounts:
-    """Return the numbers of a stage's first layers to try in full checkpointing while the others are selective.
+    """Return how many of a stage's first layers to try in full checkpointing while the others are
+    selective.
 
-    The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the free memory. Between
-    two of them lie at most 6 and 3 % of a step: full checkpointing adds a quarter to selective. There are no numbers
-    without equal layers, as a trace covers only steps in which all are recomputed alike; beside an offload, where the
-    host takes longer than they save; or for a script without a knob for them.
+    The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the
+    free memory. Between two of them lie at most 6 and 3 % of a step: full checkpointing adds a
+    quarter to selective. There are no numbers without equal layers, as a trace covers only steps in
+    which all are recomputed alike; beside an offload, where the host takes longer than they save;
+    or for a script without a knob for them.
     """
     can_be_told = not request.is_script or request.knobs.full_checkpointing_layers is not None
     layers = _equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0
@@ -195,7 +206,7 @@ def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> Full
 
 
 def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
-    """Return the bytes of all layers' inputs of one sample, over all ranks that split it.
+    """Return the bytes of one sample's inputs of all layers, over all ranks that split it.
 
     0 where they cannot wait in host memory, and for models of unknown shape.
     """
@@ -217,7 +228,7 @@ def _equal_layers(request: PlanRequest) -> int:
 
 
 class BatchCut(NamedTuple):
-    """How a rank cuts its part of the batch: samples of a micro-batch, and micro-batches of a step."""
+    """How a rank splits its part of the batch: samples per micro-batch, and micro-batches per step."""
 
     micro: int
     accumulation: int
@@ -226,9 +237,9 @@ class BatchCut(NamedTuple):
 def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
     """Return the ways to cut one rank's part of the batch, smallest micro-batch first.
 
-    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that
-    number are left, since another one is another training. Without a number, one process takes the global batch at
-    once.
+    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only
+    pairs with that number are left, since another one is another training. Without a number, one
+    process takes the global batch at once.
     """
     share = request.global_batch_size // dp
     accumulation = request.knobs.gradient_accumulation_steps
@@ -257,7 +268,9 @@ def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
 
 
 def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
-    """Return whether the script can take this micro-batch: some multiply their batch size by their ranks."""
+    """Return whether the script can use this micro-batch size; some multiply their batch size by
+    their ranks.
+    """
     knob = request.knobs.micro_batch_size if request.is_script else None
     multiplied = knob is not None and any(
         part.multiplied_by_ranks for part in knob.all if part.phase is None
@@ -266,7 +279,7 @@ def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
 
 
 def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecError:
-    """Return a SpecError with the reason why no legal plan is left."""
+    """Return the SpecError that says why no legal plan is left."""
     training = request.training
     if not hardware.device.has(request.precision):
         return SpecError(
@@ -313,7 +326,9 @@ def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecErro
 def _list_torch_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> Iterator[PlanStrategy]:
-    """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
+    """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with
+    spread experts.
+    """
     deepest = max(
         (count for count in INTERLEAVED if count * layout.pp <= count_splittable_layers(request)),
         default=1,
@@ -338,10 +353,11 @@ def _list_torch_strategies(
 def _list_fsdp_stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
-    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step.
+    """Return ZeRO stages 2 and 3; between nodes also stage 1, whose messages hide behind one
+    micro-batch of a step.
 
-    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low precision; under
-    autocast both stay in fp32.
+    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low
+    precision; under autocast both stay in fp32.
     """
     if layout.dp_cp == 1:
         casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
@@ -371,7 +387,7 @@ def _list_deepspeed_strategies(
 
 
 def _list_copy_counts(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
-    """Return how many copies of a pipeline stage's shards there may be: one per group of whole nodes."""
+    """Return the possible numbers of copies of a stage's shards: one copy per group of whole nodes."""
     nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:
         return (1,)

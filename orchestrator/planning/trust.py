@@ -40,7 +40,7 @@ TIGHT = 0.9
 
 
 class Trust(NamedTuple):
-    """Distance of a plan from plain data parallelism; less is more trusted."""
+    """How far a plan is from plain data parallelism; less is more trusted."""
 
     rank: float  # of its least proven mechanism
     mechanisms: int
@@ -61,11 +61,13 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 @lru_cache(maxsize=16384)
 def trust_of(plan: Plan) -> Trust:
-    """Return how proven the plan is, by the order in which practitioners adopt mechanisms.
+    """Return how far the plan is from plain data parallelism, in the order in which practitioners
+    adopt mechanisms.
 
-    Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed before published plans
-    were judged by it, but for one change: recomputation had half a rank, and fewer plans then had the mechanics that
-    experts chose. Raises AssertionError for unknown mechanics.
+    Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed
+    before published plans were judged by it, but for one change: recomputation had half a rank, and
+    fewer plans then had the mechanics that experts chose. Raises AssertionError for unknown
+    mechanics.
     """
     ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
@@ -101,16 +103,20 @@ def _ranks(plan: Plan) -> list[float]:
 
 
 def allowed_fill_of(plan: Plan) -> float:
-    """Return the share of a device, margin included, that a plan may fill where nothing of its family was measured.
+    """Return the share of a device, margin included, that a plan may fill before its family is
+    measured.
 
-    Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by REPORTED_ERROR.
+    Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by
+    REPORTED_ERROR.
     """
     return TIGHT if facts_of(plan.engine).is_ours else MARGIN / REPORTED_ERROR
 
 
 @lru_cache(maxsize=16384)
 def plan_kind_of(plan: Plan) -> tuple[object, ...]:
-    """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
+    """Return a key of the plan's engine and sharding; equal where only batches, ranks or
+    checkpointing differ.
+    """
     mechanics = plan.mechanics
     layout = plan.layout
     state = (
@@ -149,7 +155,7 @@ class Choice(NamedTuple):
 
 @frozen
 class ChoiceRule:
-    """How a job chooses among plans that fit."""
+    """The rule by which a job chooses among plans that fit."""
 
     is_fastest: bool = False  # always choose the fastest plan
     incumbents: frozenset[Plan] = frozenset()  # plans that ran here, which are trusted most
@@ -159,17 +165,20 @@ class ChoiceRule:
     def choose_plan(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to use, among plans for the same number of devices.
 
-        That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
-        cycles. After an out-of-memory failure the engine and the mechanics stay where that costs at most
-        RECOVERY_SPREAD, then as many settings beside the batch split as can. A plan that would fill more than TIGHT of
-        a device yields to the one of its kind with the most free memory that is as fast.
+        That is the most trusted plan within the error of the fastest one. One reference decides, so
+        there are no cycles. After an out-of-memory failure the engine and the mechanics stay where
+        that costs at most RECOVERY_SPREAD, then as many settings beside the batch split as can. A
+        plan that would fill more than TIGHT of a device yields to the one of its kind with the most
+        free memory that is as fast.
 
-        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism before they shard
-        over a network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 14
-        (benchmarks/experts.yaml). So there only plans of the fastest one's kind, and incumbents, are near.
+        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism
+        before they shard over a network. By it 6 of 43 published plans have the mechanics that
+        experts chose, by step times alone 14 (benchmarks/experts.yaml). So there only plans of the
+        fastest one's kind, and incumbents, are near.
 
-        A plan that would fill more than `room` yields to roomier ones that cost at most RECOVERY_SPREAD, and that
-        offload nothing unless it does. Beyond, a failure costs less than a slower training.
+        A plan that would fill more than `room` yields to roomier ones that cost at most
+        RECOVERY_SPREAD, and that offload nothing unless it does. Beyond, a failure costs less than
+        a slower training.
         """
         best = self._choose(choices)
         if choices[best].fill <= self.room or choices[best].plan in self.incumbents:
@@ -199,9 +208,11 @@ class ChoiceRule:
         return min(alike, key=lambda index: choices[index].fill)
 
     def choose_device_counts(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the indices of plans that are worth their devices, of one per number of devices, fewest first.
+        """Return the indices of the plans that are worth their devices; there is one plan per
+        number of devices.
 
-        Each is faster than the one before it by more than half of the error: it is faster in most cases.
+        Fewest devices come first. Each plan is faster than the one before it by more than half of
+        the error: it is faster in most cases.
         """
         chosen: list[int] = []
         for index, choice in enumerate(choices):
@@ -238,7 +249,9 @@ class ChoiceRule:
 
 
 def _is_as_good(choice: Choice, best: Choice) -> bool:
-    """Return whether a plan of the same kind and trust is as fast, within the error of step times."""
+    """Return whether a plan of the same kind and trust is as fast as the best, within the error of
+    step times.
+    """
     is_alike = plan_kind_of(choice.plan) == plan_kind_of(best.plan) and trust_of(
         choice.plan
     ) <= trust_of(best.plan)

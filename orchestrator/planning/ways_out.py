@@ -1,4 +1,6 @@
-"""Ways out: changes with which a job that fits no device would fit, each planned and ready to use with `--set`."""
+"""Ways out: changes with which a job that fits no device would fit, each planned and ready for
+`--set`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
 
 @dataclass(frozen=True, slots=True)
 class UnfitJob:
-    """A job without a plan that fits `capacity_bytes` of each device."""
+    """A job of which no plan fits `capacity_bytes` of each device."""
 
     spec: JobSpec
     hardware: Hardware
@@ -65,23 +67,23 @@ class UnfitJob:
 
     @property
     def frontier(self) -> Frontier:
-        """The plans of the job, of which none fits."""
+        """The plans of the job, none of which fits."""
         return find_frontier(read_plan_request(self.spec), self.hardware, self.calibrated)
 
     @property
     def there(self) -> str:
-        """The memory that was looked at, as text."""
+        """Text that names the memory which was tried."""
         return f"{format_bytes(self.capacity_bytes)} of {self.hardware.device.name}"
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether no further change is searched: the searches have examined ALL_OTHER_PLANS_MAX plans."""
+        """Whether the search for changes ends: it has examined ALL_OTHER_PLANS_MAX plans."""
         return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
 @frozen
 class WayOut:
-    """A change with which a job would fit, and the plan that it would then have."""
+    """A change with which the job would fit, and the plan that it would then have."""
 
     label: str
     settings: Mapping[str, str] = field(
@@ -95,14 +97,18 @@ class WayOut:
 
     @property
     def options(self) -> str:
-        """The change as `--set` options of a command line; "" where no key of the job file makes it."""
+        """The change as `--set` options of a command line; "" where no key of the job file makes
+        it.
+        """
         return " ".join(
             shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items()
         )
 
     @property
     def sentence(self) -> str:
-        """The change in one line of text: what changes, its plan and bytes, its class, and the options for it."""
+        """The change in one line: what changes, its plan and bytes, its class, and the options for
+        it.
+        """
         plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
         kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
         options = f": {self.options}" if self.settings else ""
@@ -114,8 +120,9 @@ class WayOut:
 def list_ways_out(case: UnfitJob) -> tuple[WayOut, ...]:
     """Return the changes with which the job would fit, the mildest first; () where none helps.
 
-    Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
-    anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
+    Each changes one setting. Where no single setting helps on these devices, two are tried
+    together. No model is traced anew, since the scheduler asks for these changes in its decisions,
+    too: `orc plan` adds adapters.
     """
     if _is_assumed(case):
         return ()  # no bytes are known that a change could lower
@@ -136,10 +143,12 @@ def list_ways_out(case: UnfitJob) -> tuple[WayOut, ...]:
 
 
 def list_adapter_changes(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
-    """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
+    """Yield changes to low-rank adapters with which the job would fit: beside frozen weights, then
+    beside 4-bit ones.
 
-    `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
-    own switch for adapters, since we cannot give it one. Where that does not help, a job of our engines may.
+    `trace` returns a job with its model's profile, and may raise SpecError: that change is left
+    out. A script needs its own switch for adapters, since we cannot give it one. Where that does
+    not help, a job of our engines may.
     """
     spec = case.spec
     model = case.spec.known_model
@@ -196,7 +205,9 @@ def _adapted(case: UnfitJob, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOu
 
 
 def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
-    """Yield the largest smaller model of the same model line that would fit, for jobs of our engines."""
+    """Yield the change to the largest smaller model of the same model line that would fit, for our
+    engines' jobs.
+    """
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
         return
@@ -214,14 +225,16 @@ def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
 
 
 class WithKnobs(NamedTuple):
-    """A job with the knobs that it lacks, by their names."""
+    """A job to which missing knobs were added, and their names."""
 
     missing: tuple[str, ...]
     spec: JobSpec
 
 
 def with_batch_knobs(spec: JobSpec) -> WithKnobs:
-    """Return the job with the batch knobs that its script lacks. Our own trainings lack none."""
+    """Return the job with the batch knobs that its script lacks, and their names. Our own trainings
+    lack none.
+    """
     knobs = spec.knobs
     missing = tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
     if not spec.is_script or not missing:
@@ -236,7 +249,11 @@ def with_batch_knobs(spec: JobSpec) -> WithKnobs:
 
 
 def describe_missing_knobs(case: UnfitJob) -> Iterator[str]:
-    """Yield what to write of a knob that a script's job leaves out, where it helps; else the knobs that it lacks."""
+    """Yield text on what to write in the job file for a missing knob with which the script would
+    fit.
+
+    Where no single one helps, it names all that are missing.
+    """
     if case.spec.is_script:
         helpful = [*_missing_batch_knobs(case), *_missing_checkpointing(case)]
         yield from helpful or _unhelpful_knobs(case)
@@ -274,7 +291,9 @@ def _missing_checkpointing(case: UnfitJob) -> Iterator[str]:
 
 
 def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
-    """Yield the knobs that the job lacks where no single one helps, and what all of them together do."""
+    """Yield text on the knobs that the job lacks where no single one helps, and what all of them
+    would do.
+    """
     missing, with_them = with_batch_knobs(case.spec)
     knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
@@ -314,7 +333,9 @@ def _is_assumed(case: UnfitJob) -> bool:
 
 
 def number_ways(ways: Sequence[WayOut]) -> list[str]:
-    """Return a line for each way out. Those that a job file makes have numbers from 1, for `orc plan --way-out`."""
+    """Return a line of text for each way out; those that a job file can make are numbered, for
+    `--way-out`.
+    """
     lines = []
     number = 0
     for way in ways:
@@ -325,7 +346,9 @@ def number_ways(ways: Sequence[WayOut]) -> list[str]:
 
 
 def _list_remedies(case: UnfitJob) -> Iterator[WayOut]:
-    """Yield what the job file offers by `remedies`, alone or with a smaller global batch."""
+    """Yield the changes that the job file offers as `remedies`, alone or with a smaller global
+    batch.
+    """
     for remedy in case.spec.remedies:
         changed = replace(case, spec=with_remedy(case.spec, remedy))
         settings = {} if remedy.arguments else dict(remedy.set)
@@ -354,9 +377,11 @@ def _find_numeric_change(case: UnfitJob) -> WayOut | None:
 
 
 def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
-    """Return a script's AdamW with moments in 8 bits, where its trainer has a switch for it.
+    """Return the change of a script's AdamW to 8-bit moments, where its trainer has a switch for
+    it; else None.
 
-    The job file alone changes nothing of what a script does. A plan of our engines has them under `degrade`.
+    The job file alone changes nothing of what a script does. A plan of our engines has them under
+    `degrade`.
     """
     spec = case.spec
     if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:
@@ -371,7 +396,11 @@ def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
 
 
 def _fewer_normalised(case: UnfitJob) -> WayOut | None:
-    """Return the most samples over which BatchNorm may take its statistics, where the job says no number."""
+    """Return the largest number of samples for BatchNorm's statistics with which the job fits; None
+    without one.
+
+    Only for a job that sets no number.
+    """
     spec = case.spec
     samples = case.spec.global_batch_size
     if not read_plan_request(spec).has_batch_norm or spec.training.batch_norm_samples is not None:
@@ -387,7 +416,9 @@ def _fewer_normalised(case: UnfitJob) -> WayOut | None:
 
 
 def _find_smaller_batch(case: UnfitJob, **changes: object) -> WayOut | None:
-    """Return the largest half, quarter, or smaller part of the global batch that fits; it is another training."""
+    """Return the change to the largest half, quarter, or smaller part of the global batch that
+    fits; None if none.
+    """
     numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
     label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
     batch_size = case.spec.global_batch_size
@@ -433,7 +464,9 @@ def _find_more_devices(case: UnfitJob) -> WayOut | None:
 
 
 def _more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
-    """Return more devices with a smaller global batch, for scripts that cannot accumulate."""
+    """Return the change to more devices and a smaller global batch, for scripts that cannot
+    accumulate; or None.
+    """
     spec = case.spec
     there = case.hardware.devices
     if not spec.is_script or spec.knobs.micro_batch_size is None:
@@ -448,7 +481,10 @@ def _more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
 
 
 def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
-    """Yield as many devices in one node, up to 8, since not every launcher knows several nodes; then in several."""
+    """Yield hardware with this many devices: in one node, up to 8, then in several nodes.
+
+    One node comes first, since not every launcher knows several nodes.
+    """
     if hardware.nodes == 1 and devices <= DEVICES_PER_NODE:
         yield replace(hardware, devices_per_node=max(devices, hardware.devices_per_node))
     yield replace(hardware, nodes=max(hardware.nodes, -(-devices // hardware.devices_per_node)))
@@ -478,7 +514,7 @@ def _find_larger_devices(case: UnfitJob) -> WayOut | None:
 
 
 def list_cards_with(least_bytes: int) -> list[str]:
-    """Return the names of the smallest GPUs of the catalogue with this much memory."""
+    """Return the names of the catalogue's smallest GPUs with at least this much memory."""
     cards = map(catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
@@ -503,7 +539,7 @@ def _find_more_host_memory(case: UnfitJob) -> WayOut | None:
 def _make_way_out(
     case: UnfitJob, label: str, settings: Mapping[str, str], **changes: object
 ) -> WayOut | None:
-    """Return the job with these `changes` as a way out, if a plan then fits."""
+    """Return the job with these `changes` as a way out; None where no plan then fits."""
     best = _first_fit(case, **changes)
     if best is None:
         return None
@@ -538,7 +574,7 @@ def _first_fit(case: UnfitJob, **changes: object) -> Candidate | None:
 
 
 def _with_numeric(spec: JobSpec) -> Degrade | None:
-    """Return the job's `degrade` with other arithmetic; None where it allows that already."""
+    """Return the job's `degrade` with numeric changes allowed; None where it allows them already."""
     if spec.degrade.limit >= Degradation.NUMERIC:
         return None
     return spec.degrade.model_copy(update={"allow": "numeric"})

@@ -214,9 +214,9 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
         prediction, beliefs.activation_factor_of(plan, prediction)
     ) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
-    assert beliefs.errors_of_plan(plan, larger) == beliefs.errors_of_engine(plan.engine, larger.source), (
-        "another training"
-    )
+    assert beliefs.errors_of_plan(plan, larger) == beliefs.errors_of_engine(
+        plan.engine, larger.source
+    ), "another training"
 
 
 def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
@@ -343,7 +343,9 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
     beliefs = learn(stored)
     assert beliefs.correction == pytest.approx(2.0)
     assert beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED).margin < MARGIN
-    assert beliefs.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
+    assert beliefs.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(
+        MARGIN
+    )
     far = [
         observation(correction=2.0, ratio=1.5, number=number, at_s=9.0, plan=OTHER_ENGINE)
         for number in (7, 8)

@@ -330,9 +330,11 @@ def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here:
         )
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
-        assert shared.lower_bound_without_activations(plan) <= shared.lower_bound_bytes(plan) <= needed.device_bytes, (
-            plan
-        )
+        assert (
+            shared.lower_bound_without_activations(plan)
+            <= shared.lower_bound_bytes(plan)
+            <= needed.device_bytes
+        ), plan
 
 
 small = st.tuples(*[st.integers(0, 5)] * 4, st.integers(0, 2))

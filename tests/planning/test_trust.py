@@ -117,7 +117,8 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
         assert (
-            shuffled[ChoiceRule().choose_plan(shuffled)].plan == drawn[ChoiceRule().choose_plan(drawn)].plan
+            shuffled[ChoiceRule().choose_plan(shuffled)].plan
+            == drawn[ChoiceRule().choose_plan(drawn)].plan
         )
 
 

@@ -43,7 +43,10 @@ def test_what_the_job_or_its_family_measured_narrows_what_is_believed() -> None:
         believe_activation_factor([BURST], [], others)
         for others in ([], [replace(trained, job="other")])
     ]
-    near = [distribution.probability_within(7.5) - distribution.probability_within(5.0) for distribution in spread]
+    near = [
+        distribution.probability_within(7.5) - distribution.probability_within(5.0)
+        for distribution in spread
+    ]
     assert near[1] > 1.5 * near[0]
 
 

@@ -129,7 +129,10 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     predicted = predicted_peak_bytes(attempt)
     if predicted is None:
         return "predicted: nothing; its own micro-batch was taken to fill a device"
-    text = f"predicted: {format_bytes(predicted)} allocated at {correct_estimate(attempt.estimate, attempt.correction).moment}"
+    text = (
+        f"predicted: {format_bytes(predicted)} allocated at "
+        f"{correct_estimate(attempt.estimate, attempt.correction).moment}"
+    )
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
     around = _bytes_outside_tensors(attempt)

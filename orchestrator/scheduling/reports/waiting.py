@@ -335,7 +335,10 @@ class WaitExplainer:
                     for place, until_s in self._aside.items()
                     if place in devices or place[1] is None
                 )
-                return f"{len(devices)} on {nodes} set aside until {self._format_time(until_s)}, as attempts ended there"
+                return (
+                    f"{len(devices)} on {nodes} set aside until {self._format_time(until_s)}, "
+                    "as attempts ended there"
+                )
             case Obstacle.AVOIDED:
                 return f"it ended on {len(devices)} of them, on {nodes}, for no known reason"
             case Obstacle.DRAINED:
@@ -345,7 +348,10 @@ class WaitExplainer:
                 self._window_of(node)[0] == -inf for node, _ in devices
             ):
                 until_s = min(self._window_of(node)[1] for node, _ in devices)
-                return f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance until {self._format_time(until_s)}"
+                return (
+                    f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance "
+                    f"until {self._format_time(until_s)}"
+                )
             case Obstacle.MAINTENANCE:
                 return too_late_sentence(maintenance_facts(blocked.offer.entry, nodes))
             case Obstacle.MEMORY:
@@ -394,7 +400,10 @@ class WaitExplainer:
             return f"{begin} waits for more devices or faster ones, on which it ends sooner"
         reservation = state.reservations[number]
         count = device_count(reservation.placement)
-        return f"{begin} takes {count} from about {self._format_time(reservation.start_s)} on, with which it ends sooner"
+        return (
+            f"{begin} takes {count} from about {self._format_time(reservation.start_s)} on, "
+            "with which it ends sooner"
+        )
 
     def _describe_earlier_job(self, waiting: WaitingJob) -> str | None:
         """Return text that names the job which goes first; None if it is this one.
