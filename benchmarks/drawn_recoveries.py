@@ -35,7 +35,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ZeroStage
-from orchestrator.specs.cluster import LAUNCH_COST_S, idle_nodes
+from orchestrator.specs.cluster import LAUNCH_COST_S, make_idle_nodes
 from orchestrator.specs.events import Finished, PaceReported, Released, Started, Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
@@ -220,7 +220,7 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
     """
     spec, device, truth = drawn(draw, number)
     cluster = f"name: here\nnodes: [{{name: n, devices: 4, device: {device}, host_memory: 4TiB}}]"
-    nodes = idle_nodes(parse_cluster(cluster, "here"))
+    nodes = make_idle_nodes(parse_cluster(cluster, "here"))
     memory, hardware = nodes[0].device.memory, group_equal_nodes(nodes)[0].hardware
     fitting = [
         candidate

@@ -25,7 +25,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluste
     assert {candidate.plan.global_batch_size for candidate in candidates} == {
         spec.global_batch_size
     }
-    assert job_from_data(spec.model_dump(mode="json"), "request") == spec, (
+    assert parse_job_data(spec.model_dump(mode="json"), "request") == spec, (
         "as it goes to the service"
     )
 

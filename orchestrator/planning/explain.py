@@ -23,7 +23,7 @@ from orchestrator.planning.ways_out import (
     list_ways_out,
     number_ways,
 )
-from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.settings import in_short
@@ -110,7 +110,7 @@ def why_nothing_fits(
     pins = case.spec.plan
     pinned = ""
     if pins:
-        pinned = f" with {in_words(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
+        pinned = f" with {format_pins(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
     nothing = f"no plan{pinned} fits {case.there}"
     if closest.estimate.source is Source.ASSUMED:
         # its bytes are supposed from its own micro-batch: no number to act on

@@ -39,7 +39,7 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.pins import has_pins
+from orchestrator.specs.job.pins import matches_pins
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -226,12 +226,12 @@ def list_families(
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(request, hardware)
     for layout in list_layouts(request, hardware, work):
-        if not has_pins(layout, pins):
+        if not matches_pins(layout, pins):
             continue
         cuts = _list_batch_cuts(request, layout)
         for strategy in list_strategies(request, hardware, layout) if cuts else ():
             work.count_examined()
-            if not has_pins(strategy, pins) or not _can_split_ends(request, strategy):
+            if not matches_pins(strategy, pins) or not _can_split_ends(request, strategy):
                 continue
             example = _make_example_plan(strategy, variant)
             if example is None or not _can_start(request, example):

@@ -14,7 +14,7 @@ from orchestrator.planning.work import PlanCounter
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LAYERS_MAX
-from orchestrator.specs.plan import share_heads
+from orchestrator.specs.plan import can_share_heads
 
 # Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree:
 # experts share samples of
@@ -115,7 +115,7 @@ def _degrees_of_a_sample(
             continue
         assert shape is not None, "no degree but 1 where no shape is known"
         is_regular = per_node % (cp * tp) == 0 or cp * tp % per_node == 0
-        if is_regular and share_heads(
+        if is_regular and can_share_heads(
             shape.num_attention_heads, shape.kv_heads, ParallelLayout(cp=cp, tp=tp)
         ):
             yield cp, tp

@@ -14,14 +14,14 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.deepspeed_file import ZERO, buckets_of, leaves, merge
+from orchestrator.specs.deepspeed_file import ZERO, find_bucket_sizes, list_leaf_keys, merge_config
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import text_of
+from orchestrator.specs.settings import format_value
 
 SWITCHED_OFF = (
     ActivationCheckpointing.NONE.value,
@@ -52,7 +52,7 @@ def render_deepspeed_config(
     virtual device.
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets = buckets_of(keys, virtual=virtual)
+    buckets = find_bucket_sizes(keys, virtual=virtual)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: JsonObject = {"stage": int(stage)}
@@ -84,7 +84,7 @@ def render_deepspeed_config(
         "fp16": {"enabled": plan.precision is Precision.FP16, **DYNAMIC_LOSS_SCALE},
         "steps_per_print": 10**9,
     }
-    return merge(config, json.loads(keys or "{}"))
+    return merge_config(config, json.loads(keys or "{}"))
 
 
 def render_accelerate_config(
@@ -170,8 +170,8 @@ def render_script_command(
     keys = dict[str, str]()
     if script.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
         section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
-        for name, value in leaves(json.loads(script.deepspeed)):
-            keys[section + name] = text_of(value)
+        for name, value in list_leaf_keys(json.loads(script.deepspeed)):
+            keys[section + name] = format_value(value)
     rate = script.learning_rate
     layers = plan.full_checkpointing_layers
     length = plan.sequence_length
@@ -187,7 +187,7 @@ def render_script_command(
         "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
         "full_checkpointing_layers": str(layers),
         "precision": plan.precision.value,
-        "optimizer_in_backward": text_of(plan.optimizer_in_backward),
+        "optimizer_in_backward": format_value(plan.optimizer_in_backward),
         "sequence_length": None if length is None else str(length),
         "zero_stage": str(int(plan.zero_stage)) if is_sharding_told else None,
         "deepspeed_config": deepspeed_config_path,

@@ -13,7 +13,7 @@ from orchestrator.specs.job.model import DecoderSpec, TrainingSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange, Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE, ConfigFile, Knobs
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.profile import MeasuredLine, OwnSettings
 
 # What a job says that no plan depends on: jobs that differ in nothing else are judged together.
@@ -141,7 +141,7 @@ def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecEr
     """Return the plan request, or the error of an illegal job, which is cached as well."""
     try:
         # Pins are the search's own, where a job keeps its plan.
-        job_from_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
+        parse_job_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
     except SpecError as error:
         return error
     return PlanRequest(

@@ -42,11 +42,11 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.group_values import group_values
-from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import text_of
+from orchestrator.specs.settings import format_value
 
 __all__ = ["Hardware", "find_frontier", "list_layouts", "list_plans"]
 
@@ -188,18 +188,18 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) ->
             for plan in list_plans(replace(request, plan=others), hardware, work)
         }
         if values:
-            beside = f" with {in_words(others)}" if others else ""
+            beside = f" with {format_pins(others)}" if others else ""
             return SpecError(
                 f"no plan on {hardware.device.name} has it",
                 path=f"plan.{key}",
-                got=text_of(value),
-                allowed=f"{', '.join(map(text_of, sorted(values)))}{beside}",
+                got=format_value(value),
+                allowed=f"{', '.join(map(format_value, sorted(values)))}{beside}",
                 hint=_why_illegal(request),
             )
     return SpecError(
         f"no plan on {hardware.device.name} has these settings together",
         path="plan",
-        got=in_words(request.plan),
+        got=format_pins(request.plan),
         hint=_why_illegal(request) or "leave some of them out",
     )
 

@@ -27,7 +27,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
+from orchestrator.specs.mechanics import Mechanics, Zero, find_mechanics
 from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
@@ -58,7 +58,7 @@ class PlanStrategy:
     def mechanics(self) -> Mechanics:
         """How ranks shard or replicate training state under this strategy."""
         is_pipelined = self.layout.pp > 1
-        return mechanics_of(
+        return find_mechanics(
             self.engine,
             self.zero_stage,
             self.sharding,

@@ -30,10 +30,10 @@ from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
-from orchestrator.specs.parse import with_remedy
+from orchestrator.specs.parse import apply_remedy
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
-from orchestrator.specs.published import published_sizes, smaller_siblings
+from orchestrator.specs.published import find_published_config, list_smaller_siblings
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
@@ -211,8 +211,8 @@ def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
         return
-    for name in smaller_siblings(model.hf):
-        sibling = replace(model, hf=name, config=published_sizes(name))
+    for name in list_smaller_siblings(model.hf):
+        sibling = replace(model, hf=name, config=find_published_config(name))
         try:
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
@@ -350,7 +350,7 @@ def _list_remedies(case: UnfitJob) -> Iterator[WayOut]:
     batch.
     """
     for remedy in case.spec.remedies:
-        changed = replace(case, spec=with_remedy(case.spec, remedy))
+        changed = replace(case, spec=apply_remedy(case.spec, remedy))
         settings = {} if remedy.arguments else dict(remedy.set)
         way = _make_way_out(changed, remedy.label, settings) or _find_smaller_batch(changed)
         if way is None:

@@ -28,7 +28,11 @@ class NoticeKind(StrEnum):
 
 
 def _variable(name: object) -> object:
-    """Refuse what is no name; the error does not repeat an address, which is a secret."""
+    """Return the name of an environment variable; raise SpecError for other text, without repeating
+    it.
+
+    The text may be an address, which is a secret.
+    """
     if not isinstance(name, str) or not re.fullmatch(VARIABLE, name):
         raise SpecError(
             "a secret is named, not written",

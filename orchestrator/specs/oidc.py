@@ -51,7 +51,7 @@ class OidcSpec(SpecModel):
         return max(roles, key=list(Role).index, default=None)
 
     def user(self, claims: Mapping[str, Any]) -> str:
-        """Return the user name in the claims. Raises SignInError without a valid one."""
+        """Return the user name in the claims. Raises SignInError where they have no valid one."""
         if self.user_claim == "email" and claims.get("email_verified") is not True:
             raise SignInError("the address is not verified")
         claim = claims.get(self.user_claim)

@@ -31,7 +31,7 @@ from orchestrator.specs.mechanics import (
     Replicated,
     ScriptFsdp,
     Zero,
-    mechanics_of,
+    find_mechanics,
 )
 
 
@@ -322,7 +322,7 @@ class PlanFields:
     def mechanics(self) -> Mechanics:
         """How the plan's ranks shard or replicate training state."""
         is_pipelined = self.layout.pp > 1
-        return mechanics_of(
+        return find_mechanics(
             self.engine,
             self.zero_stage,
             self.sharding,

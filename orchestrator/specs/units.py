@@ -19,7 +19,10 @@ DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
 
 
 def parse_bytes(text: object) -> int:
-    """Return the bytes of `1.5GiB` or, in decimal units, `1.5GB`. Raises ValueError with the allowed units."""
+    """Return the bytes of a text such as `1.5GiB`, or `1.5GB` in decimal units. Raises ValueError.
+
+    The error names the allowed units.
+    """
     number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
     sizes = DECIMAL_UNITS | BINARY_UNITS
     if unit in sizes:
@@ -54,7 +57,7 @@ _UNITS_OF = {
 }
 
 
-def in_words(number: float, pattern: str) -> str | float:
+def format_in_largest_unit(number: float, pattern: str) -> str | float:
     """Return the number in the largest unit that needs at most one decimal, such as `12.5GB/s`.
 
     A number whose pattern has no known unit is returned unchanged.
@@ -106,7 +109,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_probability(probability: float) -> str:
-    """Return a probability as text, such as `98.7 %`. It never shows certainty, since the probability is a model's."""
+    """Return a probability as text, such as `98.7 %`; never 0 or 100 %, since it comes from a
+    model.
+    """
     if probability > 0.999:
         return "> 99.9 %"
     return "< 0.1 %" if 0 < probability < 0.001 else f"{100 * probability:.1f} %"

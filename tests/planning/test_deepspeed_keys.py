@@ -17,11 +17,11 @@ from orchestrator.planning.render import (
 )
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.choices import Engine, ZeroStage
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.deepspeed_file import KEYS_OF_PLAN
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import ParallelLayout, Plan
 
 WIDTH = 2  # bytes of a bf16 gradient
@@ -66,7 +66,7 @@ def script(**changed: Any) -> JobSpec:
         "trains": {"hf": MODEL},
         "data": {"sequence_length": 64},
     }
-    return job_from_data(fields | changed, "test")
+    return parse_job_data(fields | changed, "test")
 
 
 def script_plan(stage: int) -> Plan:
@@ -81,7 +81,7 @@ def script_plan(stage: int) -> Plan:
 def answer(stage: int, **changed: Any) -> CandidateView:
     cluster = ClusterSpec.model_validate({"name": "cluster", "nodes": [NODE]})
     settings = [("dp", "2"), ("micro_batch_size", "4"), ("zero_stage", str(stage))]
-    return estimate_plan(script(**changed), settings, idle_nodes(cluster))
+    return estimate_plan(script(**changed), settings, make_idle_nodes(cluster))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -18,7 +18,7 @@ from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import has_pins, pins_of
+from orchestrator.specs.job.pins import make_pins, matches_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
@@ -34,7 +34,7 @@ SCRIPT = "name: a\nglobal_batch_size: 8\ncommand: python train.py\n"
 
 def has_settings(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
     pin_values = dict(pins)
-    return has_pins(plan, pin_values) and has_pins(plan.layout, pin_values)
+    return matches_pins(plan, pin_values) and matches_pins(plan.layout, pin_values)
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -44,7 +44,7 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(
 ) -> None:
     spec = job(work, 8, (1, 3), allow)
     every = list(list_plans(read_plan_request(spec), ONE_NODE))
-    whole = dict(pins_of(data.draw(st.sampled_from(every))))
+    whole = dict(make_pins(data.draw(st.sampled_from(every))))
     names = data.draw(
         st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1)
     )  # these: test_ends.py
@@ -77,7 +77,7 @@ def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
     assert len(beaten) > 100
     for plan in beaten[::37]:
         (only,) = find_frontier(
-            read_plan_request(spec.model_copy(update={"plan": pins_of(plan)})), ONE_NODE
+            read_plan_request(spec.model_copy(update={"plan": make_pins(plan)})), ONE_NODE
         ).candidates
         assert only.plan == plan
 

@@ -46,12 +46,12 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, idle_nodes
+from orchestrator.specs.cluster import DeviceSpec, make_idle_nodes
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
 from orchestrator.specs.settings import changes
@@ -469,7 +469,7 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
         row for row in fit_rows([("as a script", spec)]) if row["device"] == "rtx4090-24gb"
     )
     assert (row["step_s"] is not None) == is_timed
-    nodes = idle_nodes(cluster_of_cards("rtx4090"))
+    nodes = make_idle_nodes(cluster_of_cards("rtx4090"))
     output = io.StringIO()
     Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
     assert ("time not known until the first attempt" in output.getvalue()) != is_timed
@@ -694,7 +694,7 @@ MEGATRON = {
 
 
 def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less_it_needs() -> None:
-    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    spec = parse_job_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     here = machine(DeviceKind.CUDA, "80GiB")
     whole = [
         plan for plan in list_plans(read_plan_request(spec), here) if plan.micro_batch_size == 16
@@ -720,14 +720,14 @@ def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less
 
 
 def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
-    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    spec = parse_job_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     knobs = spec.knobs.model_copy(update={"full_checkpointing_layers": None})
     bare = spec.model_copy(update={"knobs": knobs})
     assert {
         plan.full_checkpointing_layers for plan in list_plans(read_plan_request(bare), machine())
     } == {0}
     with pytest.raises(SpecError, match="no knob of the script takes this"):
-        job_from_data(
+        parse_job_data(
             {**MEGATRON, "name": "job", "global_batch_size": 16, "trainer": "hf"}
             | {"plan": {"full_checkpointing_layers": 2}},
             "job",
@@ -744,7 +744,7 @@ def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks
     }
     legal_plans = list(
         list_plans(
-            read_plan_request(job_from_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB")
+            read_plan_request(parse_job_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB")
         )
     )
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

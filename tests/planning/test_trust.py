@@ -32,9 +32,9 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 
 
@@ -169,7 +169,7 @@ SMALL = {
 
 def test_a_family_that_nobody_measured_leaves_room_and_names_the_tighter_plan() -> None:
     spec = read_job(FINETUNE, [("gpus", "2")], to_run=False)
-    reply = plan_job(spec, idle_nodes(cluster_of_cards("2xrtx3090-24gb")))
+    reply = plan_job(spec, make_idle_nodes(cluster_of_cards("2xrtx3090-24gb")))
     assert reply["chosen"] is not None
     taken = reply["frontier"][reply["chosen"]]
     assert taken["needed_bytes"] <= TIGHT * taken["capacity_bytes"]
@@ -187,7 +187,7 @@ def test_a_model_that_fills_its_card_is_not_moved_to_the_host_for_room() -> None
         "global_batch_size": 64,
         "precision": "bf16",
     }
-    reply = plan_job(job_from_data(job, "test"), idle_nodes(cluster_of_cards("rtx3090-24gb")))
+    reply = plan_job(parse_job_data(job, "test"), make_idle_nodes(cluster_of_cards("rtx3090-24gb")))
     assert reply["chosen"] is not None
     assert reply["frontier"][reply["chosen"]]["settings"]["offload"] == "none"
 

@@ -23,7 +23,7 @@ from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.intake.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
@@ -34,7 +34,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 
 def cards(text: str) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(text)))
+    (group,) = group_equal_nodes(make_idle_nodes(cluster_of_cards(text)))
     return group.hardware
 
 

@@ -24,7 +24,7 @@ from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -46,7 +46,7 @@ nodes:
 
 
 def mixed(text: str = MIXED) -> tuple[Node, ...]:
-    return idle_nodes(parse_cluster(text, "mixed"))
+    return make_idle_nodes(parse_cluster(text, "mixed"))
 
 
 def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
@@ -301,7 +301,7 @@ def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one(
         "fp32_tflops": 32.5,
     }
     slow = fast.model_copy(update=slower)
-    nodes = idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
+    nodes = make_idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
     first, equal = (
         world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200)
     )

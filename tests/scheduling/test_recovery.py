@@ -11,7 +11,7 @@ from orchestrator.memory.calibration.correction import (
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, OomReport, RankEnd
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.events import Finished, Released, Submitted
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
@@ -19,7 +19,7 @@ from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import State
 
-NODES = idle_nodes(
+NODES = make_idle_nodes(
     parse_cluster(
         "name: here\nnodes: [{name: n, devices: 4, device: a100-80gb, host_memory: 1TiB}]", "here"
     )

@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, RetryRequested
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from tests.scheduling.test_probe import Night, unknown
 
 KNOBS = {
@@ -143,7 +143,7 @@ def test_a_learning_rate_that_nothing_tells_the_script_is_refused(
         "degrade": rule,
     }
     with pytest.raises(SpecError) as refused:
-        job_from_data(data, "job")
+        parse_job_data(data, "job")
     assert path in str(refused.value)
 
 

@@ -14,7 +14,7 @@ from orchestrator.planning import search
 from orchestrator.planning.work import PLANS_MAX, PlanCounter
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.first_decision import FirstDecisions
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.model import (
@@ -27,13 +27,13 @@ from orchestrator.specs.job.model import (
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.state import State
 
 
 def state(nodes: int, devices: int = 8) -> State:
     node = NodeSpec(name="n", count=nodes, devices=devices, device="h100-80gb", host_memory="1TiB")
-    return State(nodes=idle_nodes(ClusterSpec(name="c", nodes=[node])))
+    return State(nodes=make_idle_nodes(ClusterSpec(name="c", nodes=[node])))
 
 
 def decoder(**changes: Any) -> JobSpec:
@@ -54,7 +54,7 @@ def decoder(**changes: Any) -> JobSpec:
         "model": {"decoder": sizes},
         "data": {"text": ["x"], "sequence_length": 8192},
     } | changes
-    return job_from_data(data, "job")
+    return parse_job_data(data, "job")
 
 
 class Counted(PlanCounter):
@@ -199,7 +199,7 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_comes_after_another_is_tried_as_if_that_were_over() -> None:
     """The child knows no other jobs."""
-    after = job_from_data(
+    after = parse_job_data(
         {
             "name": "after",
             "global_batch_size": 8,

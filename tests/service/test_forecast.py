@@ -12,7 +12,7 @@ from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import GIVEN, estimate_plan, parse_plan, plan_job
 from orchestrator.specs.choices import Engine, Optimizer
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import settings
@@ -137,7 +137,7 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
 
 
 def test_the_announced_probe_is_what_the_queue_launches_first() -> None:
-    night, nodes = Night(), idle_nodes(CLUSTERS[0])
+    night, nodes = Night(), make_idle_nodes(CLUSTERS[0])
     spec = unknown()
     foretold = plan_job(spec, nodes)["probe"]
     night.submit(spec)

@@ -21,7 +21,7 @@ from orchestrator.service.intake.intake import (
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.profile import Source
 from orchestrator.specs.published import PROJECT_JOBS, load_published
 
@@ -204,12 +204,12 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
     spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), home=home)
     assert spec.traced
     text = spec.model_dump_json()
-    again = job_from_data(json.loads(text), "the journal")
+    again = parse_job_data(json.loads(text), "the journal")
     assert again == spec
     assert hash(again) == hash(spec)
     assert len(text) < 20_000, "segments and their worst moments, not operations"
     with pytest.raises(SpecError, match="the costs of the model are unknown"):
-        job_from_data({**json.loads(text), "traced": []}, "the submitted job")
+        parse_job_data({**json.loads(text), "traced": []}, "the submitted job")
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
@@ -253,7 +253,7 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
     profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
-    assert job_from_data(json.loads(spec.model_dump_json()), "the journal") == spec
+    assert parse_job_data(json.loads(spec.model_dump_json()), "the journal") == spec
 
 
 @pytest.mark.parametrize(

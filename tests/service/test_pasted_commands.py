@@ -22,7 +22,7 @@ from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, ZeroStage
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job, parse_jobs
@@ -410,7 +410,7 @@ def verdict(case: Case, folder: Path) -> str:
 def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, name: str) -> None:
     assert verdict(CASES[name], tmp_path) == "right", propose(CASES[name], tmp_path)[0]
     spec = propose(CASES[name], tmp_path)[1]
-    assert plan_job(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
+    assert plan_job(spec, make_idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
 
 
 @pytest.mark.parametrize(

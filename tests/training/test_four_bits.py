@@ -15,8 +15,8 @@ from orchestrator.planning.frontier import list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.parse import job_from_data, parse_cluster
+from orchestrator.specs.cluster import make_idle_nodes
+from orchestrator.specs.parse import parse_cluster, parse_job_data
 from orchestrator.training.models.hf_adapters import hold_tables_in
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -94,7 +94,7 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
     speed = "bf16_tflops: 100, fp32_tflops: 30, memory_bandwidth: 900GB/s, link_bandwidth: 30GB/s"
     device = f"{{name: card, kind: cuda, memory: {memory}, {speed}}}"
     cluster = f"name: one\nnodes: [{{name: n, devices: 1, device: {device}, host_memory: 256GiB}}]"
-    hardware = group_equal_nodes(idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
+    hardware = group_equal_nodes(make_idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
     config = {"model_type": "llama", "vocab_size": 32000, **sizes}
     data = {
         "name": "qlora",
@@ -110,7 +110,7 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
     }
     plans = list(
         list_fitting(
-            find_frontier(read_plan_request(job_from_data(data, "job")), hardware),
+            find_frontier(read_plan_request(parse_job_data(data, "job")), hardware),
             hardware.device.memory,
             UNMEASURED,
         )

@@ -20,7 +20,7 @@ from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World,
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
 
@@ -66,7 +66,7 @@ class ProcessBackend:
             users=cluster.users,
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
-        self._declared = idle_nodes(cluster)
+        self._declared = make_idle_nodes(cluster)
         self._policy = cluster.policy
         self._told: tuple[object, ...] | None = None
         # by the monotonic clock: nothing is decided on nodes of an earlier service
@@ -117,7 +117,7 @@ class ProcessBackend:
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use another cluster description from the next refresh of nodes on. Running attempts continue."""
         self._world.nodes.set_cluster(cluster)
-        self._declared = idle_nodes(cluster)
+        self._declared = make_idle_nodes(cluster)
         self._policy = cluster.policy
 
     def addresses(self) -> dict[str, str]:

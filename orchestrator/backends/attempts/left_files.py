@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.backends.attempts.durable import open_left, read_json
 from orchestrator.specs.attempt import Heartbeat
-from orchestrator.specs.report_bounds import bounded_values
+from orchestrator.specs.report_bounds import split_bounded_values
 from orchestrator.specs.run import AttemptFolder
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -76,7 +76,7 @@ def read_reports(
         except ValueError as error:
             problems.add(f"{name}: {error}")
             continue
-        values, wrong = bounded_values(kind, data)
+        values, wrong = split_bounded_values(kind, data)
         problems.add(*(f"{name}: {reason}" for reason in wrong))
         if values.get("rank") != rank:
             problems.add(f"{name}: it is no report of this rank")

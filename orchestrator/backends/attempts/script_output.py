@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.left_files import log_lines
 from orchestrator.backends.attempts.output_scan import FileMatch, SearchResult, search_as
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.checkpoint.folder import latest_complete, step_of
 
@@ -170,7 +170,7 @@ def path_below(output: Path, path: str) -> str:
 def last_count(pattern: LinePattern | None, text: str) -> int | None:
     """Return the number in the last match of a pattern; None without a match."""
     groups = [] if pattern is None else pattern.list_groups(text)
-    return count_of(groups[-1]) if groups else None
+    return parse_count(groups[-1]) if groups else None
 
 
 def list_lost(

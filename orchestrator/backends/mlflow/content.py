@@ -26,10 +26,10 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
+from orchestrator.specs.job.recorded import find_recorded_precision, list_recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS
 
@@ -101,7 +101,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
     params = {
         "family": job.spec.family_name,
         "kind": "script" if job.spec.is_script else "model",
-        **recorded_precision(job.spec),
+        **find_recorded_precision(job.spec),
         "gpus": f"{job.spec.gpus.min}-{job.spec.gpus.max}",
         "priority": str(job.spec.priority),
     }
@@ -182,7 +182,11 @@ def attempt_content(
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
         params=_cut(
-            {**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}
+            {
+                **list_recorded_settings(job.spec, attempt.plan),
+                **_training(job.spec),
+                "placement": place,
+            }
         ),
         metrics={**_attempt_metrics(attempt, observation), **_rates(job, attempt, device)},
         texts=_texts(attempt, hide)
@@ -242,7 +246,7 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float
     """
     points = []
     for text_line in text.splitlines():
-        row = parse_row(text_line)
+        row = parse_metric_row(text_line)
         step = row.get("step")
         if not isinstance(step, int):
             continue
@@ -259,7 +263,7 @@ def parse_samples(text: str, number: int) -> tuple[list[MetricPoint], int]:
     """Return (points since 1970, next number) from lines of system samples, whose number is the step of each."""
     points = []
     for text_line in text.splitlines():
-        row = parse_row(text_line)
+        row = parse_metric_row(text_line)
         if "at_s" not in row:
             continue
         at_ms = _ms(row["at_s"])

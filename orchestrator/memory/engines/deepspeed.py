@@ -22,7 +22,7 @@ from orchestrator.memory.engines.moments import (
 from orchestrator.memory.engines.optimizers import optimizer_state_bytes, update_temporary_bytes
 from orchestrator.memory.engines.widths import compute_bytes_per_weight
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
-from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, buckets_of
+from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, find_bucket_sizes
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -40,7 +40,7 @@ def list_peak_moments(
     (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
     profile = rank.profile
-    buckets = buckets_of(profile.deepspeed, virtual=not cuda)
+    buckets = find_bucket_sizes(profile.deepspeed, virtual=not cuda)
     dp = plan.layout.dp
     stage = zero.stage
     count = profile.trained_parameters

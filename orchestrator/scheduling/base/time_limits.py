@@ -21,7 +21,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import TeamSpec
 from orchestrator.specs.replace import replace
-from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
+from orchestrator.specs.units import DURATION_PATTERN, format_in_largest_unit, format_seconds
 
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
@@ -99,7 +99,7 @@ def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
     where = f" at step {reached}" if reached else ""
     save_words = f", saved at step {saved}" if saved else ", nothing was saved"
     assert job.spec.time_limit is not None, job.id
-    longer = in_words(2 * job.spec.time_limit, DURATION_PATTERN)
+    longer = format_in_largest_unit(2 * job.spec.time_limit, DURATION_PATTERN)
     command = (
         f"`orc retry {job.id} --set time_limit={longer}` {'goes on' if saved else 'starts it anew'}"
     )

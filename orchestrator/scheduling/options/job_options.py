@@ -54,7 +54,7 @@ from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.pins import pins_of
+from orchestrator.specs.job.pins import make_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
@@ -601,7 +601,7 @@ def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> I
     spec = job.spec
     trained = job.trained
     if trained and spec.degrade.keeps_plan:
-        spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
+        spec = spec.model_copy(update={"plan": make_pins(trained[0].plan)})
     candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
     if not job.attempts:
         return iter(candidates)

@@ -25,10 +25,10 @@ from orchestrator.scheduling.reports.intervals import Interval, geometric_interv
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
@@ -118,7 +118,7 @@ def parse_loss_curve(lines: Iterable[str]) -> LossCurve:
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
-        row = parse_row(text)
+        row = parse_metric_row(text)
         step = row.get("step")
         if not isinstance(step, int):
             continue
@@ -202,7 +202,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
 def _predicted_row(state: State, job: Job) -> ComparisonRow:
     closest = _find_closest_plan(state, job)
     outcome = _outcome(job)
-    pinned = in_words(job.spec.plan)
+    pinned = format_pins(job.spec.plan)
     row = ComparisonRow(
         job_id=job.id,
         strategy=pinned,

@@ -17,15 +17,15 @@ from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
-from orchestrator.specs.choices import AXES, Degradation, Micro
+from orchestrator.specs.choices import AXES, Degradation, MicroBatchChoice
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import SHORT, pins_of
+from orchestrator.specs.job.pins import SHORT, make_pins
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import read_document
@@ -46,7 +46,7 @@ def choose_strategies(
     choice: str,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
-    micro: Micro = Micro.COMMON,
+    micro: MicroBatchChoice = MicroBatchChoice.COMMON,
 ) -> tuple[Pins, ...]:
     """Return the pins (fixed settings) of each strategy, as a complete plan where one fits. Raises SpecError.
 
@@ -84,7 +84,9 @@ def choose_strategies(
         ways = list(dict.fromkeys(partial))
         _check_count(len(ways))
         common = (
-            _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
+            _common_micro_batch(spec, ways, group, calibrated)
+            if micro is MicroBatchChoice.COMMON
+            else None
         )
         pins_of_strategies = [
             _complete_pins(spec, pins, common, group, calibrated) for pins in ways
@@ -181,7 +183,7 @@ def comparison_jobs(
 
 
 def _all_pins(spec: JobSpec, plan: Plan) -> Pins:
-    return pins_of(plan, spec.knobs if spec.is_script else None)
+    return make_pins(plan, spec.knobs if spec.is_script else None)
 
 
 def _dominates(candidate: Candidate, rival: Candidate) -> bool:
@@ -277,7 +279,7 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     job = spec.model_dump(mode="json")
     for row in rows:
         pins = {SHORT.get(key, key): value for key, value in row.items()}
-        yield job_from_data(
+        yield parse_job_data(
             {**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies"
         ).plan
 

@@ -20,7 +20,7 @@ from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.plan import as_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
@@ -160,7 +160,7 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
 
 @cache
 def _hardware(name: str, count: int) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(f"{count}x{name}")))
+    (group,) = group_equal_nodes(make_idle_nodes(cluster_of_cards(f"{count}x{name}")))
     return group.hardware
 
 

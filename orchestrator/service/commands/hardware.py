@@ -11,7 +11,7 @@ from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.intake.cluster_file import kept_cluster
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import recall_cluster
-from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.run import DEFAULT_HOME
@@ -33,10 +33,10 @@ def hardware_of(
                 got=cards,
                 hint="leave out --cluster",
             )
-        return idle_nodes(cluster_of_cards(cards)), ()
+        return make_idle_nodes(cluster_of_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
-        return idle_nodes(
+        return make_idle_nodes(
             recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client

@@ -14,7 +14,7 @@ from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import Seconds
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import validate
+from orchestrator.specs.parse import validate_document
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.yaml_text import read_document
@@ -52,7 +52,7 @@ def read_list(path: Path, home: Path) -> Trace:
     defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
-    listed = validate(_JobList, read_document(read_text(path), source))
+    listed = validate_document(_JobList, read_document(read_text(path), source))
     if not listed.jobs:
         raise SpecError("the list has no jobs", source=source, path="jobs")
     begins_s = (

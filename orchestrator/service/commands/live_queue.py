@@ -21,7 +21,7 @@ from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, 
 from orchestrator.service.server.submissions import Request, jobs_of
 from orchestrator.service.server.sweeps.trials import ToCome, trials_of
 from orchestrator.specs.attempt import AttemptStatus, StopCause
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -87,7 +87,7 @@ def play_queue(
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
     """Return the scheduler's state with another cluster, and {job id: saved step or None} of jobs that lose devices."""
-    nodes = idle_nodes(cluster)
+    nodes = make_idle_nodes(cluster)
     index = index_of(state)
     devices = {
         (node.name, node.device.name, device) for node in nodes for device in range(node.devices)

@@ -67,9 +67,9 @@ from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import (
     GIVEN,
     SHORT,
-    check_in_backward,
-    setting_value,
-    unknown_setting,
+    check_update_in_backward,
+    make_unknown_setting_error,
+    parse_setting_value,
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -79,7 +79,7 @@ from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import degradation, in_short, settings
+from orchestrator.specs.settings import in_short, settings, strongest_degradation
 from orchestrator.specs.stages import layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
@@ -529,7 +529,7 @@ def estimate_plan(
         plan=plan,
         estimate=memory,
         step_s=predict_step_s(profile, plan, hardware),
-        degradation=degradation(requested, plan),
+        degradation=strongest_degradation(requested, plan),
         busy_share=busy_share(profile, plan, hardware),
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
@@ -562,13 +562,17 @@ def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
     """
     texts = {SHORT.get(key, key): text for key, text in pairs}
     problems = [
-        unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN
+        make_unknown_setting_error(key, text, "--set")
+        for key, text in texts.items()
+        if key not in GIVEN
     ]
     if problems:
         raise join_problems(problems, "--set")
-    values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()}
+    values = {
+        key: parse_setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()
+    }
     if values.get("optimizer_in_backward"):
-        check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
+        check_update_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
     layout = ParallelLayout(
         **{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values}
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.published import (
     WRITTEN,
+    find_nearest_models,
+    find_project_job,
+    find_published_config,
     load_published,
-    nearest_models,
-    project_job,
-    published_sizes,
 )
 
 TRY_S = 10.0  # the one try to reach the hub
@@ -28,7 +28,7 @@ def hub_config(name: str) -> JsonObject:
     config = _download(name)
     if config:
         return config
-    config = published_sizes(name)
+    config = find_published_config(name)
     if config:
         print(
             f"{name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",
@@ -39,8 +39,8 @@ def hub_config(name: str) -> JsonObject:
 
 def hint_for(name: str) -> str:
     """Return what to do about a model of which neither cache, hub nor table says the sizes."""
-    job = project_job(name)
-    near = ", ".join(nearest_models(name))
+    job = find_project_job(name)
+    near = ", ".join(find_nearest_models(name))
     advice = (
         f"{job} of the repository is the job of its project's own trainer. "
         if job is not None

@@ -21,23 +21,23 @@ from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
-from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
+from orchestrator.specs.clock import check_time_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
+from orchestrator.specs.job.paths import KINDS_OF_FILES, list_paths
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import is_python, with_interpreter
+from orchestrator.specs.job.trainer import is_python, replace_interpreter
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import (
     Override,
+    apply_remedy,
     join_problems,
     parse_cluster,
     parse_job,
     parse_jobs,
-    with_remedy,
 )
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
@@ -208,8 +208,8 @@ def _resolve_job(
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
     resolved = _with_absolute_paths(spec, folder)
-    remote_keys = {key for key, _ in paths_of(resolved)} & {
-        key for key, path in paths_of(spec) if path.startswith("/")
+    remote_keys = {key for key, _ in list_paths(resolved)} & {
+        key for key, path in list_paths(spec) if path.startswith("/")
     }
     if not elsewhere:
         remote_keys.clear()
@@ -222,7 +222,7 @@ def _resolve_job(
     problems += _duplicate_knobs(resolved, source)
     for remedy in resolved.remedies:
         try:
-            with_remedy(resolved, remedy)
+            apply_remedy(resolved, remedy)
         except SpecError as error:
             problems.append(error)
     is_here = to_run or isdir(resolved.workdir or "")
@@ -230,7 +230,7 @@ def _resolve_job(
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
         raise join_problems(problems, source)
-    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
+    local_keys = frozenset(key for key, _ in list_paths(resolved) if key not in remote_keys)
     model = resolved.known_model
     if model is not None and not is_memory_known(resolved):
         if isinstance(model.hf, str) and not model.config:
@@ -331,7 +331,7 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
     if spec.python is not None and spec.command is not None:
         # not resolved: a virtual environment's interpreter is a link
         python = os.path.abspath(Path(str(changed["workdir"])) / Path(spec.python).expanduser())
-        changed |= {"python": python, "command": with_interpreter(spec.command, python)}
+        changed |= {"python": python, "command": replace_interpreter(spec.command, python)}
     if (
         spec.resume.before is not None
     ):  # its program may be beside the job's file, but it runs in `workdir`
@@ -394,7 +394,7 @@ def local_zone() -> str:
     link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
         with suppress(ValueError):
-            return check_zone(name)
+            return check_time_zone(name)
     return "UTC"
 
 

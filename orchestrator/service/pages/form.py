@@ -15,7 +15,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
-from orchestrator.specs.yaml_text import Path, dotted, read_document, read_value
+from orchestrator.specs.yaml_text import Path, format_key_path, read_document, read_value
 
 SOURCE = "the job"
 OF_KEY = "key:"  # begins the name of the form's field of a key
@@ -41,7 +41,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        return OF_KEY + dotted(self.path)
+        return OF_KEY + format_key_path(self.path)
 
     def typed(self, value: Any) -> str:
         """Return the value as a user would type it."""
@@ -49,7 +49,7 @@ class Key:
 
     def read(self, typed: str) -> Any:
         """Return the value of a typed text. Raises SpecError."""
-        return typed if self._stands(typed) else read_value(typed, dotted(self.path))
+        return typed if self._stands(typed) else read_value(typed, format_key_path(self.path))
 
     def _stands(self, typed: str) -> bool:
         return self.is_words and not (self.is_yaml and typed.startswith(BRACKETS))
@@ -83,7 +83,7 @@ def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterato
             inner.append(((*path, name), section | {"description": schema_of_key["description"]}))
     if keys:
         yield Section(
-            title=dotted(path), description=place.get("description", ""), keys=tuple(keys)
+            title=format_key_path(path), description=place.get("description", ""), keys=tuple(keys)
         )
     for below, section in inner:
         yield from _sections(below, section, nouns)

@@ -25,7 +25,7 @@ from orchestrator.service.views.records import (
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder
@@ -75,7 +75,7 @@ def last_curves(home: Path, job_id: str, number: int) -> Curves:
     """Return the curves of this attempt; empty where it has none."""
     path = JobFolder(home, job_id).attempt(number).metrics
     # the first row may be cut off, the last one half written; a script keeps none
-    rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
+    rows = list(map(parse_metric_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [

@@ -82,7 +82,7 @@ from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
-from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -574,7 +574,7 @@ def _read(text: str) -> list[Any]:
     """The jobs of a text. Its paths are those of the service's machine, so each must be absolute."""
     for spec in parse_jobs(text, SOURCE):
         wrong = next(
-            ((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None
+            ((key, path) for key, path in list_paths(spec) if not path.startswith("/")), None
         )
         if wrong is not None:
             hint = "a page has no folder to start from: write the path on the service's machine, or use `orc submit`"

@@ -36,7 +36,7 @@ from orchestrator.specs.errors import (
     StorageError,
     UncertainError,
     UnknownError,
-    closest,
+    find_closest_word,
 )
 from orchestrator.specs.events import (
     CancelRequested,
@@ -334,7 +334,7 @@ class Controller:
             state = self._state
             names = {spec.name for spec in (*state.nodes, *state.declared)} | {*state.drained}
             if node not in names:
-                near = closest(node, names)
+                near = find_closest_word(node, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
                 raise UnknownError(f"there is no node {node!r}: {hint}")
             is_suspended = any(entry.node == node for entry in state.suspensions)

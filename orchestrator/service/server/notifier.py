@@ -17,7 +17,7 @@ from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.views.report import markdown, title
 from orchestrator.specs.cluster import describe_unreadable
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.notify import NoticeKind, NotifySpec
 
@@ -75,7 +75,7 @@ class Notifier:
         """
         for name in names:
             if name not in self.targets:
-                near = closest(name, self.targets)
+                near = find_closest_word(name, self.targets)
                 hint = (
                     f"did you mean {near!r}?"
                     if near

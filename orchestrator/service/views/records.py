@@ -24,7 +24,7 @@ from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node, Window
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.recorded import recorded_settings
+from orchestrator.specs.job.recorded import list_recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.json_object import JsonObject
@@ -281,7 +281,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         status=attempt.status.value,
         outcome=attempt.outcome,
         plan=in_short(attempt.plan),
-        settings=recorded_settings(spec, attempt.plan),
+        settings=list_recorded_settings(spec, attempt.plan),
         placement=_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],

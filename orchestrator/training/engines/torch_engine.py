@@ -46,7 +46,7 @@ from orchestrator.specs.choices import MasterWeights, Offload, Precision, ZeroSt
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
-from orchestrator.specs.plan import Plan, share_heads
+from orchestrator.specs.plan import Plan, can_share_heads
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract import loss_scale
@@ -323,7 +323,7 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     if length % layout.cp:
         raise SpecError(f"no divisor of sequence_length = {length}", path=path, got=layout.cp)
     heads, kv_heads = (sizes.get(name, layout.cp * layout.tp) for name in HEADS)
-    if not share_heads(heads, kv_heads, layout):
+    if not can_share_heads(heads, kv_heads, layout):
         cut = ", ".join(f"{name} = {sizes[name]}" for name in HEADS if name in sizes)
         raise SpecError(
             f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}"

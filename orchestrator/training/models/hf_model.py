@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
@@ -245,7 +245,7 @@ def _make_config(raw: JsonObject) -> PreTrainedConfig:
     settings = {*default.to_dict(), *default.attribute_map, *UNLISTED}
     for key in values:
         if key not in settings:
-            allowed = closest(key, settings) or f"what {type(default).__name__} takes"
+            allowed = find_closest_word(key, settings) or f"what {type(default).__name__} takes"
             raise SpecError(
                 "the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed
             )

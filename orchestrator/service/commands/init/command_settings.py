@@ -24,7 +24,7 @@ from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import Framework, knobs_of
+from orchestrator.specs.job.frameworks import Framework, load_knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
@@ -96,7 +96,7 @@ def preset_of(typed: TypedCommand, framework: Framework | None) -> JsonObject:
     LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
     argument: HfArgumentParser takes no flag beside it.
     """
-    preset = knobs_of(framework) if framework is not None else {}
+    preset = load_knobs(framework) if framework is not None else {}
     has_file = any(word.endswith(REWRITABLE) for word in typed.command[typed.arguments :][:1])
     if framework == "llamafactory" and not has_file:
         return {name: _other_way(knob, "key", "flag") for name, knob in preset.items()}

@@ -45,7 +45,7 @@ from orchestrator.service.commands.launch.typed_job import (
 from orchestrator.service.visible import visible
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.events import (
@@ -195,7 +195,7 @@ def _next(records: Records, machine: Machine) -> JsonObject | None:
     """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
     drive = records.drive
     now_s = time.time()
-    nodes = idle_nodes(machine.cluster)
+    nodes = make_idle_nodes(machine.cluster)
     records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
     for _ in range(WAKES_MAX):
@@ -405,7 +405,7 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     )
     other = Drive(Scheduler(records.drive.scheduler.state))
     other.tell(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
-    nodes = idle_nodes(machine.cluster)
+    nodes = make_idle_nodes(machine.cluster)
     other.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
     flags = [shlex.join(_knob_words(launch)) for launch in other.launches]
     meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"

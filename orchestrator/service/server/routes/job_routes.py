@@ -75,10 +75,10 @@ from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.events import RequestKey
 from orchestrator.specs.fault import Fault
-from orchestrator.specs.job.paths import with_paths
+from orchestrator.specs.job.paths import change_paths
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
@@ -370,7 +370,7 @@ def requested_job(
     The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
-    spec = job_from_data(request.spec, source)
+    spec = parse_job_data(request.spec, source)
     check_packages(spec, source)
     if sender.is_owner:
         identity_of(spec.user or "", service.users, source)
@@ -381,7 +381,7 @@ def requested_job(
         raise SpecError(
             what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint
         )
-    spec = with_paths(spec, uploads.resolved)
+    spec = change_paths(spec, uploads.resolved)
     check_files(spec, source)
     identity_of(sender.name, service.users, source)
     return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault

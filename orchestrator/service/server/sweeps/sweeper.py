@@ -23,7 +23,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import trial_of
+from orchestrator.specs.parse import make_trial
 
 LOOK_S = 1.0  # between two looks at the curves of running trials
 # first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
@@ -76,7 +76,7 @@ class Sweeper:
                 "a trial of a sweep that exists is submitted by the service alone", path="sweep"
             )
         return with_costs(
-            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
+            make_trial(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
         )
 
     def look(self) -> None:
@@ -214,7 +214,7 @@ class Sweeper:
         running.next_number += 1
         try:
             self._controller.submit(
-                with_costs(trial_of(running.first, sweep_id, number, parameters), self._home)
+                with_costs(make_trial(running.first, sweep_id, number, parameters), self._home)
             )
         except OrchestratorError as error:
             self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks

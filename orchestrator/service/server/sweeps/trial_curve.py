@@ -11,8 +11,8 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.metric_row import parse_row
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.metric_row import parse_metric_row
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 READ_BYTES = 4 * 2**20  # of a file at a time
@@ -74,7 +74,7 @@ class MetricCurve:
 
 
 def _point_in_curve(text: str, name: str) -> Point | None:
-    row = parse_row(text)
+    row = parse_metric_row(text)
     step = row.get("step")
     value = row.get(name)
     return (step, float(value)) if isinstance(step, int) and value is not None else None
@@ -105,7 +105,9 @@ def _point_in_log(
     """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
     if patterns.step is not None:
         steps = [
-            step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None
+            step
+            for text in patterns.step.list_groups(line)
+            if (step := parse_count(text)) is not None
         ]
         if steps:
             counts[path] = steps[-1]

@@ -12,7 +12,7 @@ from orchestrator.service.server.sweeps.study import Study
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.parse import trial_of
+from orchestrator.specs.parse import make_trial
 
 ToCome = Mapping[str, Sequence[JobSpec]]  # trials still to submit, by the id of their open sweep
 
@@ -44,7 +44,7 @@ def trials_of(
         study.ask(dict(spec.trial.parameters))
     for number in range(len(begun), first.trial.sweep.trials):
         try:
-            specs.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
+            specs.append(with_costs(make_trial(first, sweep_id, number, study.ask()), home))
         except SpecError:
             if not begun and not specs:
                 raise
