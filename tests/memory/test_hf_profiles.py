@@ -31,7 +31,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.guard.virtual_device import VirtualDevice
-from orchestrator.training.models.hf_adapters import adapt
+from orchestrator.training.models.hf_adapters import add_adapters
 from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
@@ -127,7 +127,7 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
 def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...]) -> None:
     lora = LoraSpec(rank=4, target_modules=targets)
     with init_empty_weights():
-        made = adapt(model(CONFIGS["qwen3"], real=False), lora)
+        made = add_adapters(model(CONFIGS["qwen3"], real=False), lora)
     derived = profile(CONFIGS["qwen3"], lora)
     trained = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
     frozen = sum(
@@ -151,7 +151,7 @@ def saved_bytes_per_token(
 ) -> float:
     """Return the bytes that a further layer keeps for its backward pass, as the slope over a sample's tokens."""
     made = model(config, real=True)
-    layers = (adapt(made, lora) if lora else made).model.layers
+    layers = (add_adapters(made, lora) if lora else made).model.layers
     dtype, autocast = (
         torch.bfloat16 if precision == "cast" else torch.float32,
         precision == "autocast",

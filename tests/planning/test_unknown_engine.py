@@ -60,7 +60,7 @@ def loop(plan: Plan) -> object:
     run = TrainingRun(
         model=model, data=data, training=TRAINING, plan=plan, epoch=1, device="cpu", **folders
     )
-    return build._engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
+    return build._build_one_engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
 
 
 Reader = Callable[[Plan], object]

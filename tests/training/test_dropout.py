@@ -17,7 +17,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
-from orchestrator.training.tracing.allocator import Ledger
+from orchestrator.training.tracing.allocator import AllocationLedger
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import OpRecorder
@@ -149,7 +149,7 @@ def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda:
     assert of_layers[0] == of_layers[1]
 
 
-def ledger(*, cuda: bool) -> Ledger:
+def ledger(*, cuda: bool) -> AllocationLedger:
     """Allocations and frees of a step that applies dropout to 1,024 numbers and sums them."""
     module = nn.Dropout(P)
     recorder = OpRecorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})

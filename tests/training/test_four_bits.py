@@ -17,7 +17,7 @@ from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.parse import parse_cluster, parse_job_data
-from orchestrator.training.models.hf_adapters import hold_tables_in
+from orchestrator.training.models.hf_adapters import cast_frozen_tables
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,7 +46,7 @@ def logits_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> None:
     model = published_model(tied=tied)
     narrowed = copy.deepcopy(model)
-    hold_tables_in(narrowed, torch.bfloat16)
+    cast_frozen_tables(narrowed, torch.bfloat16)
     tables = [
         layer
         for layer in narrowed.modules()
@@ -66,7 +66,7 @@ def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> 
 def test_a_table_that_is_trained_keeps_its_precision() -> None:
     model = published_model(tied=False)
     model.model.embed_tokens.weight.requires_grad_(True)
-    hold_tables_in(model, torch.bfloat16)
+    cast_frozen_tables(model, torch.bfloat16)
     assert model.model.embed_tokens.weight.dtype is torch.float32
 
 

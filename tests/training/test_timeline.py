@@ -12,7 +12,13 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
-from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, make_timeline
+from orchestrator.training.tracing.timeline import (
+    Event,
+    ModelPlace,
+    PlaceVisit,
+    RecordedSteps,
+    make_timeline,
+)
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import MIXED, job
 
@@ -25,14 +31,14 @@ def events(*lived: tuple[int, int]) -> list[Event]:
 def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_are_matched() -> None:
     single = events((0, 0), (100, 1), (90, 1), (50, 3))
     two = events((0, 0), (200, 1), (190, 2), (100, 3))
-    steps = Steps(
+    steps = RecordedSteps(
         mode=ActivationCheckpointing.NONE,
         sharded=False,
         zero3=False,
         samples=(1, 2),
-        phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
+        phases=([PlaceVisit(0, 0, True, single)], [PlaceVisit(0, 0, True, two)]),
     )
-    line = make_timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    line = make_timeline([ModelPlace(name="layer", is_layer=True, parameters=3)], [steps])
     lines = {
         moment.own: (moment.fixed_bytes, moment.sample_bytes)
         for stretch in line.stretches

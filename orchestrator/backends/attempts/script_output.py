@@ -13,7 +13,7 @@ from orchestrator.backends.attempts.output_scan import FileMatch, SearchResult, 
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.training.checkpoint.folder import latest_complete, step_of
+from orchestrator.training.checkpoint.folder import find_latest_complete, step_of_checkpoint
 
 ENTRIES_MAX = 1000  # of an output folder that are looked at for files that may be checkpoints
 UNMATCHED_MAX = 4  # files that are named
@@ -129,8 +129,8 @@ def saved_step(spec: JobSpec, jobs: JobFolder, checkpoints: Checkpoints) -> int 
             if newest is None
             else last_count(pattern, path_below(output_folder(spec, jobs), newest.path))
         )
-    checkpoint = latest_complete(jobs.checkpoints)
-    return None if checkpoint is None else step_of(checkpoint)
+    checkpoint = find_latest_complete(jobs.checkpoints)
+    return None if checkpoint is None else step_of_checkpoint(checkpoint)
 
 
 def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ Message = dict[str, str]
 Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 if it is a label, else 0
 
 
-def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+def read_conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
     """Yield (`file:line`, messages) of every conversation. Raises SpecError, naming file and line."""
     for name in files:
         has_lines = False
@@ -104,7 +104,7 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
 def _render_marked(
     tokenizer: Any, messages: list[Message], place: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation rendered by the chat template, and the spans of its assistant messages."""
+    """Return (text of the conversation by the chat template, spans of its assistant messages)."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
@@ -139,10 +139,12 @@ def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any
         ) from None
 
 
-def pairs(
+def make_token_pairs(
     tokenizer: Any, messages: list[Message], longest: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated to `longest`."""
+    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated
+    to `longest`.
+    """
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(earlier["content"] for earlier in messages[:turn])

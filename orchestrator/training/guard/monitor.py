@@ -21,7 +21,7 @@ from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings
 from orchestrator.training import progress
 from orchestrator.training.guard.faults import raise_fault
 from orchestrator.training.guard.pass_progress import PassProgress
-from orchestrator.training.guard.sample_mixing import list_mixing
+from orchestrator.training.guard.sample_mixing import list_mixing_operations
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.virtual_device import VirtualDevice
@@ -91,7 +91,7 @@ class Monitor:
         # on CUDA, before the peaks of its allocator were reset
         self._peak_bytes = self._reserved_bytes = 0
 
-    def become(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Write heartbeats as this rank from now on."""
         self._rank = rank
         self.is_rank = True
@@ -108,7 +108,9 @@ class Monitor:
         return int(os.environ.get("RANK", "0"))
 
     def attach(self, torch: Any) -> None:
-        """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
+        """Install the hooks in the module `torch`, and create the virtual device if the settings
+        ask for one.
+        """
         self._torch_version = str(torch.__version__)
         self._cuda_version = str(torch.version.cuda or "")
         os.register_at_fork(after_in_child=self._after_fork)
@@ -143,11 +145,11 @@ class Monitor:
 
     @property
     def pass_done(self) -> float | None:
-        """Fraction done of the running forward or backward pass, by `PassProgress`; None: unknown."""
+        """Done fraction (0 to 1) of the running forward or backward pass; None if unknown."""
         return self._passes.fraction_done(self.phase)
 
     def _allocations(self) -> int:
-        """Allocations so far on this rank's device."""
+        """Return the number of allocations so far on this rank's device."""
         if self.device is not None:
             return self.device.allocations
         cuda = self._cuda()
@@ -178,10 +180,10 @@ class Monitor:
         # the edge: whatever the graph of somebody's loss looks like, the training goes on
         with contextlib.suppress(Exception):
             for loss in losses if isinstance(losses, list | tuple) else (losses,):
-                self._mixing += list_mixing(loss)
+                self._mixing += list_mixing_operations(loss)
 
-    def beat(self) -> None:
-        """Write the heartbeat now; exit if a newer attempt of the job exists.
+    def write_heartbeat(self) -> None:
+        """Write the heartbeat file now; exit if a newer attempt of the job exists.
 
         Several processes may have the same rank: the file belongs to the one with the most steps.
         """
@@ -219,15 +221,18 @@ class Monitor:
         self._next_beat_s = time.monotonic() + self._interval_s
 
     def note_signal(self, number: int) -> None:
-        """Record a signal that a handler of the program gets: whatever it does then, it was told to end."""
+        """Record a signal that a handler of the program gets, since it was told to end, whatever it
+        then does.
+        """
         self._signal = number
         if self.is_rank:
-            self.beat()
+            self.write_heartbeat()
 
     def _ranks_met(self) -> int | None:
-        """Ranks of the largest process group that this process joined so far.
+        """Return the size of the largest process group that this process has joined.
 
-        0 where it can have met no other rank; None where a library other than torch.distributed may join them.
+        0 where it can have met no other rank; None where a library other than torch.distributed may
+        join them.
         """
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
@@ -255,7 +260,7 @@ class Monitor:
         )
 
     def _peak_of_step(self) -> int:
-        """Peak bytes of live tensors since this was last called; the peaks of PyTorch's allocator begin anew."""
+        """Return the peak bytes of live tensors since the last call; PyTorch's own peak is reset."""
         if self.device is not None:
             peak_bytes = self.device.recent_peak_bytes
             self.device.reset_recent_peak()
@@ -301,7 +306,7 @@ class Monitor:
         return self._allocator_room_bytes
 
     def _device_model(self) -> str:
-        """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
+        """Return the driver's name for this rank's device; "" before its first use."""
         cuda = self._cuda()
         if cuda is not None and not self._model:
             # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
@@ -311,7 +316,7 @@ class Monitor:
         return self._model
 
     def _cuda(self) -> Any:
-        """torch.cuda once this rank has initialised a real device, else None."""
+        """Return torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
@@ -334,7 +339,7 @@ class Monitor:
             self.device.rejoin()
             self.device.enter_thread()
         if time.monotonic() >= self._next_beat_s:
-            self.beat()
+            self.write_heartbeat()
 
     def _before_optimizer(self, *_: Any) -> None:
         if (
@@ -347,7 +352,7 @@ class Monitor:
             self._fault = None
             self.phase = "optimizer"
             self.injected = kind == "oom"
-            self.beat()
+            self.write_heartbeat()
             raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
         if self.phase != "backward":
@@ -386,7 +391,7 @@ class Monitor:
         self._ranks_met()
         if self.steps_done == 1 or self.beat_after_next_step or now_s >= self._next_beat_s:
             self.beat_after_next_step = False
-            self.beat()
+            self.write_heartbeat()
 
     def _end_if_stale(self) -> None:
         folder = self._folder.path
@@ -418,7 +423,7 @@ def _requested_peak_bytes(cuda: Any) -> int:
 
 
 def _other_process_leads(path: Path, beat: Heartbeat) -> bool:
-    """Whether the file at `path` is the heartbeat of another process with more steps."""
+    """Return whether the file at `path` is the heartbeat of another process with more steps."""
     try:
         other = json.loads(path.read_text())
         return bool(other["pid"] != beat.pid and other["steps_done"] > beat.steps_done)

@@ -29,7 +29,7 @@ OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemor
 
 
 def _patterns(*texts: str) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns, with a number of bytes and its unit for each AMOUNT."""
+    """Return the compiled patterns, in which AMOUNT stands for a number of bytes with its unit."""
     return tuple(re.compile(text.replace("AMOUNT", AMOUNT)) for text in texts)
 
 
@@ -58,9 +58,11 @@ OVERHEAD_BYTES = 2 * 2**30
 ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
 
 
-def out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory exception in the chain of `error` (itself, causes, contexts); None without one."""
-    return next(filter(_is_out_of_memory, _chain(error)), None)
+def find_oom_exception(error: BaseException) -> BaseException | None:
+    """Return the out-of-memory exception in the chain of `error` (itself, causes, contexts); None
+    without one.
+    """
+    return next(filter(_is_out_of_memory, _list_exception_chain(error)), None)
 
 
 def requested_bytes(message: str) -> int | None:
@@ -73,8 +75,11 @@ def capacity_bytes(message: str) -> int | None:
     return _first((ALLOWED, *CAPACITY), message)
 
 
-def is_capped(message: str) -> bool:
-    """Return whether the allocator has its own cap, so that other processes' memory does not reduce it."""
+def has_process_cap(message: str) -> bool:
+    """Return whether the message says that PyTorch's allocator has its own cap.
+
+    Other processes' memory does not reduce that cap.
+    """
     return ALLOWED.search(message) is not None
 
 
@@ -137,8 +142,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(message) is not None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes and contexts, each once."""
+def _list_exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, then its causes and contexts, each once."""
     waiting: list[BaseException | None] = [error]
     visited: set[int] = set()
     while waiting:

@@ -86,7 +86,9 @@ class Layer(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output head: computes the summed next-token loss from hidden states, without holding all logits."""
+    """The output head: it computes the summed next-token loss from hidden states, without holding
+    all logits.
+    """
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:  # type: ignore[override]
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, labels_BT.flatten())
@@ -148,8 +150,10 @@ STAGES = Stages(
 )
 
 
-def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
-    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
+def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
+    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is
+    below 256.
+    """
     if spec.vocab_size < BYTE_VOCABULARY:
         raise SpecError(
             "text is read as bytes",

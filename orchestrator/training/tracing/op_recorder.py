@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from orchestrator.specs.profile import Product
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.tracing.allocator import Ledger
-from orchestrator.training.tracing.timeline import Event, Phase, Place
+from orchestrator.training.tracing.allocator import AllocationLedger
+from orchestrator.training.tracing.timeline import Event, ModelPlace, PlaceVisit
 
 aten = torch.ops.aten
 prim = torch.ops.prim
@@ -67,8 +67,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[Tensor, float]) -> None:
         """`held_bytes`: parameter -> bytes per element as stored, independent of the dtype in computation."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phases: list[Phase] = []
-        self.places: list[Place] = []
+        self.phases: list[PlaceVisit] = []
+        self.places: list[ModelPlace] = []
         self.attention = ""  # the attention kernel that ran
         # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.is_alike_on_cuda = True
@@ -97,7 +97,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._looked_up: set[Tensor] = set()
         self._unread = {p for p in self._parameters if self._layer_of[p] == NO_LAYER}
         self._arrived: dict[nn.Parameter, None] = {}  # in the order of their first gradients
-        self._home: dict[nn.Parameter, Place] = {}  # parameter -> its place
+        self._home: dict[nn.Parameter, ModelPlace] = {}  # parameter -> its place
         self._in_leaf = {
             parameter: module
             for recipe in recipes
@@ -114,7 +114,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_first_step = True
         self._is_ahead = False
         self._live_bytes = self._resident_bytes = 0
-        self.ledger = Ledger()  # of the latest step
+        self.ledger = AllocationLedger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
         self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
         # of the latest step, when its backward pass begins
@@ -128,7 +128,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, samples: int) -> Iterator[None]:
         """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
         self.phases = []
-        self.ledger = Ledger()
+        self.ledger = AllocationLedger()
         self._samples = samples
         self._live_bytes = 0
         self._storages = {}
@@ -202,7 +202,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def named_places(self) -> list[Place]:
+    def named_places(self) -> list[ModelPlace]:
         """Return the places (layers and code between) in order of first visit, with all parameters and names."""
         for parameter in self._parameters:
             if parameter not in self._home:  # nothing reads it
@@ -340,7 +340,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._passed_back[last.place] = self.places[last.place].parameters
             if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
                 self.phases.pop()  # nothing was allocated between two layers
-        self.phases.append(Phase(place, self._turn, backward, []))
+        self.phases.append(PlaceVisit(place, self._turn, backward, []))
         self.phases[-1].events.append(self._event())
 
     def _between(self) -> int:
@@ -348,7 +348,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
             self._place_of[key] = len(self.places)
-            self.places.append(Place(name="", is_layer=False))
+            self.places.append(ModelPlace(name="", is_layer=False))
         return self._place_of[key]
 
     def _layer(self, index: int) -> int:
@@ -356,7 +356,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._place_of:
             place = self._place_of[key] = len(self.places)
             self._layer_at[place] = index
-            self.places.append(Place(name=self._names[self._layers[index]], is_layer=True))
+            self.places.append(ModelPlace(name=self._names[self._layers[index]], is_layer=True))
             for parameter in self._parameters:
                 if self._layer_of[parameter] == index:
                     self._settle(parameter, place)

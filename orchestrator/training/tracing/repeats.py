@@ -20,8 +20,10 @@ Kinds = list[Hashable]
 
 
 @frozen
-class Stack:
-    """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats every `period`."""
+class RepeatPattern:
+    """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats
+    every `period`.
+    """
 
     lead: int
     period: int
@@ -38,8 +40,10 @@ class Stack:
         return min(self.length, fewest + (self.length - fewest) % self.period)
 
 
-def find_stack(kinds: Sequence[Hashable], length: int) -> Stack | None:
-    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace all."""
+def find_repeat_pattern(kinds: Sequence[Hashable], length: int) -> RepeatPattern | None:
+    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace
+    all.
+    """
     best = None
     numbers = dict[Hashable, int]()
     same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
@@ -47,7 +51,7 @@ def find_stack(kinds: Sequence[Hashable], length: int) -> Stack | None:
         lead = length - period
         while lead and same[lead - 1] == same[lead - 1 + period]:
             lead -= 1
-        candidate = Stack(lead=lead, period=period, length=length)
+        candidate = RepeatPattern(lead=lead, period=period, length=length)
         if candidate.depth < (best.depth if best else length):
             best = candidate
     return best
@@ -110,7 +114,10 @@ def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
 
 
 def _plain(value: Any) -> Hashable:
-    """A setting as it counts here: a fraction, such as a rate of dropout, by whether it is zero."""
+    """Return a layer's setting in the form in which layers are compared.
+
+    Of a fraction, such as a dropout rate, only whether it is zero counts.
+    """
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if isinstance(value, float):
