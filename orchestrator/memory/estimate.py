@@ -224,7 +224,7 @@ class DeviceBytes:
 
     def _moments_of(self, plan: Plan) -> CountedMoments:
         full_layers = plan.full_checkpointing_layers
-        key = (self._key(plan), full_layers)
+        key = (self._moments_cache_key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
             for rank in list_critical_ranks(self._profile, plan, full_layers=full_layers):
@@ -242,7 +242,7 @@ class DeviceBytes:
         Nothing else is stored: with all moments of all plans, a search spent a third of its time in
         garbage collection.
         """
-        key = self._key(plan)
+        key = self._moments_cache_key(plan)
         if key not in self._counted:
             self._counted[key] = [
                 (rank, self._counted_beside(rank, plan))
@@ -280,7 +280,7 @@ class DeviceBytes:
             case _:
                 refuse_unknown(mechanics)
 
-    def _key(self, plan: Plan) -> object:
+    def _moments_cache_key(self, plan: Plan) -> object:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return (self.accumulation_cache_key(plan.gradient_accumulation_steps), mode)
 
@@ -308,7 +308,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     only the buffers of its swapping are in host memory.
     """
     profile = rank.profile
-    copied = _checkpoint_bytes(profile, plan)
+    copied = _checkpoint_host_bytes(profile, plan)
     if plan.activation_offload:
         in_flight = ((rank.stage, 1), *rank.others)
         copied += plan.micro_batch_size * sum(
@@ -326,7 +326,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     return whole + copied
 
 
-def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
+def _checkpoint_host_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Return the bytes of a rank's host copy for checkpoints: fp32 trained parameters and optimizer
     states.
 

@@ -76,7 +76,7 @@ def _choose_end_stage_layers(
         )
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
-        return _fullest_bytes(
+        return _fullest_rank_bytes(
             profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
         )
 
@@ -95,7 +95,7 @@ def _choose_end_stage_layers(
     return EndStageLayers(0, 0) if best == even else EndStageLayers(best[0], best[-1])
 
 
-def _fullest_bytes(
+def _fullest_rank_bytes(
     profile: ModelProfile,
     pp: int,
     sizes: tuple[int, ...],

@@ -49,9 +49,11 @@ def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     """
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
-        if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
+        if moment.name not in worst or _total_bytes(moment) > _total_bytes(worst[moment.name]):
             worst[moment.name] = moment
-    shown = set(sorted(worst, key=lambda name: _total(worst[name]), reverse=True)[:MOMENTS_SHOWN])
+    shown = set(
+        sorted(worst, key=lambda name: _total_bytes(worst[name]), reverse=True)[:MOMENTS_SHOWN]
+    )
     return tuple(moment for name, moment in worst.items() if name in shown)
 
 
@@ -196,5 +198,5 @@ def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
     return f"the most trusted plan near the fastest: {faster}, {why} {taking}"
 
 
-def _total(moment: MomentBytes) -> int:
+def _total_bytes(moment: MomentBytes) -> int:
     return moment.counted_bytes + moment.activation_bytes

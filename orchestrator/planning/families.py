@@ -176,7 +176,7 @@ class PlanFamily:
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
     def list_plans_of_cut(
-        self, micro: int, accumulation: int, modes: Iterable[LayerRecomputation]
+        self, micro_batch_size: int, accumulation: int, modes: Iterable[LayerRecomputation]
     ) -> Iterator[Plan]:
         """Yield the legal plans with this micro-batch size and accumulation, in the order of
         `modes`.
@@ -184,7 +184,7 @@ class PlanFamily:
         for mode, first_layers, offload in modes:
             plan = copy_if_legal(
                 self.example,
-                micro_batch_size=micro,
+                micro_batch_size=micro_batch_size,
                 gradient_accumulation_steps=accumulation,
                 activation_checkpointing=mode,
                 full_checkpointing_layers=first_layers,

@@ -100,7 +100,7 @@ def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[i
         shape.intermediate_size,
         shape.vocab_size,
     )
-    return tuple(degree for degree in _powers(per_node) if common % degree == 0)
+    return tuple(degree for degree in _powers_of_two(per_node) if common % degree == 0)
 
 
 def _degrees_of_a_sample(
@@ -134,7 +134,7 @@ def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, .
     pinned = request.pins.get("cp")
     return tuple(
         degree
-        for degree in _powers(devices)
+        for degree in _powers_of_two(devices)
         if degree in (1, pinned) or request.data_length // degree >= OWN_TOKENS_MIN
     )
 
@@ -173,7 +173,7 @@ def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
     """
     layers = count_splittable_layers(request)
     whole = (degree for degree in divisors(devices) if degree <= layers)
-    return tuple(sorted({*divisors(layers), *_powers(layers), *whole}))
+    return tuple(sorted({*divisors(layers), *_powers_of_two(layers), *whole}))
 
 
 def count_splittable_layers(request: PlanRequest) -> int:
@@ -189,7 +189,7 @@ def count_splittable_layers(request: PlanRequest) -> int:
     return layers
 
 
-def _powers(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     """Return the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 

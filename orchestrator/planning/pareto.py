@@ -54,7 +54,7 @@ def find_pareto_front(
     (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their
     least bytes already, and are never estimated.
     """
-    ordered = sorted(timed, key=_order)
+    ordered = sorted(timed, key=_sort_key)
     unbeaten: list[CostedPlan] = []
     stairs = {rank: Staircase() for rank in sorted({entry.rank for entry in ordered})}
     for entry in ordered:
@@ -107,7 +107,7 @@ def _equals_but_for_bytes(before: CostedPlan, costed: CostedPlan) -> bool:
     return is_alike and before.plan.world_size == costed.plan.world_size
 
 
-def _order(timed: TimedPlan) -> tuple[object, ...]:
+def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
     plan = timed.plan
     return (
         plan.world_size,

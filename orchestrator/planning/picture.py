@@ -79,7 +79,7 @@ class Picture:
     @property
     def span_s(self) -> tuple[float, float]:
         """(Least, largest) step time that the chart shows."""
-        return _pad(
+        return _pad_range(
             [
                 seconds
                 for point in self.points
@@ -91,7 +91,7 @@ class Picture:
     def span_bytes(self) -> tuple[float, float]:
         """(Least, largest) bytes that the chart shows."""
         needs = [point.needed_bytes for point in self.points]
-        return _pad([self.capacity_bytes, *needs] if self.has_limit else needs)
+        return _pad_range([self.capacity_bytes, *needs] if self.has_limit else needs)
 
     @property
     def has_limit(self) -> bool:
@@ -125,7 +125,7 @@ def draw_lines(picture: Picture) -> list[str]:
         grid[up.cell(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
-        _draw(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
+        _draw_point(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
         _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
@@ -138,7 +138,7 @@ def draw_lines(picture: Picture) -> list[str]:
         lines.append(
             f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}"
         )
-    return [line.rstrip() for line in (*lines, *_foot(picture, across))]
+    return [line.rstrip() for line in (*lines, *_draw_axis_and_legend(picture, across))]
 
 
 def describe_legend(picture: Picture) -> str:
@@ -159,7 +159,7 @@ def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
         ]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
+    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _keep_at_most(values, most)]
 
 
 def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
@@ -169,12 +169,12 @@ def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
     """
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
+        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _keep_at_most(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
     return [
         Tick(unit * value, f"{value:.4g} {name}")
-        for value in _thin(_equal_steps(low / unit, high / unit), most)
+        for value in _keep_at_most(_equal_steps(low / unit, high / unit), most)
     ]
 
 
@@ -188,7 +188,7 @@ def _round_seconds(low: float, high: float) -> Iterator[float]:
         yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
-def _thin(values: list[float], most: int) -> list[float]:
+def _keep_at_most(values: list[float], most: int) -> list[float]:
     return values[:: -(-len(values) // most)]
 
 
@@ -197,7 +197,7 @@ def _in_unit(value: float, units: Mapping[str, int]) -> str:
     return f"{value / units[name]:.4g} {name}"
 
 
-def _pad(values: Sequence[float]) -> tuple[float, float]:
+def _pad_range(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
@@ -211,7 +211,7 @@ def _equal_steps(low: float, high: float) -> list[float]:
     return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
+def _draw_point(grid: list[list[str]], column: int, row: int, point: Point) -> None:
     line = grid[row]
     line[column] = SYMBOLS[point.mark]
     end = column + 1 + len(point.label)
@@ -231,7 +231,7 @@ def _write_on_line(line: list[str], text: str) -> None:
             return
 
 
-def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
+def _draw_axis_and_legend(picture: Picture, across: _Axis) -> Iterator[str]:
     """Yield the lines of the axis of seconds, with its labels, and the legend."""
     name = "step time"
     ruler = ["─"] * across.cells

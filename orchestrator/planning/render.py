@@ -183,7 +183,7 @@ def render_script_command(
         "micro_batch_size": lambda part: _format_batch_size(part, plan, len(devices)),
         "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
         "global_batch_size": str(script.global_batch_size),
-        "learning_rate": None if rate is None else _number_word(rate),
+        "learning_rate": None if rate is None else _format_yaml_number(rate),
         "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
         "full_checkpointing_layers": str(layers),
         "precision": plan.precision.value,
@@ -219,7 +219,7 @@ def render_script_command(
     return RenderedCommand(tuple(arguments), env, keys)
 
 
-def _number_word(number: float) -> str:
+def _format_yaml_number(number: float) -> str:
     """Return a number as text that YAML 1.1 reads as one: PyYAML takes `5e-05` for a text, and
     `5.0e-05` for a number.
     """

@@ -69,11 +69,11 @@ def trust_of(plan: Plan) -> Trust:
     fewer plans then had the mechanics that experts chose. Raises AssertionError for unknown
     mechanics.
     """
-    ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
+    ranks = [rank for rank in _trust_ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
 
 
-def _ranks(plan: Plan) -> list[float]:
+def _trust_ranks(plan: Plan) -> list[float]:
     """Return the trust rank of each mechanism of a plan; PLAIN for a mechanism that it lacks."""
     mechanics = plan.mechanics
     match mechanics:
@@ -201,7 +201,7 @@ class ChoiceRule:
         if self.is_fastest:
             return fastest
         near = [index for index in indices if self._is_near(choices[index], choices[fastest])]
-        best = min(near, key=lambda index: self._order(choices[index]))
+        best = min(near, key=lambda index: self._preference_key(choices[index]))
         if choices[best].fill <= TIGHT or choices[best].plan in self.incumbents:
             return best
         alike = [index for index in near if _is_as_good(choices[index], choices[best])]
@@ -236,7 +236,7 @@ class ChoiceRule:
             spread = step_ratio_spread(choice.plan, fastest.plan)
         return choice.seconds <= fastest.seconds * math.exp(spread)
 
-    def _order(self, choice: Choice) -> tuple[object, ...]:
+    def _preference_key(self, choice: Choice) -> tuple[object, ...]:
         trusted = INCUMBENT if choice.plan in self.incumbents else trust_of(choice.plan)
         if self.before is None:
             return trusted, choice.seconds

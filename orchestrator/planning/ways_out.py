@@ -156,9 +156,11 @@ def list_adapter_changes(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
         return
     if not spec.is_script:
         for in_4_bits in (False, True):
-            yield from _adapted(case, trace, in_4_bits=in_4_bits)
+            yield from _list_adapted_jobs(case, trace, in_4_bits=in_4_bits)
         return
-    ways = list(_adapted(case, trace, in_4_bits=False))  # a script quantises by its own code
+    ways = list(
+        _list_adapted_jobs(case, trace, in_4_bits=False)
+    )  # a script quantises by its own code
     if ways:
         yield from ways
         return
@@ -176,7 +178,7 @@ def list_adapter_changes(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
         yield replace(way, label=label, settings={})
 
 
-def _adapted(case: UnfitJob, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
+def _list_adapted_jobs(case: UnfitJob, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     spec = case.spec
     model = spec.known_model
     assert model is not None
@@ -255,7 +257,7 @@ def describe_missing_knobs(case: UnfitJob) -> Iterator[str]:
     Where no single one helps, it names all that are missing.
     """
     if case.spec.is_script:
-        helpful = [*_missing_batch_knobs(case), *_missing_checkpointing(case)]
+        helpful = [*_missing_batch_knobs(case), *_describe_missing_checkpointing_knob(case)]
         yield from helpful or _unhelpful_knobs(case)
 
 
@@ -278,10 +280,10 @@ def _missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
         yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
 
 
-def _missing_checkpointing(case: UnfitJob) -> Iterator[str]:
+def _describe_missing_checkpointing_knob(case: UnfitJob) -> Iterator[str]:
     knobs = case.spec.knobs
     best = (
-        _first_fit(case, knobs=_checkpointing(knobs))
+        _first_fit(case, knobs=_add_checkpointing_knob(knobs))
         if knobs.activation_checkpointing is None
         else None
     )
@@ -298,7 +300,7 @@ def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
     knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
         missing = (*missing, "activation_checkpointing")
-        knobs = _checkpointing(knobs)
+        knobs = _add_checkpointing_knob(knobs)
     if not missing:
         return
     best = _first_fit(case, knobs=knobs)
@@ -324,7 +326,7 @@ def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
     yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
 
 
-def _checkpointing(knobs: Knobs) -> Knobs:
+def _add_checkpointing_knob(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
@@ -574,7 +576,9 @@ def _first_fit(case: UnfitJob, **changes: object) -> Candidate | None:
 
 
 def _with_numeric(spec: JobSpec) -> Degrade | None:
-    """Return the job's `degrade` with numeric changes allowed; None where it allows them already."""
+    """Return the job's `degrade` with changes of class `numeric` allowed (as a lower precision);
+    None where they are already.
+    """
     if spec.degrade.limit >= Degradation.NUMERIC:
         return None
     return spec.degrade.model_copy(update={"allow": "numeric"})

@@ -40,16 +40,16 @@ def find_matching_devices(text: str) -> tuple[str, ...]:
     A full catalogue name or NVML name matches that device alone. Other texts match as a prefix of a
     name, up to one of its hyphens, with or without "rtx". Returns () where nothing matches.
     """
-    name = _normalise(text)
-    whole = {_normalise(device): device for device in load_devices()} | {
-        _normalise(nvml): device for nvml, device in load_nvml_names().items()
+    name = _normalise_device_name(text)
+    whole = {_normalise_device_name(device): device for device in load_devices()} | {
+        _normalise_device_name(nvml): device for nvml, device in load_nvml_names().items()
     }
     if name in whole:
         return (whole[name],)
     return tuple(device for device in load_devices() if name in _list_prefixes(device))
 
 
-def _normalise(name: str) -> str:
+def _normalise_device_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|generation", "", name.lower())
 
 

@@ -29,7 +29,7 @@ Bandwidth = Annotated[
 ]
 
 
-def _digits(number: float) -> str:
+def _format_all_digits(number: float) -> str:
     """Return all digits of a float as text, without an exponent."""
     shortest = repr(number)
     return f"{Decimal(shortest):f}" if "e" in shortest else shortest
@@ -40,7 +40,9 @@ Seconds = Annotated[
     Field(le=units.SECONDS_MAX),
     BeforeValidator(units.parse_seconds),
     # every digit, and never an exponent: what is read back is the same float
-    PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
+    PlainSerializer(
+        lambda seconds: _format_all_digits(seconds).removesuffix(".0") + "s", return_type=str
+    ),
     WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
 ]
 
@@ -58,7 +60,7 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
     BeforeValidator(_speed_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
-        lambda speeds: {str(count): f"{_digits(step_s)}s" for count, step_s in speeds},
+        lambda speeds: {str(count): f"{_format_all_digits(step_s)}s" for count, step_s in speeds},
         return_type=dict[str, str],
     ),
     WithJsonSchema(

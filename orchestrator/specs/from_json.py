@@ -16,14 +16,14 @@ def from_json(kind: type[Noun], data: JsonObject) -> Noun:
     objects restored.
     """
     kinds = get_type_hints(kind)
-    return kind(**{name: _value(kinds[name], value) for name, value in data.items()})
+    return kind(**{name: _parse_field_value(kinds[name], value) for name, value in data.items()})
 
 
-def _value(kind: Any, value: Any) -> Any:
+def _parse_field_value(kind: Any, value: Any) -> Any:
     """Return a field's value of type `kind`, or of one of the types in a union, from its JSON."""
     for part in (kind, *get_args(kind)):
         if isinstance(value, list) and get_origin(part) is tuple:
-            return tuple(_value(get_args(part)[0], item) for item in value)
+            return tuple(_parse_field_value(get_args(part)[0], item) for item in value)
         if isinstance(value, dict) and isinstance(part, type) and is_dataclass(part):
             return from_json(part, value)
         if value is not None and isinstance(part, type) and issubclass(part, Enum):

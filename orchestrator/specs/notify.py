@@ -27,7 +27,7 @@ class NoticeKind(StrEnum):
     REPORT = "report"  # the morning report
 
 
-def _variable(name: object) -> object:
+def _check_variable_name(name: object) -> object:
     """Return the name of an environment variable; raise SpecError for other text, without repeating
     it.
 
@@ -42,7 +42,9 @@ def _variable(name: object) -> object:
 
 
 Variable = Annotated[
-    str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})
+    str,
+    BeforeValidator(_check_variable_name),
+    WithJsonSchema({"type": "string", "pattern": VARIABLE}),
 ]
 
 

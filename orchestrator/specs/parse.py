@@ -98,7 +98,7 @@ def parse_jobs(
     text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
 ) -> list[JobSpec]:
     """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = with_preset_file(_override(read_document(text, source), overrides), read_text)
+    document = with_preset_file(_override_values(read_document(text, source), overrides), read_text)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
             what = (
@@ -146,7 +146,9 @@ def apply_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -
     """
     return validate_document(
         JobSpec,
-        _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides),
+        _override_values(
+            Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides
+        ),
     )
 
 
@@ -260,7 +262,7 @@ def join_problems(problems: Sequence[SpecError], source: str, unexplained: int =
     return SpecError(f"{len(problems) + unexplained} problems\n{listed}", source=source)
 
 
-def _override(document: Document, overrides: Sequence[Override]) -> Document:
+def _override_values(document: Document, overrides: Sequence[Override]) -> Document:
     """Return the document with the value at each dotted path of `--set key=value` replaced."""
     data = dict(document.data)
     lines = dict(document.lines)
@@ -405,7 +407,7 @@ def _make_problem(
     kind = detail["type"]
     got = detail["input"]
     context = detail.get("ctx", {})
-    path, place = _locate(noun, detail["loc"], document.data)
+    path, place = _locate_error(noun, detail["loc"], document.data)
     source = _describe_position(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(places.list_paths(), place, path, source)
@@ -485,7 +487,7 @@ def _make_hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
 
 def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
     key = str(path[-1])
-    fields = _fields(place)
+    fields = _list_keys_of(place)
     if place is JobSpec:
         fields |= {
             "array": str,
@@ -534,7 +536,7 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
 # ------------------------------------------------------------------------------------------------ the tree of nouns
 
 
-def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
+def _locate_error(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
     """Return (key path in the file, class that has the last key) for a location in pydantic's
     error.
     """
@@ -542,7 +544,7 @@ def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type
     place = noun
     kind = noun
     for part in loc:
-        fields = _fields(kind)
+        fields = _list_keys_of(kind)
         if isinstance(part, int) and isinstance(
             data, dict
         ):  # words are validated as pairs: this one by its number
@@ -564,13 +566,15 @@ def _list_key_paths(noun: type, path: Path = (), above: tuple[type, ...] = ()) -
     """Yield every key path that a file of this class may have, shortest first; a recursive class
     comes once.
     """
-    fields = {name: kind for name, kind in _fields(noun).items() if kind not in (*above, noun)}
+    fields = {
+        name: kind for name, kind in _list_keys_of(noun).items() if kind not in (*above, noun)
+    }
     yield from ((*path, name) for name in fields)
     for name, kind in fields.items():
         yield from _list_key_paths(kind, (*path, name), (*above, noun))
 
 
-def _fields(noun: type) -> dict[str, type]:
+def _list_keys_of(noun: type) -> dict[str, type]:
     """Return {key: type} of the keys that a file may have for a class; {} for a type without keys."""
     if issubclass(noun, BaseModel):
         fields = {

@@ -46,7 +46,11 @@ def _declare(
     alias: str = "",
     least: int = 1,
 ) -> dict[str, Any]:
-    """Return the metadata of a field of `PlanFields`; `Setting` describes each part."""
+    """Return the `metadata=` of a dataclass field of `PlanFields`: how its setting is degraded,
+    shown and parsed.
+
+    `specs.settings.Setting` has a field for each argument.
+    """
     declaration = {
         "degradation": degradation,
         "short": short,

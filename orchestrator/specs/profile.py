@@ -286,13 +286,13 @@ class ModelProfile:
     def trained_parameters(self) -> int:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
-    def gathered(self, segment: Segment) -> int:
+    def count_gathered_parameters(self, segment: Segment) -> int:
         """Return the parameters of one part with which a rank computes; experts of other ranks do
         not count.
         """
         return segment.parameters - segment.experts + segment.experts // self.expert_parallel
 
-    def made(self, segment: Segment) -> int:
+    def count_gradient_parameters(self, segment: Segment) -> int:
         """Return the trained parameters of one part for which a rank makes gradients."""
         return (
             segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
@@ -301,7 +301,9 @@ class ModelProfile:
     @cached_property
     def gathered_parameters(self) -> int:
         """Number of parameters in all parts with which a rank computes."""
-        return sum(segment.count * self.gathered(segment) for segment in self.segments)
+        return sum(
+            segment.count * self.count_gathered_parameters(segment) for segment in self.segments
+        )
 
     @cached_property
     def largest_trained(self) -> int:

@@ -64,7 +64,8 @@ def find_nearest_models(name: str) -> list[str]:
     """Return the three models in the table whose names are most similar, most similar first."""
     models = load_published()
     likeness = {
-        entry: SequenceMatcher(None, _plain(name), _plain(entry)).ratio() for entry in models
+        entry: SequenceMatcher(None, _strip_name_endings(name), _strip_name_endings(entry)).ratio()
+        for entry in models
     }
     return sorted(models, key=lambda entry: -likeness[entry])[:3]
 
@@ -74,8 +75,8 @@ def find_published_config(name: str) -> JsonObject:
 
     The lookup ignores case and the endings -Instruct, -it and -hf.
     """
-    plain = {_plain(entry): model for entry, model in load_published().items()}
-    model = plain.get(_plain(name))
+    plain = {_strip_name_endings(entry): model for entry, model in load_published().items()}
+    model = plain.get(_strip_name_endings(name))
     return {} if model is None else dict(model.config)
 
 
@@ -86,7 +87,7 @@ def list_smaller_siblings(name: str) -> list[str]:
         (
             model.parameters
             for entry, model in load_published().items()
-            if _plain(entry) == _plain(name)
+            if _strip_name_endings(entry) == _strip_name_endings(name)
         ),
         0,
     )
@@ -101,10 +102,10 @@ def list_smaller_siblings(name: str) -> list[str]:
 
 def _model_line(name: str) -> str:
     """Return the model's name without its size, such as google/gemma-2."""
-    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _plain(name))
+    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _strip_name_endings(name))
 
 
-def _plain(name: str) -> str:
+def _strip_name_endings(name: str) -> str:
     text = name.lower()
     for ending in ("-instruct", "-it", "-hf"):
         text = text.removesuffix(ending)

@@ -23,7 +23,7 @@ def parse_bytes(text: object) -> int:
 
     The error names the allowed units.
     """
-    number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
+    number, unit = _split_unit(text, "a size such as 1.5GiB", BINARY_UNITS)
     sizes = DECIMAL_UNITS | BINARY_UNITS
     if unit in sizes:
         return round(number * sizes[unit])
@@ -34,7 +34,7 @@ def parse_bytes(text: object) -> int:
 
 def parse_bandwidth(text: object) -> int:
     """Return the bytes per second of `450GB/s` (decimal, as data sheets write it). Raises ValueError."""
-    number, unit = _split(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
+    number, unit = _split_unit(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
     if unit.endswith("/s") and unit[:-2] in DECIMAL_UNITS:
         return round(number * DECIMAL_UNITS[unit[:-2]])
     raise ValueError(
@@ -44,7 +44,7 @@ def parse_bandwidth(text: object) -> int:
 
 def parse_seconds(text: object) -> float:
     """Return the seconds of `90s`, `10min` or `2h`. Raises ValueError with the allowed units."""
-    number, unit = _split(text, "a duration such as 10min", SECOND_UNITS)
+    number, unit = _split_unit(text, "a duration such as 10min", SECOND_UNITS)
     if unit in SECOND_UNITS:
         return number * SECOND_UNITS[unit]
     raise ValueError(f"durations take one of {', '.join(SECOND_UNITS)}, not {unit or 'no unit'!r}")
@@ -73,7 +73,7 @@ def format_in_largest_unit(number: float, pattern: str) -> str | float:
     return f"{number / size:g}{unit}"
 
 
-def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
+def _split_unit(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
     match = (
         re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip())
         if isinstance(text, str)

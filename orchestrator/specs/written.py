@@ -17,7 +17,7 @@ class _Dumper(yaml.SafeDumper):
     """
 
 
-def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = None if parse_plain_scalar(text) == text else "'"
     if not text.replace("\n", "").isprintable():
         style = '"'  # escapes; the emitter writes U+0085 as a line's end otherwise
@@ -26,7 +26,7 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _string)
+_Dumper.add_representer(str, _represent_string)
 
 
 def as_yaml(data: Any) -> str:

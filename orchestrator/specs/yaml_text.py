@@ -59,7 +59,7 @@ def read_document(text: str, source: str) -> Document:
             "the file is empty", source=source, hint="`orc schema` prints what it may say"
         )
     lines: dict[Path, int] = {}
-    data = _plain(root, (), source, lines)
+    data = _plain_data_of_node(root, (), source, lines)
     if not isinstance(data, dict):
         is_script = text.startswith("#!") or "\n#SBATCH" in text
         hint = (
@@ -94,7 +94,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     return SpecError(f"not readable as YAML: {what}", source=where, hint=hint)
 
 
-def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
+def _plain_data_of_node(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     where = f"{source}:{line}"
@@ -113,7 +113,8 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
         return parse_plain_scalar(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
         return [
-            _plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)
+            _plain_data_of_node(value, (*path, index), source, lines)
+            for index, value in enumerate(node.value)
         ]
     data: JsonObject = {}
     for key_node, value in node.value:
@@ -131,7 +132,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
                 hint=f"keep one of lines {lines[(*path, key)]} and {line}",
             )
         lines[(*path, key)] = line
-        data[key] = _plain(value, (*path, key), source, lines)
+        data[key] = _plain_data_of_node(value, (*path, key), source, lines)
     return data
 
 

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     signal.
     """
     run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
-    ranks = _join(run)
+    ranks = _join_process_group(run)
     try:
         finished = loop.run_training(run, ranks)
     except StaleAttempt:
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     return 0  # the process group is not destroyed: tearing gloo down may abort (see guard._leave)
 
 
-def _join(run: TrainingRun) -> loop.RankContext:
+def _join_process_group(run: TrainingRun) -> loop.RankContext:
     """Join the process group that the environment describes, and return this process's place in it."""
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -75,7 +75,7 @@ FORMULAS: dict[
         SCRIPT_JOB.knobs, plan, deepspeed_config_path=None
     ),
     "DeepSpeed's file": lambda plan: render_deepspeed_config(plan, clip_norm=None),
-    "wrapped model": lambda plan: torch_engine._wrap(
+    "wrapped model": lambda plan: torch_engine._wrap_module(
         NOTHING, NOTHING, plan, NOTHING, NOTHING, None
     ),
 }

@@ -468,7 +468,7 @@ MOVING_BUGS: dict[str, tuple[Plant, str, int]] = {
 
 
 def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(line.WaitQueue, "_due", lambda *_: 0)
+    patch.setattr(line.WaitQueue, "_count_overdue", lambda *_: 0)
 
 
 RUSHING_BUGS: dict[str, tuple[Plant, str, int]] = {

@@ -146,7 +146,7 @@ def unet() -> StepRecorder:
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRecorder) -> None:
     (_, few), (_, many), (_, eight) = (
-        unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
+        unet._record_step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
     )
     extrapolated = extrapolate_ledgers(few, many, SAMPLES)[8]
     assert extrapolated.sizes == eight.sizes

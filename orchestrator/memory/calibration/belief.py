@@ -68,23 +68,24 @@ class ActivationFactorBelief:
 
 
 def believe_activation_factor(
-    burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]
+    out_of_memory: Sequence[Observation],
+    trained: Sequence[Observation],
+    others: Sequence[Observation],
 ) -> ActivationFactorBelief:
-    """Return the distribution of the activation factor of a job that ran out of memory in the
-    attempts `burst`.
+    """Return the distribution of the activation factor of a job that ran out of memory.
 
-    `trained` are observations of the job's attempts that trained, `others` those of other jobs in
-    its family.
+    `out_of_memory` are its observations that ran out, `trained` those that trained, and `others`
+    those of other jobs in its family.
     """
     bounds = [
         observed_activation_factor(observations.moments, observations.measured_bytes)
-        for observations in burst
+        for observations in out_of_memory
     ]
     least = max(bounds)
     logs = [math.log(factor / least) for factor in _activation_factors(others) if factor > least]
     clues = [
         (math.log(bound / least) - math.log(share), spread)
-        for bound, failure in zip(bounds, burst, strict=True)
+        for bound, failure in zip(bounds, out_of_memory, strict=True)
         for share, spread in _read_guard_clue(failure)
     ]
     clues += [
@@ -101,7 +102,7 @@ def believe_activation_factor(
             weight * math.prod(_student_density((x - centre) / spread) for centre, spread in clues)
         )
     total = sum(weights)
-    newest = burst[-1]
+    newest = out_of_memory[-1]
     beyond = math.log(bounds[-1] / least)
     return ActivationFactorBelief(
         least,

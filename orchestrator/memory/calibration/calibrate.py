@@ -131,11 +131,11 @@ class PredictionErrors:
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the log ratios, from their positive part; at least that of the
-        outcomes.
+        """Standard deviation of the log ratios (measured over predicted), computed from the
+        positive ones.
 
-        A symmetric distribution has half of its variance above its centre. Needing less than
-        predicted is no risk.
+        It is at least that of all outcomes. A symmetric distribution has half of its variance above
+        its centre. Needing less than predicted is no risk.
         """
         supposed = prior_spread(self.supposed)
         if not self.ratios:

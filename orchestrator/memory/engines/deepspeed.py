@@ -348,7 +348,7 @@ def _last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -
     )
 
 
-def _copied_elements(reduced: int, dp: int) -> int:
+def _copied_elements(reduced_elements: int, dp: int) -> int:
     """Return the elements that stage 2 copies for a reduction; 0 for a single rank, which has them
     in one tensor.
 
@@ -356,7 +356,7 @@ def _copied_elements(reduced: int, dp: int) -> int:
     single tensor back as it is: deepspeed/runtime/zero/stage_1_and_2.py,
     torch/csrc/utils/tensor_flatten.h.)
     """
-    return reduced if dp > 1 else 0
+    return reduced_elements if dp > 1 else 0
 
 
 def _list_reductions(

@@ -245,7 +245,7 @@ def list_pass_points(
                     done=done + position * segment.trained_parameters,
                     gradients=gradients,
                     fresh=min(gradients, segment.largest_gradient) if peak is None else peak.fresh,
-                    units_done=units + position * stage.gathered(segment),
+                    units_done=units + position * stage.count_gathered_parameters(segment),
                     ends_done=ends,
                     ahead=layers[layer - 1] if repeated and layer > 0 else None,
                     behind=layers[layer + 1] if repeated and layer + 1 < len(layers) else None,
@@ -261,7 +261,7 @@ def list_pass_points(
             ]
         done += segment.count * segment.trained_parameters
         if repeated:
-            units += segment.count * stage.gathered(segment)
+            units += segment.count * stage.count_gathered_parameters(segment)
             passed += segment.count
         else:
             ends += segment.trained_parameters

@@ -345,7 +345,9 @@ def _mixture_bytes(
             moments.append((compute * (of_rest + of_experts + rest), first))
             moments.append((compute * (of_rest + of_experts), second))
         here = max(moments, key=sum)
-    gradients = compute * (passage.ends_done + min(passage.gradients, rank.stage.made(segment)))
+    gradients = compute * (
+        passage.ends_done + min(passage.gradients, rank.stage.count_gradient_parameters(segment))
+    )
     return (
         ("gathered parameters", compute * gathered + here[0]),
         ("whole gradients", gradients + here[1]),
@@ -422,7 +424,7 @@ def _last_gathering_bytes(
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
-    unit = rank.profile.gathered(layer)
+    unit = rank.profile.count_gathered_parameters(layer)
     flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat_buffer_elements(plan, layer))
     gathered = (
         rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit

@@ -152,7 +152,9 @@ def with_experts(
 
 @frozen
 class _Routing:
-    """The tokens of a sample on one rank, and the copies of tokens that its experts receive."""
+    """Numbers of a sample's tokens on one rank, and of the token copies that its experts send and
+    receive.
+    """
 
     tokens: int
     experts: Experts

@@ -36,7 +36,7 @@ def make_observation(job: Job, attempt: Attempt, capacity_bytes: int | None) -> 
         return None
     burst = _worst_report(attempt)
     return replace(
-        _observation(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
+        _make_observation_of(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
         ran_out=ran_out_of_memory(attempt) or _outgrew_memory(job, attempt),
         probe=attempt.probe,
@@ -55,7 +55,7 @@ def make_running_observation(job: Job, attempt: Attempt) -> Observation | None:
     pace = attempt.pace
     if pace is None or not pace.peak_bytes:
         return None
-    return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
+    return _make_observation_of(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
 def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
@@ -65,13 +65,13 @@ def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
     pace = attempt.pace
     if pace is None:
         return None
-    observation = _observation(
+    observation = _make_observation_of(
         job, attempt, attempt.estimate.allocated_bytes, pace.step_s, pace.at_s
     )
     return None if observation.step_ratio is None else observation
 
 
-def _observation(
+def _make_observation_of(
     job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
 ) -> Observation:
     """Return an observation with the attempt's prediction and these measurements."""

@@ -570,7 +570,7 @@ def _guess_duration(
         slowest_s = step_s
     predicted_s = None if left is None else left * step_s
     device = group.hardware.device.name
-    return history.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
+    return history.predict_duration(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
 def needed_free_bytes(

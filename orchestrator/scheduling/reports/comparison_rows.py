@@ -316,9 +316,9 @@ def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
     prices = [row.money for row in group if row.money is not None]
     return replace(
         next((row for row in group if not is_finished(row)), group[0]),
-        samples_per_s=_mean(row.samples_per_s for row in finished),
-        tokens_per_s=_mean(row.tokens_per_s for row in finished),
-        mfu=_mean(row.mfu for row in finished),
+        samples_per_s=_mean_of_known(row.samples_per_s for row in finished),
+        tokens_per_s=_mean_of_known(row.tokens_per_s for row in finished),
+        mfu=_mean_of_known(row.mfu for row in finished),
         loss=mean(losses) if losses else None,
         job_id=group[0].job_id,
         step_s=geometric_mean(steps_s) if steps_s else None,
@@ -340,7 +340,7 @@ def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value]
     return geometric_mean(numbers) if numbers else None
 

@@ -88,7 +88,7 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
     with margin.
     """
     group = find_node_group(state, job.last.device if job.last else None)
-    if group is None or not (candidates := _frontier(state, job, group)):
+    if group is None or not (candidates := _list_job_plans(state, job, group)):
         return None
     device = group.hardware.device
     calibrated = calibration_for(state, job, device.name)
@@ -110,14 +110,16 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
             Point(
                 step_s=candidate.step_s,
                 needed_bytes=needed,
-                mark=_mark(job, candidate, calibrated, device.memory),
+                mark=_choose_mark(job, candidate, calibrated, device.memory),
                 label=",".join(tried.get(candidate.plan, ())),
             )
         )
     return Picture(device=device.name, capacity_bytes=device.memory, points=tuple(points))
 
 
-def _mark(job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int) -> Mark:
+def _choose_mark(
+    job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int
+) -> Mark:
     if candidate.plan in job.refuted:
         return Mark.REFUTED
     if job.last is not None and candidate.plan == job.last.plan:
@@ -272,7 +274,7 @@ def _describe_learning(state: State, attempt: Attempt, observation: Observation)
         )
         text += f": at least x{now.belief.least:.2f}{seen_of_pass}, below x{now.belief.quantile(0.9):.2f} with 90 %"
     margins = [
-        _percent(calibrated.errors_of_engine(engine, attempt.estimate.source).margin)
+        _format_percent(calibrated.errors_of_engine(engine, attempt.estimate.source).margin)
         for calibrated in (was, now)
     ]
     if margins[0] != margins[1]:
@@ -290,7 +292,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     changed = ", ".join(str(change) for change in following.change)
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _frontier(state, job, find_node_group(state, following.device))
+    candidates = _list_job_plans(state, job, find_node_group(state, following.device))
     here = [
         attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
     ]
@@ -351,7 +353,7 @@ def _describe_rejection(
     return "too big with what was learned"
 
 
-def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
+def _list_job_plans(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
     if group is None:
         return ()
     try:
@@ -362,5 +364,5 @@ def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidat
         return ()
 
 
-def _percent(margin: float) -> str:
+def _format_percent(margin: float) -> str:
     return f"{100 * (margin - 1):.1f} %"

@@ -84,7 +84,7 @@ class SignIn:
             claims = self._provider.claims(
                 _back(request), query["code"], begun["nonce"], begun["verifier"]
             )
-            user = self._provider.spec.user(claims)
+            user = self._provider.spec.user_name(claims)
             role = self._role(user, claims)
         except SignInError as error:
             self._gate.is_guessing(request)
@@ -121,7 +121,7 @@ class SignIn:
         return begun
 
     def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
-        role_by_claims = self._provider.spec.role(claims)
+        role_by_claims = self._provider.spec.highest_role(claims)
         role_by_account = next(
             (account.role for account in self._accounts.users() if account.name == user), None
         )

@@ -24,7 +24,7 @@ class GpuRange(SpecModel):
     max: int = Field(default=1, ge=1, le=DEVICES_MAX)
 
     @model_validator(mode="after")
-    def _ordered(self) -> GpuRange:
+    def _check_order(self) -> GpuRange:
         if self.max < self.min:
             raise ValueError(f"gpus.max={self.max} is below gpus.min={self.min}")
         return self

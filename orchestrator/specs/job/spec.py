@@ -212,7 +212,7 @@ class JobSpec(SpecModel):
         return {**raw, "command": replace_interpreter(argv, raw["python"])} if argv else raw
 
     @model_validator(mode="after")
-    def _check(self) -> JobSpec:
+    def _check_job(self) -> JobSpec:
         """Raise ValueError or SpecError at the first contradiction between keys of the job."""
         self._check_model()
         self._check_data()

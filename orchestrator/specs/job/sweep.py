@@ -135,7 +135,7 @@ class Sweep(SpecModel):
     seed: int = Field(default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Sweep:
+    def _check_consistency(self) -> Sweep:
         for name, parameter in self.parameters:
             if name == INDEX or not name.isidentifier():
                 raise ValueError(
@@ -159,7 +159,7 @@ class Sweep(SpecModel):
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
-    def combination(self, number: int) -> dict[str, Value]:
+    def grid_parameters(self, number: int) -> dict[str, Value]:
         """Return {parameter: value} of the grid's trial `number`, counted from 0; the last
         parameter varies fastest.
         """

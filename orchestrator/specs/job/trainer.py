@@ -33,7 +33,7 @@ YES_OR_NO = (
 )  # settings that a bare switch can say
 
 
-def _word(value: object) -> object:
+def _command_word(value: object) -> object:
     """Return `true` and `4` as text for a command line; null stays."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -42,7 +42,7 @@ def _word(value: object) -> object:
 
 def _parse_values(values: object) -> object:
     return (
-        tuple((_word(name), _word(word)) for name, word in values.items())
+        tuple((_command_word(name), _command_word(word)) for name, word in values.items())
         if isinstance(values, dict)
         else values
     )

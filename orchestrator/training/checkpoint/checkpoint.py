@@ -92,7 +92,7 @@ def load_state(folder: Path, state: State) -> None:
         if name in stored or not name.startswith(loss_scale.STATE)
     }
     for name, value in wanted.items():
-        _check(folder, name, tuple(value.size()), stored.get(name))
+        _check_stored_shape(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
     wanted |= {name: value.make_fp32_buffers() for name, value in narrow.items()}
     with _own_out_of_memory():
@@ -102,7 +102,7 @@ def load_state(folder: Path, state: State) -> None:
             value.fill_from_fp32(wanted[name])
 
 
-def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
+def _check_stored_shape(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
     """Raise SpecError unless the checkpoint has a tensor of this shape."""
     hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
     if not isinstance(stored, TensorStorageMetadata):

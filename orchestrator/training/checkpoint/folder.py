@@ -111,7 +111,7 @@ def find_damage(
     try:
         files = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
-        return [f"{MANIFEST}: {_reason(error)}"]
+        return [f"{MANIFEST}: {_error_text(error)}"]
     mine = sorted(files)[part::parts]
     return [
         problem
@@ -126,7 +126,7 @@ def read_manifest(checkpoint: Path) -> dict[str, WrittenFile]:
     Raises OSError or ValueError if the manifest is damaged.
     """
     crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
-    if crc != _hexadecimal(zlib.crc32(text.encode())):
+    if crc != _format_checksum(zlib.crc32(text.encode())):
         raise ValueError("its content is not what was written")
     try:
         files = {name: WrittenFile(**written) for name, written in json.loads(text).items()}
@@ -145,7 +145,7 @@ def write_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
     }
     text = json.dumps(entries, indent=1, sort_keys=True)
     with (folder / MANIFEST).open("w") as manifest:
-        manifest.write(f"{_hexadecimal(zlib.crc32(text.encode()))}\n{text}")
+        manifest.write(f"{_format_checksum(zlib.crc32(text.encode()))}\n{text}")
         manifest.flush()
         os.fsync(manifest.fileno())
     _sync_folder(folder)
@@ -153,7 +153,7 @@ def write_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
 
 def make_manifest_entry(size_bytes: int, crc: int) -> WrittenFile:
     """Return the manifest entry of a file with this size and zlib.crc32."""
-    return WrittenFile(size_bytes=size_bytes, crc32=_hexadecimal(crc))
+    return WrittenFile(size_bytes=size_bytes, crc32=_format_checksum(crc))
 
 
 def has_newer_attempt(epoch_file: Path, epoch: int) -> bool:
@@ -171,7 +171,7 @@ def publish_checkpoint(checkpoints: Path, epoch: int, step: int, keep: int) -> N
     if (
         target.exists()
     ):  # an earlier attempt, resumed from an older checkpoint, wrote the same content
-        _remove(target)
+        _remove_checkpoint(target)
     unfinished_checkpoint_path(checkpoints, epoch, step).rename(target)
     _sync_folder(checkpoints)
     wrong = find_damage(target, read_files=False)
@@ -180,7 +180,7 @@ def publish_checkpoint(checkpoints: Path, epoch: int, step: int, keep: int) -> N
     newest = list_complete(checkpoints)[-keep:]
     for old in list_published(checkpoints):
         if step_of_checkpoint(old) < step_of_checkpoint(newest[0]):
-            _remove(old)
+            _remove_checkpoint(old)
 
 
 def quarantine_checkpoint(checkpoint: Path) -> Path:
@@ -211,7 +211,7 @@ def _match_folders(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path
     return [path for path in checkpoints.iterdir() if pattern.fullmatch(path.name)]
 
 
-def _remove(checkpoint: Path) -> None:
+def _remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, renamed first, so that a partly removed one never looks complete."""
     going = checkpoint.with_name(f".removing-{checkpoint.name}")
     shutil.rmtree(going, ignore_errors=True)
@@ -227,7 +227,7 @@ def _find_file_damage(path: Path, expected: WrittenFile, read: bool) -> list[str
         if read and _crc32(path) != expected.crc32:
             return [f"{path.name}: its content is not what was written (CRC-32)"]
     except (OSError, ValueError) as error:  # ValueError: no name that a file can have
-        return [f"{path.name}: {_reason(error)}"]
+        return [f"{path.name}: {_error_text(error)}"]
     return []
 
 
@@ -237,16 +237,16 @@ def _crc32(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(memoryview(buffer)[:count], crc)
-    return _hexadecimal(crc)
+    return _format_checksum(crc)
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "it is missing"
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _hexadecimal(crc: int) -> str:
+def _format_checksum(crc: int) -> str:
     return f"{crc:08x}"
 
 

@@ -34,7 +34,7 @@ class HostCopy:
         with torch.no_grad(), host_memory():
             values = {name: make_chunks(value) for name, value in state.items()}
             local = [
-                (name, offset, _bytes(value, offset))
+                (name, offset, _bytes_of_part(value, offset))
                 for name, value in values.items()
                 for offset in value.parts
             ]
@@ -69,7 +69,7 @@ class HostCopy:
     def release(self) -> None:
         """Drop the memory; it is freed once no other reference holds it."""
         if self._pinned is not None:
-            _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
+            _check_cuda_result(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._pinned = None
         self._buffers = {}
         self.state = {}
@@ -83,7 +83,7 @@ class HostCopy:
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
         sizes = [
-            -(-_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            -(-_bytes_of_part(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             for _, start, value in parts
         ]
         memory = mmap.mmap(
@@ -91,7 +91,7 @@ class HostCopy:
         )
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
-            _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
+            _check_cuda_result(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
         buffers = {}
         offset = 0
@@ -111,7 +111,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check(result: Any) -> None:
+def _check_cuda_result(result: Any) -> None:
     if int(result):
         raise RuntimeError(
             f"host memory for checkpoints cannot be pinned: CUDA error {int(result)}"
@@ -138,7 +138,7 @@ def divide_parts(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
     return shared
 
 
-def _bytes(value: Chunks, offset: Shape) -> int:
+def _bytes_of_part(value: Chunks, offset: Shape) -> int:
     part = value.parts[offset]
     return part.numel() * value.dtype_of(part).itemsize
 

@@ -89,10 +89,10 @@ def load_dataset(run: TrainingRun, *, vocabulary: int, padding: int | None) -> D
         return _token_files(run, length, vocabulary)
     source = find_tokenizer_source(run)
     if source is None:
-        return _bytes(data, length, vocabulary)
+        return _load_byte_dataset(data, length, vocabulary)
     folder = Path(run.job_folder) / "data"
     _write_once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
-    _check(folder, vocabulary)
+    _check_vocabulary(folder, vocabulary)
     tokens = _map_file(folder / "tokens.bin", np.int32)
     dataset: Dataset
     if padding is not None:
@@ -118,7 +118,7 @@ def find_tokenizer_source(run: TrainingRun) -> str | None:
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
 
-def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
+def _load_byte_dataset(data: DataSpec, length: int, vocabulary: int) -> Dataset:
     if data.chat:
         raise SpecError(
             "a conversation needs a tokenizer",
@@ -142,7 +142,7 @@ def _token_files(run: TrainingRun, length: int, vocabulary: int) -> Dataset:
         folder,
         lambda into: _write_about(into, max(map(_largest_token, streams)), sum(map(len, streams))),
     )
-    _check(folder, vocabulary)
+    _check_vocabulary(folder, vocabulary)
     return _check_not_empty(TokenStreams(streams, length), run.data)
 
 
@@ -192,7 +192,7 @@ def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
         temporary.rename(folder)
 
 
-def _check(folder: Path, vocabulary: int) -> None:
+def _check_vocabulary(folder: Path, vocabulary: int) -> None:
     largest = json.loads((folder / "about.json").read_text())["largest"]
     if largest >= vocabulary:
         raise SpecError(
@@ -213,7 +213,7 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
     largest = count = 0
     with (into / "tokens.bin").open("wb") as tokens, (into / "learnt.bin").open("wb") as learnt:
         bounds = []
-        for ids, marks in _documents(data, tokenizer, as_pairs=as_pairs):
+        for ids, marks in _list_document_tokens(data, tokenizer, as_pairs=as_pairs):
             np.asarray(ids, np.int32).tofile(tokens)
             np.asarray(marks, np.uint8).tofile(learnt)
             if ids:
@@ -225,7 +225,9 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
     _write_about(into, largest, count)
 
 
-def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[chat.Marked]:
+def _list_document_tokens(
+    data: DataSpec, tokenizer: Any, *, as_pairs: bool
+) -> Iterator[chat.Marked]:
     """Yield each document's tokens in stored order, with label marks for chat.
 
     For encoder-decoders, inputs and targets alternate.

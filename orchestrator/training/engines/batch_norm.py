@@ -115,22 +115,27 @@ class RunningStatistics:
         self._layers = [layer for layer in layers if layer.running_mean is not None]
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        before = self._statistics()
-        counted = self._counted()
+        before = self._list_running_statistics()
+        counted = self._list_batch_counts()
         result = self._engine.step(step, micro_batches, tokens)
-        self._combine(before, counted)
+        self._combine_over_ranks(before, counted)
         return result
 
     def state(self) -> State:
         return self._engine.state()
 
-    def _combine(self, before: list[Tensor], counted: list[int]) -> None:
+    def _combine_over_ranks(self, before: list[Tensor], counted: list[int]) -> None:
         ranks = dist.get_world_size()
         rank = dist.get_rank()
         added = []
         faded = []
         for layer, old, new, count, now in zip(
-            self._layers, before, self._statistics(), counted, self._counted(), strict=True
+            self._layers,
+            before,
+            self._list_running_statistics(),
+            counted,
+            self._list_batch_counts(),
+            strict=True,
         ):
             assert layer.momentum is not None
             assert layer.num_batches_tracked is not None
@@ -148,14 +153,14 @@ class RunningStatistics:
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
             layer.running_var.copy_(variance)  # type: ignore[union-attr]
 
-    def _statistics(self) -> list[Tensor]:
+    def _list_running_statistics(self) -> list[Tensor]:
         """Return the running means, then the running variances, of every layer."""
         return [
             torch.cat((layer.running_mean, layer.running_var)).float()  # type: ignore[arg-type]
             for layer in self._layers
         ]
 
-    def _counted(self) -> list[int]:
+    def _list_batch_counts(self) -> list[int]:
         return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]
 
 

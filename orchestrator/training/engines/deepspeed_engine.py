@@ -89,9 +89,9 @@ class DeepSpeedEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_parameters(recipe.module, training.freeze, step)
         _join_deepspeed(device)
-        config = make_deepspeed_settings(plan, training, device, self._nvme(run))
+        config = make_deepspeed_settings(plan, training, device, self._file_offload_settings(run))
         exact = self._exact_weights() if self._keeps_copies and not resume_from else None
-        self._materialise(config, resume_from)
+        self._make_parameters(config, resume_from)
         if resume_from:  # before DeepSpeed copies the weights into its masters
             self._load(resume_from, self._computed_with())
         self._updates = OptimizerUpdates(
@@ -99,10 +99,10 @@ class DeepSpeedEngine:
         )
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
-        self._engine = self._initialise(config)
+        self._engine = self._initialise_deepspeed(config)
         release_with(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
-        self._start(resume_from, exact)
+        self._initialise_states(resume_from, exact)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         plan = self._plan
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
             loss += loss_sum.detach().double()
             del loss_sum
             if plan.zero_stage is ZeroStage.NONE and engine.is_gradient_accumulation_boundary():
-                norm = self._clip()
+                norm = self._clip_gradients()
             engine.step()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(engine.get_global_grad_norm())
@@ -139,7 +139,7 @@ class DeepSpeedEngine:
     def state(self) -> State:
         return checkpoint.with_recipe_prefix(self._recipe.name, self._state(self._in_files()))
 
-    def _start(
+    def _initialise_states(
         self, resume_from: checkpoint.SavedCheckpoint | None, exact: Callable[[str], Tensor] | None
     ) -> None:
         """Initialise masters, moments and counters."""
@@ -191,13 +191,13 @@ class DeepSpeedEngine:
         )
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
 
-    def _clip(self) -> float:
+    def _clip_gradients(self) -> float:
         """Clip the gradients of the parameters at stage 0, and return their norm before clipping."""
         norm = gradient_norm(self._trained.values()).item()
         scale_gradients(self._trained.values(), clipping_factor(norm, self._training.clip_norm))
         return norm
 
-    def _initialise(self, config: JsonObject) -> Any:
+    def _initialise_deepspeed(self, config: JsonObject) -> Any:
         """Return DeepSpeed's engine; in low precision, inputs are cast as FSDP2 does, and buffers
         stay.
         """
@@ -235,7 +235,7 @@ class DeepSpeedEngine:
         """Yield the rank's pieces of the masters of all trained parameters, from stage 1 on."""
         return list_pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
-    def _materialise(
+    def _make_parameters(
         self, config: JsonObject, resume_from: checkpoint.SavedCheckpoint | None
     ) -> None:
         """Allocate and initialise the parameters; at stage 3 layer by layer, each partitioned
@@ -274,9 +274,9 @@ class DeepSpeedEngine:
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.collect_model_state(self._module, self._changing)
         buffers = checkpoint.collect_model_state(self._module, frozenset())
-        return buffers if self._weights_swapped else buffers | self._runs(self._changing)
+        return buffers if self._weights_swapped else buffers | self._own_runs(self._changing)
 
-    def _runs(self, names: Iterable[str]) -> dict[str, Any]:
+    def _own_runs(self, names: Iterable[str]) -> dict[str, Any]:
         """Return {`model.<name>`: this rank's run of elements} of parameters that stage 3 has
         partitioned.
         """
@@ -328,7 +328,7 @@ class DeepSpeedEngine:
             }
         names = self._changing - set(self._trained)
         if self._plan.zero_stage is ZeroStage.PARAMETERS:
-            return self._runs(names)
+            return self._own_runs(names)
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
@@ -356,7 +356,7 @@ class DeepSpeedEngine:
                     Fragment(piece.view_in(values[moment]), piece.start, shape),
                 )
 
-    def _nvme(self, run: TrainingRun) -> JsonObject | None:
+    def _file_offload_settings(self, run: TrainingRun) -> JsonObject | None:
         """Return the configuration's part for offload to files; None without such offload."""
         if not self._is_swapped:
             return None

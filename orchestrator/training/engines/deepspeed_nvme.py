@@ -124,7 +124,7 @@ def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
     copies: Swapped = {}
     for flat in _swapped_in(zero, write=False):
         copies[id(flat)] = {
-            name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()
+            name: tensor.clone() for name, tensor in _tensors_of_master(zero, flat, names).items()
         }
     return copies
 
@@ -132,11 +132,11 @@ def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
 def write_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
     """Write the copies from `copy_swapped` back to the files."""
     for flat in _swapped_in(zero, write=True):
-        for name, tensor in _tensors(zero, flat, names).items():
+        for name, tensor in _tensors_of_master(zero, flat, names).items():
             tensor.copy_(values[id(flat)][name])
 
 
-def _tensors(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
+def _tensors_of_master(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
     return {MASTER: flat.detach()} | {name: zero.optimizer.state[flat][name] for name in names}
 
 
@@ -165,7 +165,7 @@ def _missing_tools() -> str | None:
     """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
+    if shutil.which("ninja", path=_path_with_environment()) is None or shutil.which("c++") is None:
         return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
     if (
         torch.version.cuda and cpp_extension.CUDA_HOME is None
@@ -176,17 +176,17 @@ def _missing_tools() -> str | None:
     return None
 
 
-def _path() -> str:
+def _path_with_environment() -> str:
     """Return PATH with this environment's `bin`, which has ninja even if the environment is not
     activated.
     """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _compile() -> int:
+def _compile_async_io() -> int:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    os.environ["PATH"] = _path()
+    os.environ["PATH"] = _path_with_environment()
     problem = _missing_tools()
     if problem:
         print(problem, file=sys.stderr)
@@ -197,4 +197,4 @@ def _compile() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_compile())
+    sys.exit(_compile_async_io())

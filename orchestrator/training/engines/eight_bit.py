@@ -44,11 +44,11 @@ def make_optimizer_state(tensor: Tensor) -> dict[str, Any]:
     """
     moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
     return {"step": torch.tensor(0.0)} | {
-        name: _zeros(tensor, is_signed) for name, is_signed in moments.items()
+        name: _make_zero_moment(tensor, is_signed) for name, is_signed in moments.items()
     }
 
 
-def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
+def _make_zero_moment(tensor: Tensor, is_signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     local = local_part_of(tensor)

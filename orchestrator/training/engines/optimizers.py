@@ -104,7 +104,7 @@ class OptimizerUpdates:
         } | {STEPS: self.steps}
 
     def set_steps(self) -> None:
-        """Copy `steps` to the optimizer after loading."""
+        """Set the optimizer's own step counters to `steps`, after a checkpoint was loaded."""
         for thaw, group in zip(self.groups, self._updated, strict=True):
             done = float(self.steps[self._thaws.index(thaw)])
             for state in (self.optimizer.state[tensor] for tensor in group):

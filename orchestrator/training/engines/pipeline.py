@@ -66,7 +66,7 @@ def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
             hint="a factory may return a Recipe with `stages`",
         )
     ranges = list_stage_ranges(len(recipe.layers), plan)
-    names, shared = _names(recipe, ranges)
+    names, shared = _map_shared_names(recipe, ranges)
     stage_indices = range(rank, count, plan.layout.pp)
     first = recipe.stages.first
     last = recipe.stages.last
@@ -84,7 +84,7 @@ def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
     _replace_by_placeholders(recipe.module, left_out, first + last)
-    _empty(parts, set(recipe.module.parameters()))
+    _drop_tensors(parts, set(recipe.module.parameters()))
     stages = []
     for stage in stage_indices:
         module = recipe.module
@@ -171,7 +171,12 @@ class Pipeline:
         kind = _Stage if len(roots) == 1 else _InterleavedStage
         stages = [
             kind(
-                self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group
+                self._seed_micro_batch,
+                root,
+                self._rank + turn * self._ranks,
+                count,
+                device,
+                group=self._group,
             )
             for turn, root in enumerate(roots)
         ]
@@ -237,7 +242,7 @@ class Pipeline:
                 work.wait()
             local += others
 
-    def _seed(self, turn: int) -> None:
+    def _seed_micro_batch(self, turn: int) -> None:
         step, first = self._place
         self._randomness.begin(step, first + turn)
 
@@ -264,7 +269,7 @@ class _Stage(PipelineStage):
         self._seed(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         # `fwd_cache` keeps the input for the backward pass
-        self._place(self.args_recv_info[fwd_chunk_id], "meta")
+        self._allocate_buffers(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(
@@ -275,16 +280,18 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._place(self.grad_recv_info[bwd_chunk_id], "meta")
+        self._allocate_buffers(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._place(self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward)
+        self._allocate_buffers(
+            self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward
+        )
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._place(self.grad_recv_info[bwd_chunk_id], self.device)
+        self._allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -310,11 +317,11 @@ class _Stage(PipelineStage):
 
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
-        self._place(infos[0], "meta")
+        self._allocate_buffers(infos[0], "meta")
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
 
-    def _place(
+    def _allocate_buffers(
         self, infos: Iterable[Any], device: torch.device | str, *, trained: bool = False
     ) -> None:
         """Allocate the buffers anew on a device; on "meta" they have no memory."""
@@ -378,7 +385,9 @@ def _layer_names(recipe: Recipe) -> list[str]:
     return [names[layer] for layer in recipe.layers]
 
 
-def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _map_shared_names(
+    recipe: Recipe, ranges: Sequence[range]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return ({name: first name of the same parameter}, names of parameters that both end stages
     share).
 
@@ -429,7 +438,7 @@ def _replace_by_placeholders(module: nn.Module, names: Iterable[str], ends: Sequ
         module.get_submodule(around)._modules[key] = None if name in ends else _SkippedLayer()
 
 
-def _empty(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
+def _drop_tensors(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
     """Drop the tensors of `parts` except those in `excepted`, since the recipe still references the
     modules.
     """

@@ -63,7 +63,7 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     norms = list_batch_norms(layer)
     if norms:
-        settings["context_fn"] = functools.partial(_contexts, mode, norms)
+        settings["context_fn"] = functools.partial(_make_contexts, mode, norms)
     elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
         settings["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, _keep_costly_results
@@ -113,16 +113,16 @@ class _OnHost:
         return on_device.copy_(self._copy, non_blocking=True)
 
 
-def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
+def _make_contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
     """Return (context of the forward pass, context of its recomputation)."""
     if mode is ActivationCheckpointing.SELECTIVE:
         forward, again = create_selective_checkpoint_contexts(_keep_costly_results)  # type: ignore[no-untyped-call]
-        return forward, _again(again, norms)
-    return contextlib.nullcontext(), _again(contextlib.nullcontext(), norms)
+        return forward, _recomputing(again, norms)
+    return contextlib.nullcontext(), _recomputing(contextlib.nullcontext(), norms)
 
 
 @contextlib.contextmanager
-def _again(
+def _recomputing(
     selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]
 ) -> Iterator[None]:
     with keeping_running_statistics(norms), selective:

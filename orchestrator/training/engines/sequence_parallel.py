@@ -38,7 +38,7 @@ class TokenSplit:
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
         """Return this rank's tokens [1, N, D] of the sum over the ranks (a reduce-scatter)."""
-        return exchange_with_gradient(x_BTD, self._summed, self._whole)
+        return exchange_with_gradient(x_BTD, self._reduce_scatter_sum, self._whole)
 
     def make_stand_in(self, x_1ND: Tensor) -> Tensor:
         """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions
@@ -55,7 +55,7 @@ class TokenSplit:
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
-        x_BTD: Any = exchange_with_gradient(x_1ND, self._whole, self._summed)
+        x_BTD: Any = exchange_with_gradient(x_1ND, self._whole, self._reduce_scatter_sum)
         x_BTD.own = x_1ND.detach()
         x_BTD.gathered = GatheredInput(self)
         return x_BTD
@@ -74,7 +74,7 @@ class TokenSplit:
             work.wait()
         return x_RD[: self._samples * self._length].view(self._samples, self._length, -1)
 
-    def _summed(self, x_BTD: Tensor) -> Tensor:
+    def _reduce_scatter_sum(self, x_BTD: Tensor) -> Tensor:
         return _reduce_scatter(x_BTD.flatten(0, 1), self.group).unsqueeze(0)
 
 
@@ -88,17 +88,17 @@ class GatheredInput:
         self._readers = 0
         self._coming: tuple[Tensor, dist.Work | None] | None = None
 
-    def read(self) -> None:
-        """Count a product that needs the input in its backward pass."""
+    def add_reader(self) -> None:
+        """Count one more product that needs the gathered input in its backward pass."""
         self._readers += 1
 
-    def begin(self, x_1ND: Tensor) -> None:
-        """Start gathering the input, unless another product already has."""
+    def begin_gathering(self, x_1ND: Tensor) -> None:
+        """Start gathering the input again, unless another product already has."""
         if self._coming is None:
             self._coming = self.tokens.begin_whole(x_1ND)
 
-    def end(self) -> Tensor:
-        """Return the input [B, T, D]; the last product's call frees it."""
+    def finish_gathering(self) -> Tensor:
+        """Return the gathered input [B, T, D]; the call of the last product frees it."""
         assert self._coming is not None
         x_BTD = self.tokens.finish_whole(*self._coming)
         self._readers -= 1
@@ -156,7 +156,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.save_for_backward(x_1ND, weight_FD)
         ctx.gathered = gathered
         if ctx.needs_input_grad[2]:
-            gathered.read()
+            gathered.add_reader()
         return _product(x_BTD, weight_FD, bias_F)
 
     @staticmethod

@@ -186,7 +186,10 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
 
 
 def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, str]) -> None:
-    """Raise SpecError if a module cannot compute for tokens that were gathered: its gradients must be partial sums."""
+    """Raise SpecError if a module's parameter gradients would be wrong on gathered tokens.
+
+    There every rank has all tokens, and the ranks' gradients must be partial sums.
+    """
     is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
     if paths and not is_cut and word != "headwise":
         raise SpecError(
@@ -380,17 +383,17 @@ def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the all-reduced `x`; in backward, the gradient unchanged (g of arXiv:1909.08053,
     section 3).
     """
-    return exchange_with_gradient(x, functools.partial(all_reduce_sum, group=group), _same)
+    return exchange_with_gradient(x, functools.partial(all_reduce_sum, group=group), _identity)
 
 
 def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x` unchanged; in backward, the all-reduced gradient (f of the same section)."""
     return (
-        exchange_with_gradient(x, _same, functools.partial(all_reduce_sum, group=group))
+        exchange_with_gradient(x, _identity, functools.partial(all_reduce_sum, group=group))
         if x.requires_grad
         else x
     )
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)

@@ -157,7 +157,9 @@ class TorchEngine:
             length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
             self._cut = cut = shard_recipe(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
-            self._model = _wrap(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
+            self._model = _wrap_module(
+                recipe, recipe.module, plan, mesh, self._device, cut, self._experts
+            )
             if cut:
                 cut.spread(recipe.layers)
             return
@@ -171,7 +173,7 @@ class TorchEngine:
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
             tokens = cut.tokens if cut and rank + turn > 1 else None
             root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
-            roots.append(_wrap(stage, root, plan, mesh, self._device, cut))
+            roots.append(_wrap_module(stage, root, plan, mesh, self._device, cut))
             if cut:
                 cut.spread(stage.layers)
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
@@ -197,7 +199,7 @@ class TorchEngine:
                 self._randomness.begin(step, first + turn)
                 with self._sync_on_last(is_last=turn == turns - 1):
                     loss += self._forward_backward(batch, scale)
-        norm = self._update(factor)
+        norm = self._clip_and_update(factor)
         counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks have the same loss
         return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
@@ -223,7 +225,7 @@ class TorchEngine:
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach().double()
 
-    def _update(self, factor: float) -> float:
+    def _clip_and_update(self, factor: float) -> float:
         """Clip the gradients and update; return their norm without `factor`. An overflowed fp16
         step is skipped.
         """
@@ -389,7 +391,7 @@ def _redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def _wrap(
+def _wrap_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -404,9 +406,9 @@ def _wrap(
     mechanics = plan.mechanics
     match mechanics:
         case Fsdp2():
-            return _shard(recipe, root, plan, mechanics, mesh, device, cut, experts)
+            return _shard_module(recipe, root, plan, mechanics, mesh, device, cut, experts)
         case Replicated():
-            return _replicate(recipe, root, plan, mesh, device, cut)
+            return _replicate_module(recipe, root, plan, mesh, device, cut)
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
@@ -429,7 +431,7 @@ def _make_parameters(
         cut.finish(part)
 
 
-def _replicate(
+def _replicate_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -456,7 +458,7 @@ def _replicate(
         )
 
 
-def _shard(
+def _shard_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,

@@ -77,7 +77,7 @@ def main() -> None:
         request = _serve_requests(listener)
     if request is None:
         os._exit(0)
-    _run(request)
+    _run_guard(request)
 
 
 class ImportedModules:
@@ -165,7 +165,7 @@ def _serve_requests(listener: socket.socket) -> Request | None:
         is_stale = imports.is_stale()
         doubt = "installed files changed" if is_stale else imports.find_doubt()
         if doubt:
-            _answer(connection, {"why": doubt})
+            _send_answer(connection, {"why": doubt})
         elif not os.fork():
             listener.close()
             _fork_and_hold(request, imports)
@@ -204,7 +204,7 @@ def _fork_and_hold(request: Request, imports: ImportedModules) -> None:
     ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended is not None:
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        _answer(connection, {"code": code})
+        _send_answer(connection, {"code": code})
         connection.recv(1)  # the launcher hangs up
     os._exit(0)  # a rank that lives ends by its PR_SET_PDEATHSIG
 
@@ -214,9 +214,9 @@ def _become_rank(request: Request, imports: ImportedModules, holder: int) -> Non
     try:
         _take_over_request(request, imports, holder)
     except Exception as error:  # nothing of the program has run
-        _answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
+        _send_answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
         os._exit(1)
-    _answer(request.connection, {"pid": os.getpid()})
+    _send_answer(request.connection, {"pid": os.getpid()})
     if not request.connection.recv(16):
         os._exit(1)
     request.connection.close()
@@ -276,7 +276,7 @@ def _reseed() -> None:
     modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
 
 
-def _run(request: Request) -> None:
+def _run_guard(request: Request) -> None:
     """Run the guard with the rank's program, as `python guard.py GUARD_JSON -- ...` does."""
     sys.orig_argv = list(request.argv)
     sys.argv = request.argv[1:]
@@ -285,7 +285,7 @@ def _run(request: Request) -> None:
     sys.modules["_orchestrator_guard"].main(request.argv[2:])
 
 
-def _answer(connection: socket.socket, message: JsonObject) -> None:
+def _send_answer(connection: socket.socket, message: JsonObject) -> None:
     with contextlib.suppress(OSError):  # the launcher went away
         connection.send(json.dumps(message).encode())
 

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     if inherited:
         reporter.wrap(rank)
     else:
-        _call_when_imported("torch", functools.partial(_attach, reporter))
+        _call_when_imported("torch", functools.partial(_install_monitor, reporter))
     if settings.virtual_capacity_bytes is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
         with contextlib.suppress(
@@ -141,13 +141,13 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
     settings = GuardSettings(**json.loads(Path(settings_path).read_text()))
     monitor = Monitor(settings, None)
     reporter = FailureReporter(monitor, AttemptFolder(settings.attempt_folder))
-    _attach(reporter, torch)
+    _install_monitor(reporter, torch)
     reporter.watch_exit()
     reporter.watch_signals()
     _inherited.append(reporter)
 
 
-def _attach(reporter: FailureReporter, torch: Any) -> None:
+def _install_monitor(reporter: FailureReporter, torch: Any) -> None:
     """Install the monitor, the hooks for children, and the virtual device or the out-of-memory
     hook.
     """

@@ -137,7 +137,7 @@ class Monitor:
                 handle.remove()
                 if self.phase == "startup":
                     self._passes.begin_forward()
-                    self._enter("forward")
+                    self._enter_phase("forward")
 
         handle = importlib.import_module(
             "torch.nn.modules.module"
@@ -162,11 +162,11 @@ class Monitor:
             if self.steps_done < PROBE_STEPS:
                 self._forward_bytes = max(self._forward_bytes, self.live_bytes())
             self._passes.begin_backward()
-            self._enter("backward")
+            self._enter_phase("backward")
             result = backward(*args, **kwargs)
             self._backwards += 1
             self._passes.end_backward()
-            self._enter("forward")
+            self._enter_phase("forward")
             return result
 
         return watched
@@ -333,7 +333,7 @@ class Monitor:
         self._group_size = 0
         self._durations.clear()
 
-    def _enter(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         self.phase = phase
         if self.device is not None:
             self.device.rejoin()
@@ -356,7 +356,7 @@ class Monitor:
             raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
         if self.phase != "backward":
-            self._enter("optimizer")
+            self._enter_phase("optimizer")
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -365,11 +365,11 @@ class Monitor:
         if not self._loop_reports:
             if not self._cycle or id(optimizer) in self._cycle:
                 self._cycle.clear()
-                self._complete(self.step + 1)
+                self._complete_step(self.step + 1)
             self._cycle.add(id(optimizer))
         if self.phase != "backward":
             self._passes.begin_forward()
-            self._enter("forward")
+            self._enter_phase("forward")
 
     def _on_reported_step(self, step: int, loss: float | None) -> None:
         if not self._loop_reports:
@@ -378,9 +378,9 @@ class Monitor:
             self._last_step_s = None
             self._durations.clear()
         self._loss = loss
-        self._complete(step)
+        self._complete_step(step)
 
-    def _complete(self, step: int) -> None:
+    def _complete_step(self, step: int) -> None:
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._durations.append(now_s - self._last_step_s)

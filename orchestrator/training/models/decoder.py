@@ -40,8 +40,8 @@ class Attention(nn.Module):
         q_BNTH = self.q_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         k_BKTH = self.k_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         v_BKTH = self.v_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        q_BNTH = _rotate(q_BNTH, cos_TH, sin_TH)
-        k_BKTH = _rotate(k_BKTH, cos_TH, sin_TH)
+        q_BNTH = _apply_rotary(q_BNTH, cos_TH, sin_TH)
+        k_BKTH = _apply_rotary(k_BKTH, cos_TH, sin_TH)
         if self.context is not None:
             out_BTNH = self.context.attend(q_BNTH, k_BKTH, v_BKTH, self._attend)
         else:
@@ -203,6 +203,6 @@ def _rotary_tables(
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos_TH.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin_TH.to(x.dtype)

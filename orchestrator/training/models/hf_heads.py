@@ -184,8 +184,8 @@ def list_candidate_batches(
     `places` is the result of `count_placeholder_tokens`.
     """
     takes = {*inspect.signature(head.forward).parameters}
-    for inputs in _inputs(takes, config, samples, length, places):
-        for labels in _labels(takes, config, samples, inputs):
+    for inputs in _list_inputs(takes, config, samples, length, places):
+        for labels in _list_labels(takes, config, samples, inputs):
             yield inputs | labels
 
 
@@ -203,7 +203,7 @@ def list_sizes(config: Any, *names: str) -> Iterator[int]:
             yield from list_sizes(part, *names)
 
 
-def _size(config: Any, default: int, *names: str) -> int:
+def _find_size(config: Any, default: int, *names: str) -> int:
     return next(list_sizes(config, *names), default)
 
 
@@ -214,13 +214,13 @@ def _text_config(config: Any) -> Any:
         return config
 
 
-def _tokens(config: Any, samples: int, length: int) -> Tensor:
+def _make_tokens(config: Any, samples: int, length: int) -> Tensor:
     """Return tokens [samples, length] to which no configuration gives a meaning, with the end of
     the text last.
     """
     text = _text_config(config)
-    vocabulary = _size(text, _size(config, 2, "vocab_size"), "vocab_size")
-    places = _size(
+    vocabulary = _find_size(text, _find_size(config, 2, "vocab_size"), "vocab_size")
+    places = _find_size(
         text,
         length,
         "max_position_embeddings",
@@ -245,14 +245,14 @@ def _tokens(config: Any, samples: int, length: int) -> Tensor:
     return tokens
 
 
-def _inputs(
+def _list_inputs(
     takes: set[str], config: Any, samples: int, length: int, places: int | None
 ) -> Iterator[Named]:
     signals = list(_list_signal_inputs(takes, config, samples))
     if "input_ids" not in takes:
         yield from signals
         return
-    tokens = _tokens(config, samples, length)
+    tokens = _make_tokens(config, samples, length)
     beside: Named = (
         {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
     )
@@ -302,19 +302,19 @@ def count_placeholder_tokens(module: Any, named: Mapping[str, Tensor], samples: 
             return (
                 count
                 // samples
-                // _size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+                // _find_size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
             )
     return None
 
 
 def _list_signal_inputs(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
     """Yield candidate image, sound and time-series inputs."""
-    channels = _size(config, 3, "num_channels", "in_channels", "in_chans")
+    channels = _find_size(config, 3, "num_channels", "in_channels", "in_chans")
     sides = [*list_sizes(config, "image_size"), IMAGE, 224]
-    patch = _size(config, 16, "patch_size")
+    patch = _find_size(config, 16, "patch_size")
     if "image_grid_thw" in takes:
-        depth = _size(config, 1, "temporal_patch_size")
-        side = 2 * _size(config, 1, "spatial_merge_size")
+        depth = _find_size(config, 1, "temporal_patch_size")
+        side = 2 * _find_size(config, 1, "spatial_merge_size")
         grid = torch.tensor([[1, side, side]] * samples)
         yield {
             "pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2),
@@ -329,11 +329,11 @@ def _list_signal_inputs(takes: set[str], config: Any, samples: int) -> Iterator[
                     "bool_masked_pos": torch.arange((side // patch) ** 2).repeat(samples, 1) > 1,
                 }
             yield {"pixel_values": image}
-            frames = _size(config, 2, "num_frames", "frames_per_clip")
+            frames = _find_size(config, 2, "num_frames", "frames_per_clip")
             yield {"pixel_values": image.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
     if "flattened_patches" in takes:
         yield {"flattened_patches": torch.ones(samples, FRAMES, channels * patch**2 + 2)}
-    mels = _size(
+    mels = _find_size(
         config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels"
     )
     times = [2 * item for item in list_sizes(config, "max_source_positions")] + [FRAMES]
@@ -344,14 +344,14 @@ def _list_signal_inputs(takes: set[str], config: Any, samples: int) -> Iterator[
     if "input_values" in takes:
         yield {"input_values": torch.zeros(samples, AUDIO)}
         yield {"input_values": torch.zeros(samples, 1, AUDIO)}
-        yield {"input_values": torch.zeros(samples, _size(config, FRAMES, "max_length"), mels)}
+        yield {"input_values": torch.zeros(samples, _find_size(config, FRAMES, "max_length"), mels)}
     if "past_values" in takes:
-        time = _size(config, FRAMES, "context_length")
-        width = _size(config, 1, "num_input_channels")
+        time = _find_size(config, FRAMES, "context_length")
+        width = _find_size(config, 1, "num_input_channels")
         yield {"past_values": torch.zeros(samples, time, width)}
 
 
-def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
+def _list_labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
     tokens = inputs.get("input_ids")
     image = inputs.get("pixel_values")
     ones = torch.ones(samples, dtype=torch.int64)
@@ -367,7 +367,7 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
         past = inputs["past_values"]
         yield {
             "future_values": torch.zeros(
-                samples, _size(config, FRAMES, "prediction_length"), past.shape[-1]
+                samples, _find_size(config, FRAMES, "prediction_length"), past.shape[-1]
             )
         }
     if "labels" not in takes:
@@ -394,8 +394,8 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
     result.append({"labels": torch.ones(samples, kinds)})
     if tokens is not None:
         result.append(short)
-    mels = _size(config, 80, "num_mel_bins", "feature_size")
-    books = _size(config, 4, "num_codebooks")
+    mels = _find_size(config, 80, "num_mel_bins", "feature_size")
+    books = _find_size(config, 4, "num_codebooks")
     result += [
         {"labels": torch.zeros(samples, FRAMES, mels)},
         {"labels": torch.ones(samples, FRAMES, books, dtype=torch.int64)},

@@ -56,9 +56,9 @@ from orchestrator.training.models.hf_parallel import (
 from orchestrator.training.models.hf_weights import (
     InitialisationRecorder,
     Weights,
-    fill,
     make_weight_reader,
     recording_initialisation,
+    replay_initialisation,
     untie_parameter,
 )
 
@@ -111,7 +111,7 @@ def make_hf_recipe(
             samples = load_dataset(
                 run,
                 vocabulary=module.get_input_embeddings().num_embeddings,
-                padding=_padding(module),
+                padding=_padding_token(module),
             )
         _set_loss(module, whole_logits=whole_logits)
     limit_t5_bias_heads(module, run.plan.layout.tp)
@@ -187,7 +187,7 @@ def build_module(
         if stored is not None and base_name is not None:
             values.copy_(stored(base_name))
         elif name in drawn:
-            fill(values, drawn[name], seed=seed, name=name)
+            replay_initialisation(values, drawn[name], seed=seed, name=name)
         elif size <= COMPUTED_MAX and base_name is not None and base_name in computed():
             values.copy_(computed()[base_name])
         else:
@@ -417,7 +417,7 @@ def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 
-def _padding(module: PreTrainedModel) -> int | None:
+def _padding_token(module: PreTrainedModel) -> int | None:
     """Return the padding token of an encoder-decoder's input; None for a decoder, which pads only
     its last sample.
     """

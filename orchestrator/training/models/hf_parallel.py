@@ -82,7 +82,7 @@ def find_stages(module: Any) -> Stages | None:
     return Stages(
         first=("model.embed_tokens",),
         last=("model.norm", "lm_head"),
-        hidden=_hidden,
+        hidden=_run_stage_layers,
         loss_sum=_stage_loss_sum,
     )
 
@@ -131,11 +131,11 @@ def find_expert_mixtures(module: Any) -> Experts | None:
     return Experts(
         modules=mixtures,
         count=mixtures[0].num_experts,
-        spread=functools.partial(_spread, module, mixtures),
+        spread=functools.partial(_spread_experts, module, mixtures),
     )
 
 
-def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
+def _spread_experts(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
     ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatch_experts)
     module.config._experts_implementation = SPREAD
     for mixture in mixtures:
@@ -170,7 +170,7 @@ def position_arguments(module: Any, x: Tensor) -> dict[str, Tensor]:
     return {"position_ids": torch.arange(first, first + count, device=x.device).unsqueeze(0)}
 
 
-def _hidden(module: Any, x: Tensor) -> Tensor:
+def _run_stage_layers(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
     if (
         base.norm is None

@@ -77,7 +77,7 @@ class InitialisationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call
         }
 
 
-def fill(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
+def replay_initialisation(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
     """Replay a recorded operation on `values`, with random numbers that depend on (seed, name) on every device."""
     op, arguments = operation
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -106,17 +106,17 @@ def make_weight_reader(source: str, model: PreTrainedModel) -> Weights:
     files = _files_by_name(source)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
         keys = [_find_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
-        if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
+        if None not in keys and not torch.equal(*(_read_tensor(files, str(key)) for key in keys)):
             untie_parameter(model, name)  # as from_pretrained does
     places = _map_stored_names(model, files)
     if places is None:
         return _loaded_whole(source, model)
     wanted = places
 
-    return lambda name: _read(files, wanted[name])
+    return lambda name: _read_tensor(files, wanted[name])
 
 
-def _read(files: Mapping[str, str], key: str) -> Tensor:
+def _read_tensor(files: Mapping[str, str], key: str) -> Tensor:
     with safe_open(files[key], framework="pt") as file:
         return file.get_tensor(key)
 

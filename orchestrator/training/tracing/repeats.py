@@ -67,7 +67,7 @@ def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Ki
 
     `length`: the whole model's number of layers. A setting that counts the layers is left out.
     """
-    described = [dict(_description(layer)) for layer in layers]
+    described = [dict(_describe_layer(layer)) for layer in layers]
     stack = described[: count_layers(config)]
     numbers = {
         key
@@ -99,12 +99,12 @@ def cut_layers(config: Any, layers: int) -> Any:
     return shorter
 
 
-def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _describe_layer(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
     for path, part in layer.named_modules():
         yield path, f"{type(part).__module__}.{type(part).__qualname__}"
         for name, value in vars(part).items():
             if not name.startswith("_"):
-                yield f"{path}.{name}", _plain(value)
+                yield f"{path}.{name}", _comparison_value(value)
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield f"{path}.{name}", (*parameter.shape, parameter.requires_grad)
@@ -113,13 +113,13 @@ def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
                 yield f"{path}.{name}", (*buffer.shape, buffer.dtype)
 
 
-def _plain(value: Any) -> Hashable:
+def _comparison_value(value: Any) -> Hashable:
     """Return a layer's setting in the form in which layers are compared.
 
     Of a fraction, such as a dropout rate, only whether it is zero counts.
     """
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_comparison_value, value))
     if isinstance(value, float):
         return bool(value)
     return value if isinstance(value, int | str) else getattr(value, "__qualname__", None)

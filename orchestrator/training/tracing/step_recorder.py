@@ -82,12 +82,14 @@ class StepRecorder:
                 for part in (member.module, *member.layers):
                     part.register_forward_pre_hook(make_input_cast_hook(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
-            self._fit(recipe)
+            self._find_fitting_batch(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(
-            cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_chunk_gradients)
+            cross_entropy,
+            "add_gradients",
+            self._recorder.counting_as_backward(cross_entropy.add_chunk_gradients),
         )
         with (
             as_with_values(),
@@ -132,7 +134,7 @@ class StepRecorder:
     def is_alike_on_cuda(self) -> bool:
         return self._recorder.is_alike_on_cuda
 
-    def _fit(self, recipe: Recipe) -> None:
+    def _find_fitting_batch(self, recipe: Recipe) -> None:
         """Find the batch that the head takes."""
         samples: Any = recipe.dataset
         with as_with_values():
@@ -160,7 +162,7 @@ class StepRecorder:
         Raises an error that occurs without both.
         """
         try:
-            return self._steps(mode, sharded=sharded, zero3=zero3)
+            return self._record_steps(mode, sharded=sharded, zero3=zero3)
         except Exception as error:  # a user's model may raise anything: the kind is left out
             is_first = mode is self._request.modes[0] and not zero3
             if is_first or (isinstance(error, READS) and not self._values):
@@ -168,7 +170,9 @@ class StepRecorder:
             print(f"{mode}, zero3={zero3}: {type(error).__name__}: {error}", file=sys.stderr)
             return None
 
-    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> RecordedSteps:
+    def _record_steps(
+        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+    ) -> RecordedSteps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
         norms = [norm for recipe in self._recipes for norm in list_batch_norms(recipe.module)]
         linear = (
@@ -177,7 +181,7 @@ class StepRecorder:
         with _forwards_put_back((*layers, *norms)), linear:
             apply_checkpointing(layers, mode)
             steps = [
-                (*self._step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
+                (*self._record_step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
                 for samples in SAMPLES
             ]
         (first, few, held_by_few), (second, many, held_by_many) = steps
@@ -201,7 +205,7 @@ class StepRecorder:
         ]
         return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
-    def _step(
+    def _record_step(
         self, samples: int, norms: list[Any], *, sharded: bool
     ) -> tuple[list[PlaceVisit], AllocationLedger]:
         """Run forward and backward of one optimizer step, for every recipe in turn; return (visits,

@@ -142,7 +142,7 @@ def make_timeline(
     saved = _saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
-    groups = list(_groups(places, kept_places, stretches))
+    groups = list(_group_equal_layers(places, kept_places, stretches))
     dropped = range(0)
     if stack is not None:
         more = _UnrecordedLayers(places, stack, depth)
@@ -339,7 +339,7 @@ def make_profile(
         is_ordered = sum(place.tensors) == place.trained
         names = COUNTED + ORDERED if is_ordered else COUNTED
         segment = Segment(
-            name=_name(place, count),
+            name=_segment_name(place, count),
             count=count,
             saved_bytes=traced.saved_bytes.get((index, none), 0),
             checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
@@ -360,7 +360,7 @@ def make_profile(
     )
 
 
-def _name(place: ModelPlace, count: int) -> str:
+def _segment_name(place: ModelPlace, count: int) -> str:
     """Return the name of a segment; for several layers, the prefix before their numbers."""
     return place.name if count == 1 else place.name.rpartition(".")[0] or place.name
 
@@ -444,7 +444,7 @@ def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
     return saved
 
 
-def _groups(
+def _group_equal_layers(
     places: Sequence[ModelPlace], used: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
     """Yield the places in order, with equal layers grouped."""
@@ -522,11 +522,11 @@ def _select_peak_moments(traced: Timeline) -> tuple[TracedMoment, ...]:
             ):
                 beaten.append(moment)
                 worst.append(moment)
-        chosen.append([*worst, *_arrivals(stretch)])
+        chosen.append([*worst, *_list_gradient_arrivals(stretch)])
     return tuple(moment for worst in reversed(chosen) for moment in worst)
 
 
-def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
+def _list_gradient_arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
     """Yield the moments at which gradients arrive, without those that the next one dominates."""
     arrivals = [moment for moment in stretch if moment.fresh]
     for this, following in itertools.zip_longest(arrivals, arrivals[1:]):

@@ -75,7 +75,7 @@ def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
             traces[arithmetic] = on_cpu
             continue
         try:
-            traces[arithmetic] = _trace(request, arithmetic)
+            traces[arithmetic] = _trace_model(request, arithmetic)
         except (
             Exception
         ) as error:  # a user's model may raise anything: other settings are still traced
@@ -88,7 +88,7 @@ def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
     return profiles
 
 
-def _trace(request: Request, arithmetic: Arithmetic) -> Trace:
+def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
     """Return the trace of a few layers of a model that repeats them, else of the whole model."""
     config = read_config(request.model)
     whole = build_meta_recipe(request, arithmetic, config)
