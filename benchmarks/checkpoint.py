@@ -21,8 +21,8 @@ from orchestrator.specs.run import TrainingRun, training_run_from_json
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor
-from orchestrator.training.checkpoint.saver import Saver
+from orchestrator.training.checkpoint.checkpoint import TrainingProgress
+from orchestrator.training.checkpoint.saver import CheckpointSaver
 from orchestrator.training.contract.engine import Engine
 from orchestrator.training.contract.recipe import Batch
 from tests.ranks import start_ranks
@@ -77,7 +77,7 @@ def main(run: TrainingRun, folder: Path) -> None:
     device, recipe = torch.device("cpu"), build_recipe(run)
     engine = build_engine(run, recipe, device, None)
     batch = recipe.dataset.batch(range(run.plan.micro_batch_size))
-    saver = Saver(run, device, dist.new_group(backend="gloo"))
+    saver = CheckpointSaver(run, device, dist.new_group(backend="gloo"))
     saver.prepare(engine.state())
     host = {
         name: torch.zeros_like(value) for name, value in engine.state().items()
@@ -95,7 +95,7 @@ def _round(
     run: TrainingRun,
     engine: Engine,
     batch: Batch,
-    saver: Saver,
+    saver: CheckpointSaver,
     host: dict[str, Tensor],
     folder: Path,
     number: int,
@@ -111,21 +111,23 @@ def _round(
             value.copy_(state[name])
 
     whole, state = folder / "state.pt", engine.state()
-    published = checkpoint_folder.complete_path(Path(run.job_folder) / "checkpoints", number)
+    published = checkpoint_folder.complete_checkpoint_path(
+        Path(run.job_folder) / "checkpoints", number
+    )
     found = {"state_bytes": sum(value.nbytes for value in state.values())}
     found["step_s"] = statistics.median(_seconds(step) for _ in range(STEPS_BETWEEN))
     found["torch_save_s"] = _seconds(lambda: torch.save(state, whole))
     found["copy_s"] = _seconds(copy)
     began_s = time.perf_counter()
-    found["stall_s"] = _seconds(lambda: saver.save(engine.state(), Cursor(step=number)))
+    found["stall_s"] = _seconds(lambda: saver.save(engine.state(), TrainingProgress(step=number)))
     found["lost_s"] = 0.0
     while not published.exists():
         found["lost_s"] += _seconds(step) - found["step_s"]
     saver.wait()
     found["published_s"] = time.perf_counter() - began_s
     found["torch_load_s"] = _seconds(lambda: _load(whole, state))
-    found["load_s"] = _seconds(lambda: checkpoint.load(published, state))
-    found["verify_s"] = _seconds(lambda: checkpoint_folder.damage(published))
+    found["load_s"] = _seconds(lambda: checkpoint.load_state(published, state))
+    found["verify_s"] = _seconds(lambda: checkpoint_folder.find_damage(published))
     return found
 
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.service.demo.run import write_demo_files
 from orchestrator.service.intake.intake import read_cluster, read_job
@@ -57,7 +57,8 @@ def figures() -> list[Figure]:
             network_bandwidth=cluster.network_bandwidth,
         )
         ratios = {
-            plan: step_s(find_profile(read_request(spec), here, plan), plan, here) / taken_s[plan]
+            plan: predict_step_s(find_profile(read_plan_request(spec), here, plan), plan, here)
+            / taken_s[plan]
             for plan in taken_s
         }
         for plan, ratio in ratios.items():
@@ -83,7 +84,7 @@ def compared(spec: JobSpec, ranks: int) -> list[Plan]:
     share = spec.global_batch_size // ranks
     return [
         plan
-        for plan in list_plans(read_request(spec), here)
+        for plan in list_plans(read_plan_request(spec), here)
         if plan.engine is Engine.TORCH
         and plan.layout.dp == plan.world_size == ranks
         and plan.zero_stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)

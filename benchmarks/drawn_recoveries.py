@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.memory.calibration.calibrate import Calibration
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Action, Launch, Stop
@@ -35,7 +35,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ZeroStage
-from orchestrator.specs.cluster import LAUNCH_COST_S, idle_nodes
+from orchestrator.specs.cluster import LAUNCH_COST_S, make_idle_nodes
 from orchestrator.specs.events import Finished, PaceReported, Released, Started, Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
@@ -220,13 +220,13 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
     """
     spec, device, truth = drawn(draw, number)
     cluster = f"name: here\nnodes: [{{name: n, devices: 4, device: {device}, host_memory: 4TiB}}]"
-    nodes = idle_nodes(parse_cluster(cluster, "here"))
+    nodes = make_idle_nodes(parse_cluster(cluster, "here"))
     memory, hardware = nodes[0].device.memory, group_equal_nodes(nodes)[0].hardware
     fitting = [
         candidate
         for factor in (1.0, 4.0, 16.0)
-        for candidate in frontier(
-            read_request(spec), hardware, Calibration(correction=factor)
+        for candidate in find_frontier(
+            read_plan_request(spec), hardware, Calibration(correction=factor)
         ).candidates
         for room in [
             memory - (candidate.estimate.device_bytes - candidate.estimate.allocated_bytes)

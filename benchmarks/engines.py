@@ -181,10 +181,10 @@ def _deepspeed_by_hand(recipe: Any, plan: Plan) -> Step:
     import deepspeed
     import torch
 
-    from orchestrator.training.engines.deepspeed_engine import settings
+    from orchestrator.training.engines.deepspeed_settings import make_deepspeed_settings
 
     module = _on_cpu(recipe)
-    config = settings(plan, TRAINING, torch.device("cpu"))
+    config = make_deepspeed_settings(plan, TRAINING, torch.device("cpu"))
     engine, *_ = deepspeed.initialize(model=module, optimizer=_adamw(module), config=config)
 
     def step(batches: list[Any], tokens: int) -> tuple[float, float]:

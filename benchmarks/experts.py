@@ -19,10 +19,10 @@ from rich.table import Table
 
 from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.service.commands.plan import CandidateView, estimate_plan, plan_job
-from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.units import format_bytes
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -158,8 +158,8 @@ def _row(source: Mapping[str, Any], said: Mapping[str, Any], devices: Mapping[st
         source=source["source"],
         looked_at=source["looked_at"],
         name=said["id"],
-        spec=job_from_data(job, f"{FILE.name}: {said['id']}"),
-        nodes=idle_nodes(cluster),
+        spec=parse_job_data(job, f"{FILE.name}: {said['id']}"),
+        nodes=make_idle_nodes(cluster),
         plan=said["plan"],
         measured_s=_measured_s(said, count),
         differs=said.get("differs", ""),

@@ -19,7 +19,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job_record import Job
 from tests.scheduling.world import cluster, device, script
@@ -37,7 +37,7 @@ class Instant:
     """A world in which every attempt succeeds at once."""
 
     def __init__(self, nodes: ClusterSpec) -> None:
-        self._nodes = idle_nodes(nodes)
+        self._nodes = make_idle_nodes(nodes)
         self._told: list[Event] = [NodesSeen(nodes=self._nodes, declared=self._nodes, at_s=0.0)]
 
     def launch(self, action: Launch) -> None:

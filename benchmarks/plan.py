@@ -24,7 +24,7 @@ from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.commands.plan import JobPlans, plan_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -80,7 +80,7 @@ def _step_ratio() -> float:
     """Predicted step of what `orc plan` chooses, over that where no plan recomputes its first layers only."""
     job, cluster = ROOT / "jobs/llama/llama_70b.yaml", ROOT / "clusters/64x8-h100-80gb.yaml"
     spec = parse_job(job.read_text(), str(job))
-    nodes = idle_nodes(parse_cluster(cluster.read_text(), str(cluster)))
+    nodes = make_idle_nodes(parse_cluster(cluster.read_text(), str(cluster)))
     alike = spec.model_copy(update={"plan": (("full_checkpointing_layers", 0),)})
     taken, before = (_chosen_step_s(plan_job(variant, nodes)) for variant in (spec, alike))
     return taken / before
@@ -144,7 +144,7 @@ def search() -> tuple[float, float]:
     """Seconds of the clock and of the processor of what `orc plan` asks for 7B on 8 GPUs."""
     spec = _job(ModelSpec(decoder=SEVEN_B), tokens=4096)
     path = ROOT / "clusters/1x8-h100-80gb.yaml"
-    nodes = idle_nodes(parse_cluster(path.read_text(), str(path)))
+    nodes = make_idle_nodes(parse_cluster(path.read_text(), str(path)))
     gc.disable()  # as `orc plan` does
     began_s, busy_s = time.perf_counter(), time.process_time()
     plan_job(spec, nodes)

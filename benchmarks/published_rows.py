@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
+from orchestrator.specs.parse import parse_job_data
 
 FOLDER = Path(__file__).parent / "published"
 GIB = 2**30
@@ -41,9 +41,9 @@ class Row(NamedTuple):
 
     def answer(self) -> CandidateView:
         """What `orc estimate` says of the row's job and plan on its cluster."""
-        spec = job_from_data({"name": self.name, **self.job}, self.source)
+        spec = parse_job_data({"name": self.name, **self.job}, self.source)
         given = [(key, str(value)) for key, value in self.plan.items()]
-        return estimate_plan(spec, given, idle_nodes(self.cluster))
+        return estimate_plan(spec, given, make_idle_nodes(self.cluster))
 
 
 class FileError(ValueError):

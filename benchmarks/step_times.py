@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -220,7 +220,7 @@ def measured(
     group: tuple[object, ...], shape: Shape, plan: Plan, hardware: Hardware, measured_s: float
 ) -> Measured:
     profile = gpt(shape, plan.layout.tp, plan.precision)
-    predicted_s = step_s(profile, plan, hardware)
+    predicted_s = predict_step_s(profile, plan, hardware)
     return Measured(
         group=(*group, shape, plan.world_size),
         plan=plan,

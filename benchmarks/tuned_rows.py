@@ -15,9 +15,9 @@ import yaml
 
 from benchmarks.published_rows import cluster_of, only
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 
 FILE = Path(__file__).with_name("tuned.yaml")
 HALVES = ("first", "second")
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     def answer(self) -> CandidateView:
         """What `orc estimate` says of the row's job and plan on its cluster."""
         given = [(key, str(value)) for key, value in self.plan.items()]
-        return estimate_plan(self.spec, given, idle_nodes(self.cluster))
+        return estimate_plan(self.spec, given, make_idle_nodes(self.cluster))
 
 
 def read_rows(file: Path = FILE) -> list[Row]:
@@ -107,7 +107,7 @@ def _row(
         source=source["source"],
         name=said["id"],
         half=said["half"],
-        spec=job_from_data(job, where),
+        spec=parse_job_data(job, where),
         plan=said["plan"],
         cluster=cluster,
         measured_s=_measured_s(

@@ -10,10 +10,10 @@ import pytest
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -25,7 +25,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,11 @@ def hardware(cluster: str) -> Hardware:
 
 def fit(name: str, cluster: str) -> list[Candidate]:
     where = hardware(cluster)
-    return list(fitting(frontier(read_request(job(name)), where), where.device.memory, UNMEASURED))
+    return list(
+        list_fitting(
+            find_frontier(read_plan_request(job(name)), where), where.device.memory, UNMEASURED
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluste
     assert {candidate.plan.global_batch_size for candidate in candidates} == {
         spec.global_batch_size
     }
-    assert job_from_data(spec.model_dump(mode="json"), "request") == spec, (
+    assert parse_job_data(spec.model_dump(mode="json"), "request") == spec, (
         "as it goes to the service"
     )
 
@@ -129,8 +133,8 @@ def test_orpheus_runs_out_in_the_optimizer_at_batch_1_and_fits_fully_sharded_ove
         micro_batch_size=1,
         precision=Precision.BF16,
     )
-    assert alike in list(list_plans(read_request(spec), where))
-    needed = estimate(find_profile(read_request(spec), where, alike), alike, where.device)
+    assert alike in list(list_plans(read_plan_request(spec), where))
+    needed = estimate(find_profile(read_plan_request(spec), where, alike), alike, where.device)
     assert needed.device_bytes > where.device.memory
     (in_step,) = [moment for moment in needed.moments if moment.name == "optimizer step"]
     assert in_step.activation_bytes == 0

@@ -90,7 +90,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
     def saves(self, job_id: str) -> None:
         """Wait for the first checkpoint, which is written while training goes on."""
         folder = JobFolder(self.home, job_id).checkpoints
-        until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
+        until(lambda: checkpoint_folder.find_latest_complete(folder), f"a checkpoint of {job_id}")
 
     def trains(self, job_id: str, number: int, steps: int) -> None:
         until(

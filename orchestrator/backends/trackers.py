@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.mlflow.tracker import make_tracker
 from orchestrator.backends.ports import Lookups, Tracker
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 
 # Each is made for a home.
 TRACKERS: Mapping[str, Callable[[Path, Lookups], Tracker]] = {
@@ -23,7 +23,7 @@ def check_trackers(tracker_names: Sequence[str], source: str) -> None:
     """
     for name in tracker_names:
         if name not in TRACKERS:
-            near = closest(name, TRACKERS)
+            near = find_closest_word(name, TRACKERS)
             hint = f"did you mean {near!r}?" if near else ""
             raise SpecError(
                 "no such tracker",

@@ -8,13 +8,13 @@ from operator import attrgetter
 
 from orchestrator.memory.engines import deepspeed
 from orchestrator.memory.engines import torch as torch_engines
-from orchestrator.memory.engines.activations import activations, highest_places
-from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
-from orchestrator.memory.engines.optimizers import ADAM_BYTES, state_bytes
-from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.engines.pipeline import filling, ranks
-from orchestrator.memory.engines.widths import check_degrees, master_bytes
-from orchestrator.memory.profiles import autocasts
+from orchestrator.memory.engines.activations import highest_activation_places, list_live_activations
+from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, PointKind, Rank
+from orchestrator.memory.engines.optimizers import ADAM_BYTES, optimizer_state_bytes
+from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, MeasuredOverhead
+from orchestrator.memory.engines.pipeline import find_pipeline_fill, list_critical_ranks
+from orchestrator.memory.engines.widths import check_profile_degrees, master_bytes_per_weight
+from orchestrator.memory.profiles import uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     MasterWeights,
@@ -45,21 +45,25 @@ CountedMoments = list[tuple[Rank, list[tuple[Moment, int]]]]  # of each rank, wi
 
 
 def estimate(
-    profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
+    profile: ModelProfile,
+    plan: Plan,
+    device: DeviceSpec,
+    overhead: MeasuredOverhead = SUPPOSED_OVERHEAD,
 ) -> MemoryEstimate:
     """Return the peak memory of the plan's most loaded rank on `device`, by cause.
 
-    `profile` is that of the plan's precision, sequence length, and degrees of tensor, context and expert parallelism.
-    On a virtual device only live tensors count, so the three totals are equal; on CUDA the allocator, the context and
-    the communicators come on top.
+    `profile` is that of the plan's precision, sequence length, and degrees of tensor, context and
+    expert parallelism. On a virtual device only live tensors count, so the three totals are equal;
+    on CUDA the allocator, the context and the communicators come on top.
     """
     return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
 
-def sharing_key(plan: Plan) -> object:
+def device_bytes_cache_key(plan: Plan) -> object:
     """Return a cache key of the plan; plans with equal keys may share one `DeviceBytes`.
 
-    The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under hybrid sharding.
+    The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under
+    hybrid sharding.
     """
     layout = plan.layout
     shards = (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
@@ -72,7 +76,7 @@ _SHARED = attrgetter(*(setting.name for setting in SETTINGS if setting.name not 
 
 
 class DeviceBytes:
-    """Device memory of plans with one `sharing_key`, with fast lower bounds.
+    """Device memory of plans with one `device_bytes_cache_key`, with fast lower bounds.
 
     A search drops most of its thousands of plans by their lower bound alone.
     """
@@ -82,11 +86,11 @@ class DeviceBytes:
         profile: ModelProfile,
         plan: Plan,
         device: DeviceSpec,
-        overhead: Overhead = SUPPOSED_OVERHEAD,
+        overhead: MeasuredOverhead = SUPPOSED_OVERHEAD,
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
-            profile = replace(profile, parameter_bytes=master_bytes(plan))
-        check_degrees(profile, plan)
+            profile = replace(profile, parameter_bytes=master_bytes_per_weight(plan))
+        check_profile_degrees(profile, plan)
         self._plan = plan
         self._device = device
         self._overhead = overhead
@@ -99,29 +103,33 @@ class DeviceBytes:
                 self._reduces_once = self._mechanics.once_a_step
             case Zero():
                 self._reduces_once = False
-                tells_apart = deepspeed.tells_recomputed_apart(profile, self._mechanics)
+                tells_apart = deepspeed.depends_on_checkpointing(profile, self._mechanics)
                 is_zero3 = (
                     self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
                 )
             case _:
                 refuse_unknown(self._mechanics)
-        self._profile = _as_run(profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3)
+        self._profile = _select_traced_moments(
+            profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3
+        )
         self.counts_every_mode_alike = device.kind.traits.has_caching_allocator and not tells_apart
-        self._casts = autocasts(plan)
+        self._casts = uses_autocast(plan)
         self._library_bytes = device.kind.traits.library_bytes
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, Counted] = {}
         self._moments: dict[object, CountedMoments] = {}  # and their counted bytes
 
-    def turns(self, gradient_accumulation_steps: int) -> object:
-        """Return a cache key of how gradient accumulation affects memory: equal keys, equal micro-batches in flight."""
+    def accumulation_cache_key(self, gradient_accumulation_steps: int) -> object:
+        """Return a cache key of how gradient accumulation affects memory: equal keys, equal
+        micro-batches in flight.
+        """
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
-        return filling(
+        return find_pipeline_fill(
             self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps
         )
 
-    def without_activations(self, plan: Plan) -> int:
+    def lower_bound_without_activations(self, plan: Plan) -> int:
         """Return a lower bound of the plan's `device_bytes` for every micro-batch size.
 
         Where `counts_every_mode_alike`, it holds for every kind of checkpointing too.
@@ -130,18 +138,19 @@ class DeviceBytes:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
 
-    def at_least(self, plan: Plan) -> int:
-        """Return a lower bound of the plan's `device_bytes`, most often exact, in a tenth of the time of `estimate`.
+    def lower_bound_bytes(self, plan: Plan) -> int:
+        """Return a lower bound of the plan's `device_bytes`, mostly exact, in a tenth of the time
+        of `estimate`.
 
-        It counts the peak candidates outside the model's passages, and the passages with the most live activations.
-        Both are linear in the micro-batch size.
+        It counts the moments outside the model's passes, and the pass points with the most live
+        activations. Both are linear in the micro-batch size.
         """
         mode = plan.activation_checkpointing
         micro = plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
-            live = activations(
+            live = list_live_activations(
                 rank,
                 mode,
                 casts=self._casts,
@@ -158,7 +167,7 @@ class DeviceBytes:
         rows = []
         for rank, moments in self._moments_of(plan):
             mode = plan.activation_checkpointing
-            live = activations(
+            live = list_live_activations(
                 rank,
                 mode,
                 casts=self._casts,
@@ -192,7 +201,11 @@ class DeviceBytes:
         )
 
     def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
-        """Return what the allocator reserves for so many bytes; the least of all kinds of checkpointing at None."""
+        """Return the bytes that the allocator reserves for `allocated_bytes` under this kind of
+        checkpointing.
+
+        None as `mode` returns the least over all kinds.
+        """
         if not self._device.kind.traits.has_caching_allocator:
             return allocated_bytes
         factor = self._profile.fragmentation_of(mode)
@@ -211,11 +224,11 @@ class DeviceBytes:
 
     def _moments_of(self, plan: Plan) -> CountedMoments:
         full_layers = plan.full_checkpointing_layers
-        key = (self._key(plan), full_layers)
+        key = (self._moments_cache_key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
-            for rank in ranks(self._profile, plan, full_layers=full_layers):
-                moments = self._moments_at(rank, plan, range(len(rank.passages)))
+            for rank in list_critical_ranks(self._profile, plan, full_layers=full_layers):
+                moments = self._moments_at(rank, plan, range(len(rank.pass_points)))
                 counted = [
                     (moment, moment.counted_bytes + self._library_bytes) for moment in moments
                 ]
@@ -223,49 +236,60 @@ class DeviceBytes:
         return self._moments[key]
 
     def _counted_of(self, plan: Plan) -> Counted:
-        """Return, for every rank, the most counted bytes beside its highest places of activations.
+        """Return, for every rank, the most counted bytes at each of its pass points with the
+        highest activations.
 
-        Nothing else is stored: with all moments of all plans, a search spent a third of its time in garbage collection.
+        Nothing else is stored: with all moments of all plans, a search spent a third of its time in
+        garbage collection.
         """
-        key = self._key(plan)
+        key = self._moments_cache_key(plan)
         if key not in self._counted:
             self._counted[key] = [
-                (rank, self._counted_beside(rank, plan)) for rank in ranks(self._profile, plan)
+                (rank, self._counted_beside(rank, plan))
+                for rank in list_critical_ranks(self._profile, plan)
             ]
         return self._counted[key]
 
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
-        for moment in self._moments_at(rank, plan, highest_places(rank, casts=self._casts)):
+        for moment in self._moments_at(
+            rank, plan, highest_activation_places(rank, casts=self._casts)
+        ):
             counted = moment.counted_bytes + self._library_bytes
             most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
 
     def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
-        """Return the moments of the passages at these places, and all moments that are no passage of the model."""
+        """Return the moments of the pass points at these places, and all moments outside the
+        model's passes.
+        """
         cuda = self._device.kind.traits.traces_as_cuda
         mechanics = self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
-            places = [place for place in places if rank.passages[place].point is not Point.ARRIVAL]
+            places = [
+                place for place in places if rank.pass_points[place].point is not PointKind.ARRIVAL
+            ]
         match mechanics:
             case Replicated():
-                return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
+                return torch_engines.list_ddp_moments(rank, plan, mechanics, places, cuda=cuda)
             case Fsdp2() | ScriptFsdp():
-                return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
+                return torch_engines.list_fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
             case Zero():
-                return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
+                return deepspeed.list_peak_moments(rank, plan, mechanics, places, cuda=cuda)
             case _:
                 refuse_unknown(mechanics)
 
-    def _key(self, plan: Plan) -> object:
+    def _moments_cache_key(self, plan: Plan) -> object:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
-        return (self.turns(plan.gradient_accumulation_steps), mode)
+        return (self.accumulation_cache_key(plan.gradient_accumulation_steps), mode)
 
 
 @lru_cache(maxsize=256)
-def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfile:
-    """Return the profile with the moments of its trace that fit: FSDP2 and ZeRO-3 may have some of their own."""
+def _select_traced_moments(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfile:
+    """Return the profile with those moments of its trace that apply under FSDP2 or ZeRO-3, if it
+    has any.
+    """
     sharded &= any(moment.sharded for moment in profile.moments)
     zero3 &= any(moment.zero3 for moment in profile.moments)
     moments = tuple(
@@ -275,15 +299,16 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
-    """Return the host memory of one rank: what is offloaded, and its copy of what it writes of a checkpoint.
+    """Return the host memory of one rank: offloaded state, and its copy of what it writes of a
+    checkpoint.
 
-    Offloaded are fp32 masters, gradients and optimizer states of its shard, and parameters where they live there,
-    frozen ones too. DeepSpeed's own estimate is 16 to 18 bytes per parameter of AdamW x 1.5
-    (deepspeed/runtime/zero/stage3.py); users report that less was not enough. With NVMe only the buffers of its
-    swapping are in host memory.
+    Offloaded are fp32 masters, gradients and optimizer states of its shard, and parameters where
+    they live there, frozen ones too. DeepSpeed's own estimate is 16 to 18 bytes per parameter of
+    AdamW x 1.5 (deepspeed/runtime/zero/stage3.py); users report that less was not enough. With NVMe
+    only the buffers of its swapping are in host memory.
     """
     profile = rank.profile
-    copied = _checkpoint_bytes(profile, plan)
+    copied = _checkpoint_host_bytes(profile, plan)
     if plan.activation_offload:
         in_flight = ((rank.stage, 1), *rank.others)
         copied += plan.micro_batch_size * sum(
@@ -292,7 +317,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     if plan.offload is Offload.NONE:
         return copied
     trained = profile.trained_parameters
-    state = 2 * FP32_BYTES * trained + state_bytes(profile, plan, 1)
+    state = 2 * FP32_BYTES * trained + optimizer_state_bytes(profile, plan, 1)
     if plan.offload is Offload.PARAMETERS:
         state += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
     whole = -(-3 * state // (2 * plan.mechanics.shards))
@@ -301,13 +326,19 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     return whole + copied
 
 
-def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Return the fp32 bytes of what is trained and its optimizer states; one of the ranks that hold a part copies it.
+def _checkpoint_host_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Return the bytes of a rank's host copy for checkpoints: fp32 trained parameters and optimizer
+    states.
 
-    training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
+    Of the ranks that hold the same part, one copies it (training/checkpoint/host_copy.py). A
+    script's own checkpoints are not counted.
     """
     if not facts_of(plan.engine).is_ours:
         return 0
     in_8_bits = plan.optimizer is Optimizer.ADAMW_8BIT
-    states = ADAM_BYTES * profile.trained_parameters if in_8_bits else state_bytes(profile, plan, 1)
+    states = (
+        ADAM_BYTES * profile.trained_parameters
+        if in_8_bits
+        else optimizer_state_bytes(profile, plan, 1)
+    )
     return -(-(FP32_BYTES * profile.trained_parameters + states) // plan.layout.dp_cp)

@@ -1,4 +1,4 @@
-"""ModelRequest: what the memory and compute cost of a job's model follow from, read once from the job."""
+"""ModelRequest: the part of a job from which the memory and compute cost of its model follow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READ_AS_WRITTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """The model of a job, and what else decides its memory and compute cost."""
+    """A job's model with everything that decides its memory and compute cost."""
 
     family_name: str
     is_script: bool
@@ -52,8 +52,8 @@ class ModelRequest:
 
 
 @frozen
-class Share:
-    """The part of a model that one rank computes, and the arithmetic in which it does."""
+class RankShare:
+    """The part of a model that one rank computes, and in which precision."""
 
     precision: Precision
     sequence_length: int | None = None  # tokens of a sample; None: as the job says
@@ -68,12 +68,12 @@ class Share:
 
 
 def read_model_request(spec: JobSpec) -> ModelRequest:
-    """Return what the costs of the job's model follow from."""
-    return ModelRequest(**model_values(spec))
+    """Return the part of the job from which the costs of its model follow."""
+    return ModelRequest(**model_request_values(spec))
 
 
-def model_values(spec: JobSpec) -> JsonObject:
-    """Return {name: value} of the job's ModelRequest."""
+def model_request_values(spec: JobSpec) -> JsonObject:
+    """Return {field name: value} of the job's ModelRequest."""
     knob = spec.knobs.sequence_length
     own_length: int | None = spec.data.sequence_length
     if spec.is_script:
@@ -90,6 +90,8 @@ def model_values(spec: JobSpec) -> JsonObject:
 
 
 def has_fused_loss(spec: JobSpec) -> bool:
-    """Return whether the job's loss comes in chunks: ours, or that of transformers' Trainer by `use_liger_kernel`."""
+    """Return whether the job's loss is computed in chunks: ours is, and that of Trainer with
+    `use_liger_kernel`.
+    """
     is_told = is_flag_on(spec.command or (), "--use_liger_kernel")
     return not spec.is_script or (spec.trainer in TRANSFORMERS_TRAINERS and is_told)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from orchestrator.memory.model_request import ModelRequest, Share, read_model_request
-from orchestrator.memory.models.hf import DecoderShape, as_transformers, known_shape
+from orchestrator.memory.model_request import ModelRequest, RankShare, read_model_request
+from orchestrator.memory.models.hf import DecoderShape, adapt_to_transformers, find_model_shape
 from orchestrator.specs.choices import MasterWeights, Precision
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
@@ -29,32 +29,36 @@ LOW_SHARE = 0.65
 CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the two)
 
 
-def autocasts(plan: Plan) -> bool:
-    """Return whether the plan computes in low precision with fp32 weights; else weights have the compute dtype."""
+def uses_autocast(plan: Plan) -> bool:
+    """Return whether the plan computes in low precision with fp32 weights; otherwise weights have
+    the compute type.
+    """
     is_low = plan.precision is not Precision.FP32 and plan.master_weights is MasterWeights.FP32
     return is_low and plan.mechanics.autocasts
 
 
-def profile_of(request: ModelRequest, share: Share) -> ModelProfile | None:
-    """Return the costs of one rank's part of the job's model; None if unknown without a trace.
+def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProfile | None:
+    """Return the memory and compute cost of one rank's part of the job's model; None if it needs a
+    trace.
 
-    A declared profile comes first, then the closed form of a decoder, ours or Llama-style, then a trace from intake. A
-    script's own loss is assumed to hold all logits. Closed forms assume that the whole model is trained. A partly
-    frozen model is traced, except where ranks split it: its parts need no more.
+    A declared profile comes first, then the closed form of a decoder, ours or Llama-style, then a
+    trace from intake. A script's own loss is assumed to hold all logits. Closed forms assume that
+    the whole model is trained. A partly frozen model is traced, except where ranks split it: its
+    parts need no more.
     """
     if request.profile is not None:
-        return _declared(request, request.profile, share)
-    tp = share.tensor_parallel
+        return _make_declared_profile(request, request.profile, rank_share)
+    tp = rank_share.tensor_parallel
     model = request.known_model
-    length = share.sequence_length or request.data_length
-    assert share.context_parallel == 1 or request.model is not None, (
+    length = rank_share.sequence_length or request.data_length
+    assert rank_share.context_parallel == 1 or request.model is not None, (
         "planning/layouts.py asks for no other"
     )
     if model is not None and model.weight_bytes_each == 2:
-        share = replace(share, autocast=False)  # nothing is left to cast
-    traced = _find_traced(request.traced, share, length) if tp == 1 else None
-    is_whole = tp == share.pipeline_parallel == share.expert_parallel == 1
-    shape = None if model is None else known_shape(model, length)
+        rank_share = replace(rank_share, autocast=False)  # nothing is left to cast
+    traced = _find_traced(request.traced, rank_share, length) if tp == 1 else None
+    is_whole = tp == rank_share.pipeline_parallel == rank_share.expert_parallel == 1
+    shape = None if model is None else find_model_shape(model, length)
     if request.freezes and is_whole and traced is not None:
         return traced
     experts = shape.experts if isinstance(shape, DecoderShape) else None
@@ -62,25 +66,25 @@ def profile_of(request: ModelRequest, share: Share) -> ModelProfile | None:
         if traced is None or model is None or not request.is_script:
             return traced
         return _as_script_holds(traced, model)
-    profile = decoder_profile(
+    profile = make_decoder_profile(
         shape,
         request.family_name,
-        share.precision,
+        rank_share.precision,
         length,
         tp,
-        share.autocast,
-        share.cuda and isinstance(shape, DecoderSpec),
+        rank_share.autocast,
+        rank_share.cuda and isinstance(shape, DecoderSpec),
         # our engine spreads tokens over the ranks that share matrices
         1 if request.is_script else tp,
-        share.context_parallel,
+        rank_share.context_parallel,
     )
     if isinstance(shape, DecoderShape):
-        profile = as_transformers(
-            *(profile, model, shape, length // share.context_parallel),
-            autocast=share.autocast,
-            cuda=share.cuda,
-            expert_parallel=share.expert_parallel,
-            uneven=share.uneven,
+        profile = adapt_to_transformers(
+            *(profile, model, shape, length // rank_share.context_parallel),
+            autocast=rank_share.autocast,
+            cuda=rank_share.cuda,
+            expert_parallel=rank_share.expert_parallel,
+            uneven=rank_share.uneven,
             is_script=request.is_script,
         )
     if not request.is_script:
@@ -91,9 +95,10 @@ def profile_of(request: ModelRequest, share: Share) -> ModelProfile | None:
 
 
 def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
-    """The profile with trained weights in the script's type.
+    """Return the profile with trained weights stored in the script's type.
 
-    Adapters stay in fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
+    Adapters stay in fp32 beside a frozen base (`autocast_adapter_dtype` in
+    peft/tuners/tuners_utils.py, peft 0.19).
     """
     if model.lora is not None:
         return profile
@@ -115,18 +120,22 @@ def with_held_boundaries(request: ModelRequest, profile: ModelProfile, plan: Pla
     return replace(profile, segments=tuple(segments))
 
 
-def is_known(spec: JobSpec) -> bool:
+def is_memory_known(spec: JobSpec) -> bool:
     """Return whether the memory of the job's model is known without a trace."""
     request = read_model_request(spec)
     if request.freezes:
         return False
-    return profile_of(request, Share(precision=spec.precision)) is not None
+    return find_rank_profile(request, RankShare(precision=spec.precision)) is not None
 
 
 def _find_traced(
-    profiles: tuple[TracedProfile, ...], share: Share, sequence_length: int
+    profiles: tuple[TracedProfile, ...], share: RankShare, sequence_length: int
 ) -> ModelProfile | None:
-    """Return the profile traced with the shortest samples of at least this length, on this kind of device if any."""
+    """Return the traced profile of the shortest samples that are at least this long; None without
+    one.
+
+    A trace on this kind of device is preferred.
+    """
     fitting = [
         candidate
         for candidate in profiles
@@ -141,11 +150,14 @@ def _find_traced(
     return best.profile if best else None
 
 
-def _declared(request: ModelRequest, declared: DeclaredProfile, how: Share) -> ModelProfile:
-    """Return a profile of `layers` equal parts, and one part for the remainder.
+def _make_declared_profile(
+    request: ModelRequest, declared: DeclaredProfile, how: RankShare
+) -> ModelProfile:
+    """Return the profile that the user declares, as `layers` equal parts and one part for the
+    remainder.
 
-    Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.1); what a layer hands on is not.
+    Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et
+    al. 2022, arXiv:2205.05198, section 4.1); what a layer hands on is not.
     """
     tp = how.tensor_parallel
     stretch = 1.0
@@ -202,7 +214,7 @@ def _declared(request: ModelRequest, declared: DeclaredProfile, how: Share) -> M
 
 
 @lru_cache(maxsize=1024)
-def decoder_profile(
+def make_decoder_profile(
     spec: DecoderSpec | DecoderShape,
     family: str,
     precision: Precision,
@@ -298,9 +310,11 @@ def decoder_profile(
         precision=precision,
         source=Source.CLOSED_FORM,
         segments=(
-            _embedding(s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
+            _embedding_segment(
+                s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread
+            ),
             layer,
-            _head(
+            _head_segment(
                 s,
                 h,
                 v,
@@ -322,12 +336,14 @@ def decoder_profile(
 def _gathered_peaks(
     sample_bytes: int, h: int, f: int, stream_width: float
 ) -> tuple[BackwardPeak, ...]:
-    """Return where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
+    """Return the memory peaks in the backward pass of a layer that gathers its tokens for its
+    matrices.
 
-    `sample_bytes`: of one value for every token. The last matrix gathers the gradient of its output; or the product
-    before it has gradients of both factors. Then two matrices read the input, which is gathered again, and their
-    gradients for it add up. What selective checkpointing kept of the layer's output is still there. (Which of both has
-    the most was counted on two and four gloo ranks of torch 2.13, 2026-11.)
+    `sample_bytes` are the bytes of one value for every token. The last matrix gathers the gradient
+    of its output; or the product before it has gradients of both factors. Then two matrices read
+    the input, which is gathered again, and their gradients for it add up. What selective
+    checkpointing kept of the layer's output is still there. (Which of both has the most was counted
+    on two and four gloo ranks of torch 2.13, 2026-11.)
     """
     of_last = max(h + f, 2 * f) + stream_width
     of_first = max(2 * h - f, 3 * (h - f)) + stream_width
@@ -337,7 +353,9 @@ def _gathered_peaks(
 
 
 def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
-    """Return the profile with a plain loss that holds all logits, as scripts have: 12 bytes a logit."""
+    """Return the profile with a plain loss that holds all logits, as scripts have it: 12 bytes per
+    logit.
+    """
     *layers, head = profile.segments
     logits = sequence_length * vocab_size
     saved_bytes = head.saved_bytes + 4 * logits
@@ -354,14 +372,18 @@ def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int
 
 
 def _updated_before_largest(feed_forward: int, table: int) -> int:
-    """See ModelProfile: two matrices of a feed-forward part are updated one behind the other, a table behind a norm."""
+    """Return `ModelProfile.updated_before_largest`: a feed-forward matrix is followed by another, a
+    table by a norm.
+    """
     return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
 
 
-def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
-    """Return the embedding: its output, with tokens and labels; in backward the gradient of the output.
+def _embedding_segment(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
+    """Return the segment of the embedding: its output, tokens and labels, and in backward the
+    output's gradient.
 
-    Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other ranks.
+    Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other
+    ranks.
     """
     saved = round(s * (stream * h / spread + 16))
     gradient = s * stream * h * (1 if spread == 1 else 2)
@@ -384,15 +406,16 @@ def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) 
     )
 
 
-def _head(
+def _head_segment(
     s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool
 ) -> Segment:
-    """Norm and chunked loss, measured as slopes like a layer; on CUDA the norm has no intermediates.
+    """Return the segment of final norm and chunked loss, measured as slopes like a layer.
 
-    The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight
-    which it shares is the embedding's, and waits for the other one's. In low precision the loss has logits twice for a
-    moment, and the product that is added to the gradient beside it. Over `spread` ranks a rank has the norm of its own
-    tokens, and gathers those of a chunk.
+    On CUDA the norm has no intermediates. The weight's gradient is made in fp32, in the forward
+    pass; engines count it in their own width. That of a weight which it shares is the embedding's,
+    and waits for the other one's. In low precision the loss has logits twice for a moment, and the
+    product that is added to the gradient beside it. Over `spread` ranks a rank has the norm of its
+    own tokens, and gathers those of a chunk.
     """
     stream_width = h / spread
     saved_width, passed = (10, 14) if stream == 2 else (8, 12)

@@ -19,7 +19,9 @@ NETWORK_STEP_S = 9.6e-6
 
 @frozen
 class Ring:
-    """Ranks that exchange messages in a ring. `bandwidth` is the slowest link's, in bytes/s per direction."""
+    """Ranks that exchange messages in a ring; `bandwidth` is that of its slowest link, in bytes/s
+    per direction.
+    """
 
     ranks: int
     nodes: int
@@ -27,7 +29,9 @@ class Ring:
     start_s: float
 
     def gather_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, of which (n-1)/n pass every link."""
+        """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`; (n-1)/n of them
+        pass every link.
+        """
         if self.ranks == 1:
             return 0.0
         return (
@@ -36,14 +40,18 @@ class Ring:
         )
 
     def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start."""
+        """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start-up
+        time.
+        """
         if self.ranks == 1:
             return 0.0
         return 2 * self.gather_s(whole_bytes, messages) - messages * self.start_s
 
     @property
     def _steps_s(self) -> float:
-        """Seconds from the first rank to the last: along the devices of a node, and as a tree over the nodes."""
+        """Seconds that a message takes from the first rank to the last: along a node's devices,
+        then as a tree over nodes.
+        """
         return (self.ranks / self.nodes - 1) * LINK_STEP_S + (
             self.nodes - 1
         ).bit_length() * NETWORK_STEP_S
@@ -56,11 +64,13 @@ def all_to_all_s(
     stride: int,
     hardware: Hardware,
 ) -> float:
-    """Return the seconds of an all-to-all among every `stride`-th device, each sending `sent_bytes` in equal parts.
+    """Return the seconds of an all-to-all among every `stride`-th device, each sending `sent_bytes`
+    in equal parts.
 
-    Links of a node and the network work at once; each device of a node has an equal part of the network.
+    Links of a node and the network work at once; each device of a node has an equal part of the
+    network.
     """
-    over = ring(ranks, stride, hardware)
+    over = find_ring(ranks, stride, hardware)
     per_node = hardware.devices_per_node
     link_bandwidth = hardware.device.link_bandwidth
     near = min(ranks, max(1, per_node // stride))  # on the same node
@@ -71,8 +81,10 @@ def all_to_all_s(
 
 
 @lru_cache(maxsize=4096)
-def ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
-    """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
+def find_ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
+    """Return the ring of `ranks` devices that are `stride` apart. Rings between the same nodes
+    share the network.
+    """
     per_node = hardware.devices_per_node
     nodes = -(-ranks * stride // per_node)
     bandwidth: float = hardware.device.link_bandwidth
@@ -87,6 +99,8 @@ def ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
 
 
 def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
-    """Return the seconds of a message between two devices over the slower of link and network share."""
+    """Return the seconds of a message between two devices, over the slower of link and network
+    share.
+    """
     bandwidth = min(device.link_bandwidth, network_bandwidth)
     return device.kind.traits.collective_start_s + message_bytes / (bandwidth * LINK_EFFICIENCY)

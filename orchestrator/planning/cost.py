@@ -6,16 +6,16 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from orchestrator.memory.engines.pipeline import part, ranks
+from orchestrator.memory.engines.pipeline import list_critical_ranks, profile_of_part
 from orchestrator.memory.engines.widths import (
-    check_degrees,
-    compute_bytes,
-    exchanged_bytes,
-    master_bytes,
+    check_profile_degrees,
+    compute_bytes_per_weight,
+    exchanged_bytes_per_gradient,
+    master_bytes_per_weight,
 )
-from orchestrator.planning.collectives import all_to_all_s, ring, send_s
+from orchestrator.planning.collectives import all_to_all_s, find_ring, send_s
 from orchestrator.planning.hardware import Hardware as Hardware
-from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
+from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, predict_host_s, predict_micro_batch
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     MasterWeights,
@@ -74,34 +74,37 @@ HOST_ADAM_BANDWIDTH = 8e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
 
-def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the predicted seconds of one optimizer step. `profile` is the one for `memory.estimate.estimate`.
+def predict_step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the predicted seconds of one optimizer step; `profile` is the one for
+    `memory.estimate.estimate`.
 
-    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks,
-    and for the last to come back. So all micro-batches of the slowest rank count, and one of each other rank, in `v`
-    pieces each (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come
+    through all ranks, and for the last to come back. So all micro-batches of the slowest rank
+    count, and one of each other rank, in `v` pieces each (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2).
     """
-    return StepSeconds(profile, plan, hardware)(plan)
+    return StepTimePredictor(profile, plan, hardware)(plan)
 
 
 def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float | None:
-    """Return the predicted share of a step in which a device runs kernels of the model, 0 to 1; None without seconds.
+    """Return the predicted share (0 to 1) of a step in which a device runs the model's kernels.
 
-    It is that of the rank whose kernels take longest: their seconds, and the update's where it is on the device, over
-    those of the step. The rest are launches, messages and waits. NVML told 14 and 97 % of two trainings alone on an
-    H200, which have 10 and 95 % by this (tests/gpu/measured/, 2026-11-29).
+    None where no step time is predicted. It is that of the rank whose kernels take longest: their
+    seconds, and the update's where it is on the device, over those of the step. The rest are
+    launches, messages and waits. NVML told 14 and 97 % of two trainings alone on an H200, which
+    have 10 and 95 % by this (tests/gpu/measured/, 2026-11-29).
     """
     if profile.source in WITHOUT_SECONDS:
         return None
     batches = [
-        micro_batch(
+        predict_micro_batch(
             rank.profile,
             plan.micro_batch_size,
             hardware.device,
             plan.precision,
             compiled=plan.compiled,
         )
-        for rank in ranks(profile, plan)
+        for rank in list_critical_ranks(profile, plan)
     ]
     replayed = {
         ActivationCheckpointing.FULL: [batch.replay_s for batch in batches],
@@ -113,34 +116,40 @@ def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float |
     )
     if plan.offload is Offload.NONE:
         kernels_s += _optimizer_s(profile, plan, hardware)
-    return min(1.0, kernels_s / step_s(profile, plan, hardware))
+    return min(1.0, kernels_s / predict_step_s(profile, plan, hardware))
 
 
-class StepSeconds:
-    """Predicts step times of plans that differ only in checkpointing, micro-batch size and accumulation."""
+class StepTimePredictor:
+    """Predicts the step times of plans that differ only in checkpointing, micro-batch size and
+    accumulation.
+    """
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
-        check_degrees(profile, plan)
+        check_profile_degrees(profile, plan)
         self._profile = profile
         self._hardware = hardware
-        self._rank_profiles = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
+        self._rank_profiles = tuple(
+            dict.fromkeys(rank.profile for rank in list_critical_ranks(profile, plan))
+        )
         self._largest = max(self._rank_profiles, key=lambda rank_profile: rank_profile.parameters)
         self._largest_at = self._rank_profiles.index(self._largest)
         engine = facts_of(plan.engine)
         self._mechanics = plan.mechanics
         self._factor = engine.step_factor
         self._gradient_bytes = (
-            compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
+            compute_bytes_per_weight(plan)
+            if engine.has_low_gradients
+            else master_bytes_per_weight(plan)
         )
-        self._copied_s = _copied_s(self._largest, plan, hardware)
+        self._copied_s = _copy_s(self._largest, plan, hardware)
         self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
-        """Return `step_s` of the plan, in half of the time."""
+        """Return `predict_step_s` of the plan, in half of the time."""
         micro_steps = plan.gradient_accumulation_steps
         pp = plan.layout.pp
-        handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
+        handed_on_s = _stage_message_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
         seconds = [
             self._computing_s(rank_profile, plan, per_rank) + handed_on_s
@@ -152,19 +161,22 @@ class StepSeconds:
             through_all_s = self._computing_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
-        window_s = _window_s(seconds[self._largest_at], self._mechanics, micro_steps)
+        window_s = _overlap_window_s(seconds[self._largest_at], self._mechanics, micro_steps)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
         overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._factor * overlapped_s + update_s
 
     def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
-        """Return the seconds of one micro-batch on a rank with `profile` of so many stages, without its waits."""
+        """Return the seconds that a rank computes for one micro-batch, without waits.
+
+        `profile` is that of one of its `stages` pipeline stages.
+        """
         # to those of micro-batches before
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
         hardware = self._hardware
-        starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
+        starts = 0 if self._copies_once else _count_collectives(profile, self._mechanics)
         busy_s = _busy_s(
             profile,
             plan.micro_batch_size,
@@ -183,32 +195,35 @@ class StepSeconds:
         return busy_s + moved_bytes / hardware.device.host_bandwidth
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
-        """Return the seconds of data-parallel messages and of the update, which depend on the micro-batches alone."""
+        """Return (seconds of data-parallel messages, seconds of the update) of a step."""
         micro_steps = plan.gradient_accumulation_steps
         if micro_steps not in self._once:
             arguments = (self._largest, plan, self._hardware)
-            self._once[micro_steps] = (_shared_s(*arguments), _optimizer_s(*arguments))
+            self._once[micro_steps] = (
+                _data_parallel_message_s(*arguments),
+                _optimizer_s(*arguments),
+            )
         return self._once[micro_steps]
 
 
-def _collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
-    """Return the collectives of units that the host starts for one micro-batch on a rank that holds `profile`.
+def _count_collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
+    """Return how many collectives of sharded units the host starts for one micro-batch.
 
-    Those of DeepSpeed's stage 3 are supposed to take no less than FSDP2's; below it buckets are reduced.
+    DeepSpeed's stage 3 is assumed to start no fewer than FSDP2; below it buckets are reduced.
     """
     match mechanics:
         case Fsdp2() | ScriptFsdp():
-            return (2 if mechanics.keeps_gathered else 3) * _units(profile)
+            return (2 if mechanics.keeps_gathered else 3) * _count_units(profile)
         case Zero():
-            return 3 * _units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
+            return 3 * _count_units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
         case Replicated():
             return 0
         case _:
             refuse_unknown(mechanics)
 
 
-def _units(profile: ModelProfile) -> int:
-    """Return the parts that FSDP2 gathers one by one: layers, and what is around them."""
+def _count_units(profile: ModelProfile) -> int:
+    """Return how many parts FSDP2 gathers one by one: the layers, and everything around them."""
     return sum(segment.count for segment in profile.segments if segment.count > 1) + 1
 
 
@@ -225,18 +240,19 @@ def _busy_s(
     collectives: int,
     hardware: Hardware,
 ) -> float:
-    """Return the seconds of kernels, launches and messages inside the model of one micro-batch.
+    """Return the seconds of kernels, launches and messages of one micro-batch inside the model.
 
-    A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
-    layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
-    the sums, and the second gathering of the backward pass hides behind a product (training/engines/
-    sequence_parallel.py). Context-parallel ranks wait for their all-to-alls. A CUDA device works off what its host has
-    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
+    A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES):
+    twice more where the layer is recomputed. Where tokens are spread, it reduce-scatters and
+    gathers as much; selective checkpointing keeps the sums, and the second gathering of the
+    backward pass hides behind a product (training/engines/ sequence_parallel.py). Context-parallel
+    ranks wait for their all-to-alls. A CUDA device works off what its host has launched, so that
+    the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
     launches block the device waits for its host as long as the host for the device.
     """
     device = hardware.device
     tp = profile.tensor_parallel
-    batch = micro_batch(profile, size, device, precision, compiled=compiled)
+    batch = predict_micro_batch(profile, size, device, precision, compiled=compiled)
     device_s = batch.forward_s + batch.backward_s
     device_s += (
         2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
@@ -255,7 +271,7 @@ def _busy_s(
     for count, full_s, selective_s in batch.layers if full_layers else ():
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
-    launches_s = host_s(batch.parts, full, replayed - full, collectives, device)
+    launches_s = predict_host_s(batch.parts, full, replayed - full, collectives, device)
     layer = max(profile.segments, key=lambda segment: segment.count)
     again = min(replayed, layer.count)
     # (ranks, stride, messages, bytes sent) of all-to-alls: there and back, and again where recomputed
@@ -277,7 +293,7 @@ def _busy_s(
             segment.count * len(segment.gradients) for segment in profile.segments
         )
     if tp > 1:
-        across = ring(tp, 1, hardware)
+        across = find_ring(tp, 1, hardware)
         messages = batch.messages + 2 * replayed
         spread = profile.sequence_parallel
         whole_bytes = spread * profile.boundary_bytes * size
@@ -305,11 +321,13 @@ class StageSeconds(NamedTuple):
 def time_stages(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> StageSeconds:
-    """Return the seconds per sample of what only the first stage, each layer, and only the last stage has."""
+    """Return the seconds per sample of the first stage's extra parts, of each layer, and of the
+    last's extra parts.
+    """
     how = 1, mode, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
-        return _busy_s(part(profile, layers, first=first, last=last), *how)
+        return _busy_s(profile_of_part(profile, layers, first=first, last=last), *how)
 
     one_s = busy_s(1)
     return StageSeconds(
@@ -317,8 +335,10 @@ def time_stages(
     )
 
 
-def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds in which a pipeline stage waits for a micro-batch's input and its output's gradient."""
+def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds for which a pipeline stage waits for a micro-batch's input and its
+    output's gradient.
+    """
     if plan.layout.pp == 1:
         return 0.0
     crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
@@ -327,12 +347,13 @@ def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
+def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
     """Return the seconds of computation behind which data-parallel messages can hide.
 
-    Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
-    ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
-    on the stream that computes (training/engines/deepspeed_settings.py: overlap_comm).
+    Gradients of a step travel while the last micro-batch goes backward, two thirds of its time.
+    What is cut over the ranks travels for every micro-batch, while the layer before or behind it
+    computes. DeepSpeed below stage 3 reduces on the stream that computes
+    (training/engines/deepspeed_settings.py: overlap_comm).
     """
     match mechanics:
         case Replicated():
@@ -352,7 +373,7 @@ def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> f
     return micro_steps * micro_batch_s
 
 
-class Traffic(NamedTuple):
+class CollectiveCounts(NamedTuple):
     """Number of collectives between data-parallel ranks in one step."""
 
     gathers: int  # of all weights
@@ -360,27 +381,40 @@ class Traffic(NamedTuple):
     messages: int  # collectives: per unit and micro-batch two or three where parameters are cut
 
 
-def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
-    """Return the traffic of a step by ZeRO stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
+def _count_traffic(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
+    """Return the number of collectives in a step by ZeRO stage: Rajbhandari et al. 2020
+    (arXiv:1910.02054), section 7.
+    """
     mechanics = plan.mechanics
     micro_steps = plan.gradient_accumulation_steps
-    units = _units(profile)
+    units = _count_units(profile)
     match mechanics:
         case Replicated():
-            return Traffic(
-                0, 1, max(1, -(-exchanged_bytes(plan) * profile.trained_parameters // BUCKET_BYTES))
+            return CollectiveCounts(
+                0,
+                1,
+                max(
+                    1,
+                    -(
+                        -exchanged_bytes_per_gradient(plan)
+                        * profile.trained_parameters
+                        // BUCKET_BYTES
+                    ),
+                ),
             )
         case Fsdp2():
             if mechanics.is_pipelined or mechanics.once_a_step:
-                return Traffic(1, 1, 2 * units)
+                return CollectiveCounts(1, 1, 2 * units)
             passes = 1 if mechanics.keeps_gathered else 2
-            return Traffic(passes * micro_steps, micro_steps, (passes + 1) * units * micro_steps)
+            return CollectiveCounts(
+                passes * micro_steps, micro_steps, (passes + 1) * units * micro_steps
+            )
         case ScriptFsdp() | Zero():
             return {
-                ZeroStage.NONE: Traffic(0, 1, 1),
-                ZeroStage.OPTIMIZER: Traffic(1, 1, 2),
-                ZeroStage.GRADIENTS: Traffic(1, micro_steps, 1 + micro_steps),
-                ZeroStage.PARAMETERS: Traffic(
+                ZeroStage.NONE: CollectiveCounts(0, 1, 1),
+                ZeroStage.OPTIMIZER: CollectiveCounts(1, 1, 2),
+                ZeroStage.GRADIENTS: CollectiveCounts(1, micro_steps, 1 + micro_steps),
+                ZeroStage.PARAMETERS: CollectiveCounts(
                     2 * micro_steps, micro_steps, 3 * units * TENSORS_PER_PART * micro_steps
                 ),
             }[mechanics.stage]
@@ -388,47 +422,56 @@ def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
             refuse_unknown(mechanics)
 
 
-def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of data-parallel messages of a step, where nothing hides them.
+def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds of a step's data-parallel messages if nothing hides them.
 
-    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over all of them.
+    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over
+    all of them.
     """
     layout = plan.layout
     if layout.dp_cp == 1:
         return 0.0
-    traffic = _traffic(profile, plan)
-    gathered_bytes = traffic.gathers * compute_bytes(plan) * profile.parameters
-    reduced_bytes = traffic.reductions * exchanged_bytes(plan) * profile.trained_parameters
+    traffic = _count_traffic(profile, plan)
+    gathered_bytes = traffic.gathers * compute_bytes_per_weight(plan) * profile.parameters
+    reduced_bytes = (
+        traffic.reductions * exchanged_bytes_per_gradient(plan) * profile.trained_parameters
+    )
     if plan.mechanics.stage is ZeroStage.NONE:
-        return ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced_bytes, traffic.messages)
+        return find_ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(
+            reduced_bytes, traffic.messages
+        )
     moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
         return _shared_beside_experts_s(profile, plan, hardware, moved_bytes, traffic.messages)
     shards = plan.mechanics.shards
-    shared_s = ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
+    shared_s = find_ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
     if plan.dp_replicate > 1:
-        across_copies = ring(plan.dp_replicate, shards * layout.tp, hardware)
+        across_copies = find_ring(plan.dp_replicate, shards * layout.tp, hardware)
         shared_s += across_copies.all_reduce_s(reduced_bytes / shards, traffic.messages)
     return shared_s
 
 
-def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of copies on the stream that computes, for the gathering of each pass and one reduction.
+def _copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds of copies on the computing stream, for each pass's gathering and one
+    reduction.
 
-    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL copies where a rank is
-    alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an H100 they were 38 bytes per parameter, and
-    are 34 by this (tests/gpu/measured/, 2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in
-    the type in which it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
+    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL
+    copies where a rank is alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an
+    H100 they were 38 bytes per parameter, and are 34 by this (tests/gpu/measured/, 2026-11-26).
+    DeepSpeed puts weights together, and gradients into a bucket, in the type in which it computes
+    (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
     """
     mechanics = plan.mechanics
-    width = compute_bytes(plan)
-    sent = exchanged_bytes(plan)
+    width = compute_bytes_per_weight(plan)
+    sent = exchanged_bytes_per_gradient(plan)
     match mechanics:
         case Fsdp2() | ScriptFsdp():
             shards = mechanics.shards
             is_alone = mechanics.shards == 1
             gathered = (
-                2 * width + (master_bytes(plan) + width) / shards + (2 * width if is_alone else 0)
+                2 * width
+                + (master_bytes_per_weight(plan) + width) / shards
+                + (2 * width if is_alone else 0)
             )
             reduced = width + sent + (2 * sent if is_alone else 0)
             gathers = 1 if mechanics.keeps_gathered else 2
@@ -446,22 +489,28 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
 def _shared_beside_experts_s(
     profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
 ) -> float:
-    """Return the seconds to move these bytes: experts between the ranks that have the same, the rest between all."""
+    """Return the seconds to move `moved_bytes`: experts between the ranks that share them, the rest
+    between all.
+    """
     dp = plan.layout.dp
     ep = plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
     of_experts = (
         sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
     )
-    rest_s = ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
+    rest_s = find_ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
     messages = messages * layers // (layers + 1)  # the root has none
-    return rest_s + ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
+    return rest_s + find_ring(dp // ep, ep, hardware).gather_s(
+        moved_bytes * of_experts / ep, messages
+    )
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of the update of a rank's share; offloaded gradients go to the host, and parameters back.
+    """Return the seconds of a rank's update; with offload, gradients go to the host and parameters
+    come back.
 
-    On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
+    On NVMe masters and moments are read and written at every step, and weights for every pass where
+    they lie there.
     """
     device = hardware.device
     traffic = UPDATE_TRAFFIC_BYTES[plan.optimizer]
@@ -476,11 +525,15 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     fetched = 0.0
     if plan.offload is Offload.PARAMETERS:  # every pass of every micro-batch fetches the weights
         fetched = (
-            plan.gradient_accumulation_steps * 2 * profile.parameters / shards * compute_bytes(plan)
+            plan.gradient_accumulation_steps
+            * 2
+            * profile.parameters
+            / shards
+            * compute_bytes_per_weight(plan)
         )
     host_s = (
         share * traffic / HOST_ADAM_BANDWIDTH
-        + (share * 2 * compute_bytes(plan) + fetched) / device.host_bandwidth
+        + (share * 2 * compute_bytes_per_weight(plan) + fetched) / device.host_bandwidth
     )
     if plan.offload_target is OffloadTarget.CPU:
         return host_s

@@ -7,7 +7,12 @@ from functools import lru_cache
 from math import floor
 from typing import NamedTuple
 
-from orchestrator.memory.engines.pipeline import Filling, distinct_ranks, split_ends, waiting
+from orchestrator.memory.engines.pipeline import (
+    PipelineFill,
+    count_waiting_passes,
+    list_distinct_ranks,
+    split_stage_segments,
+)
 from orchestrator.planning.cost import Hardware, time_stages
 from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage
 from orchestrator.specs.plan import Plan
@@ -22,26 +27,31 @@ SHARDED_BYTES = 8
 STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time
 
 
-class Ends(NamedTuple):
-    """Layers of the first and of the last stage of a pipeline; 0 of both: an even split."""
+class EndStageLayers(NamedTuple):
+    """Numbers of layers of the first and the last pipeline stage; both 0 for an even split."""
 
     first: int
     last: int
 
 
-def split_evenly(profile: ModelProfile, plan: Plan, hardware: Hardware) -> Ends:
-    """Return the layers of both end stages of a pipeline with which no rank waits long for another.
+def choose_end_stage_layers(
+    profile: ModelProfile, plan: Plan, hardware: Hardware
+) -> EndStageLayers:
+    """Return the layers of both end stages with which no rank waits long for another.
 
-    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
-    equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
+    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation
+    counted. Among equally fast splits the fullest rank needs the least memory at a micro-batch of
+    one sample.
     """
     is_sharded = plan.mechanics.stage is not ZeroStage.NONE
     how = (plan.activation_checkpointing, is_sharded, plan.precision)
-    return _ends(profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware)
+    return _choose_end_stage_layers(
+        profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware
+    )
 
 
 @lru_cache(maxsize=4096)
-def _ends(
+def _choose_end_stage_layers(
     profile: ModelProfile,
     pp: int,
     per_rank: int,
@@ -49,12 +59,12 @@ def _ends(
     is_sharded: bool,
     precision: Precision,
     hardware: Hardware,
-) -> Ends:
-    layers = split_ends(profile).layer.count
+) -> EndStageLayers:
+    layers = split_stage_segments(profile).layer.count
     stages = pp * per_rank
     first_s, layer_s, last_s = time_stages(profile, mode, precision, hardware)
     if layer_s <= 0.0:
-        return Ends(0, 0)
+        return EndStageLayers(0, 0)
     even = stage_layers(layers, stages)
 
     def slowest_s(sizes: Sequence[int]) -> float:
@@ -66,7 +76,7 @@ def _ends(
         )
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
-        return _fullest_bytes(
+        return _fullest_rank_bytes(
             profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
         )
 
@@ -82,18 +92,20 @@ def _ends(
             break
         best = lighter
         least_bytes = needed
-    return Ends(0, 0) if best == even else Ends(best[0], best[-1])
+    return EndStageLayers(0, 0) if best == even else EndStageLayers(best[0], best[-1])
 
 
-def _fullest_bytes(
+def _fullest_rank_bytes(
     profile: ModelProfile,
     pp: int,
     sizes: tuple[int, ...],
     mode: ActivationCheckpointing,
     parameter_bytes: int,
 ) -> int:
-    """Return the bytes of the fullest rank: all of its parameters, and layers of the micro-batches in flight."""
-    before, layer, behind = split_ends(profile)
+    """Return the bytes of the fullest rank: its parameters, and the layer inputs of micro-batches
+    in flight.
+    """
+    before, layer, behind = split_stage_segments(profile)
     kept_bytes = {
         ActivationCheckpointing.NONE: layer.saved_bytes,
         ActivationCheckpointing.SELECTIVE: layer.saved_bytes
@@ -103,9 +115,9 @@ def _fullest_bytes(
     }[mode]
     per_rank = len(sizes) // pp
     most = 0
-    for rank in distinct_ranks(pp, sizes):
+    for rank in list_distinct_ranks(pp, sizes):
         rank_layers = sizes[rank::pp]
-        passes = waiting(rank, pp, per_rank, Filling(pp, False))
+        passes = count_waiting_passes(rank, pp, per_rank, PipelineFill(pp, False))
         parameters = sum(rank_layers) * layer.parameters
         parameters += sum(
             part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ())

@@ -6,18 +6,24 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
-from orchestrator.memory.calibration.correction import corrected
-from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
-from orchestrator.planning.trust import SPREAD_MAX, Choice, room_of
-from orchestrator.planning.ways_out import (
-    Unfit,
-    WayOut,
-    cards_with,
-    missing_knobs,
-    number_ways,
-    ways_out,
+from orchestrator.memory.calibration.correction import correct_estimate
+from orchestrator.planning.frontier import (
+    Candidate,
+    Frontier,
+    list_fitting,
+    needed_device_bytes,
+    why_rejected,
 )
-from orchestrator.specs.job.pins import in_words
+from orchestrator.planning.trust import SPREAD_MAX, Choice, allowed_fill_of
+from orchestrator.planning.ways_out import (
+    UnfitJob,
+    WayOut,
+    describe_missing_knobs,
+    list_cards_with,
+    list_ways_out,
+    number_ways,
+)
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.settings import in_short
@@ -27,7 +33,7 @@ MOMENTS_SHOWN = 8
 PINS_NAMED = 4  # of more, `closest` says which plan it is
 
 
-def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+def list_bytes_by_cause(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     """Return (cause, bytes) pairs, largest first, that add up to the estimate's `device_bytes`."""
     causes = sorted(estimate.by_cause, key=lambda cause: -cause[1])
     around = (
@@ -37,37 +43,43 @@ def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     return (*causes, *((cause, count) for cause, count in around if count))
 
 
-def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
-    """Return the MOMENTS_SHOWN highest memory peaks of a step in time order, each on the rank that needs most then."""
+def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
+    """Return the MOMENTS_SHOWN highest memory peaks of a step in time order, each on the rank that
+    needs most then.
+    """
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
-        if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
+        if moment.name not in worst or _total_bytes(moment) > _total_bytes(worst[moment.name]):
             worst[moment.name] = moment
-    shown = set(sorted(worst, key=lambda name: _total(worst[name]), reverse=True)[:MOMENTS_SHOWN])
+    shown = set(
+        sorted(worst, key=lambda name: _total_bytes(worst[name]), reverse=True)[:MOMENTS_SHOWN]
+    )
     return tuple(moment for name, moment in worst.items() if name in shown)
 
 
-def best_or_nearest(
+def find_best_or_nearest(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration
 ) -> Candidate | None:
-    """Return the fastest candidate that fits, else the one that needs least; None without any."""
-    best = next(fitting(frontier, capacity_bytes, calibrated), None)
-    return best or nearest(frontier, calibrated)
+    """Return the fastest candidate that fits; without one, the one that needs least; None for no
+    candidates.
+    """
+    best = next(list_fitting(frontier, capacity_bytes, calibrated), None)
+    return best or find_nearest(frontier, calibrated)
 
 
-def nearest(
+def find_nearest(
     frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Candidate | None:
     """Return the untried candidate that needs the least device memory; None without one.
 
-    Candidates with enough host memory come first.
+    Candidates with enough host memory come first. `refuted` are the tried ones.
     """
 
     def missing(candidate: Candidate) -> tuple[object, ...]:
         return (
             candidate.degradation,
             0 if candidate.fits_host else candidate.host_bytes,
-            needed_bytes(candidate, calibrated),
+            needed_device_bytes(candidate, calibrated),
         )
 
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
@@ -75,26 +87,32 @@ def nearest(
 
 
 def why_nothing_fits(
-    case: Unfit, loaded_bytes: int | None = None, ways: Sequence[WayOut] | None = None
+    case: UnfitJob, loaded_bytes: int | None = None, ways: Sequence[WayOut] | None = None
 ) -> str:
-    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit.
+    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the
+    job fit.
 
-    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes. `ways` are
-    the changes to name, with numbers; None: those of `ways_out`, without.
+    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch
+    changes. `ways` are the changes to list, numbered; None means those of `list_ways_out`, without
+    numbers.
     """
     capacity_bytes = case.capacity_bytes
     calibrated = case.calibrated
     if loaded_bytes is not None:
         return _why_loading_fails(case, loaded_bytes)
     candidates = case.frontier
-    closest = nearest(candidates, calibrated, case.refuted) or nearest(candidates, calibrated)
+    closest = find_nearest(candidates, calibrated, case.refuted) or find_nearest(
+        candidates, calibrated
+    )
     assert closest is not None, "a frontier is never empty"
-    estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
-    needed = needed_bytes(closest, calibrated)
+    estimate = correct_estimate(
+        closest.estimate, calibrated.activation_factor_of(closest.plan, closest.estimate)
+    )
+    needed = needed_device_bytes(closest, calibrated)
     pins = case.spec.plan
     pinned = ""
     if pins:
-        pinned = f" with {in_words(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
+        pinned = f" with {format_pins(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
     nothing = f"no plan{pinned} fits {case.there}"
     if closest.estimate.source is Source.ASSUMED:
         # its bytes are supposed from its own micro-batch: no number to act on
@@ -119,23 +137,28 @@ def why_nothing_fits(
         lines = [
             nothing,
             f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
-            *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
+            *(
+                f"  {format_bytes(count):>12}  {cause}"
+                for cause, count in list_bytes_by_cause(estimate)
+            ),
             f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
         ]
     if ways is None:
-        lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
+        lines += [f"would fit: {way.sentence}" for way in list_ways_out(case)]
     else:
         lines += number_ways(ways)
-    lines += missing_knobs(case)
+    lines += describe_missing_knobs(case)
     if case.is_worn_out:
         lines.append("other changes were not searched: the job allows too many plans")
     return "\n".join(lines)
 
 
-def _why_loading_fails(case: Unfit, loaded_bytes: int) -> str:
-    """Return why no batch helps a script whose weights and states do not fit, and what would."""
+def _why_loading_fails(case: UnfitJob, loaded_bytes: int) -> str:
+    """Return text on why no batch helps a script whose weights and states do not fit, and what
+    would help.
+    """
     needed = format_bytes(loaded_bytes)
-    cards = cards_with(loaded_bytes)
+    cards = list_cards_with(loaded_bytes)
     names = f", such as {', '.join(cards)}" if cards else ""
     lines = [
         f"no plan fits {case.there}: at micro-batch 1 it ran out of memory before its first forward pass",
@@ -146,8 +169,12 @@ def _why_loading_fails(case: Unfit, loaded_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def why_taken(fit_probability: float | None, passed_over: str | None = None) -> str:
-    """Return why a job's first plan was chosen, as text. A probability of None means that its memory is unknown."""
+def describe_choice(fit_probability: float | None, passed_over: str | None = None) -> str:
+    """Return text on why a job's first plan was chosen.
+
+    A `fit_probability` of None means that its memory is unknown. `passed_over` says why no faster
+    plan was chosen.
+    """
     if passed_over is not None:
         return passed_over
     if fit_probability is None or fit_probability >= CONFIDENCE:
@@ -155,14 +182,14 @@ def why_taken(fit_probability: float | None, passed_over: str | None = None) -> 
     return f"the plan that most probably fits ({format_probability(fit_probability)})"
 
 
-def why_passed_over(taken: Choice, fastest: Choice) -> str | None:
-    """Return why a plan is chosen over the fastest one, as text; None where it is the fastest."""
+def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
+    """Return text on why a plan is chosen over the fastest one; None where it is the fastest."""
     gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
     if gain <= 0:
         return None
     faster = f"{in_short(fastest.plan)} is predicted {gain:.1%} faster"
     taking = "(`objective: fastest` takes it)"
-    if fastest.fill > max(taken.fill, room_of(taken.plan)):
+    if fastest.fill > max(taken.fill, allowed_fill_of(taken.plan)):
         fill = f"and fills {fastest.fill:.0%} of a device"
         return f"a plan with more room for what predictions are off: {faster}, {fill} {taking}"
     why = "which is within the error of predictions"
@@ -171,5 +198,5 @@ def why_passed_over(taken: Choice, fastest: Choice) -> str | None:
     return f"the most trusted plan near the fastest: {faster}, {why} {taking}"
 
 
-def _total(moment: MomentBytes) -> int:
+def _total_bytes(moment: MomentBytes) -> int:
     return moment.counted_bytes + moment.activation_bytes

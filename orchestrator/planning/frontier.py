@@ -1,4 +1,4 @@
-"""The frontier: plans of a job that no other plan beats, and which of them fit in memory."""
+"""The frontier: the plans of a job that no other plan beats, and which of them fit in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.specs.units import format_bytes
 
 @frozen
 class Candidate:
-    """A legal plan with its predicted costs, and how much it alters the training that the user asked for."""
+    """A legal plan with its predicted costs, and how much it alters the requested training."""
 
     plan: Plan
     estimate: MemoryEstimate
@@ -33,34 +33,40 @@ class Candidate:
 
     @property
     def fits_host(self) -> bool:
-        """Whether a node has enough host memory."""
+        """Whether a node has enough host memory for the plan."""
         return self.host_bytes <= self.host_memory
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Plans that no other plan beats: mildest degradation first, and fastest first within a class."""
+    """The plans that no other plan beats: mildest degradation first, and fastest first within a
+    class.
+    """
 
     candidates: tuple[Candidate, ...]
     looked: int = 0  # plans that the search examined
 
 
 def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
-    """Return the bytes of host memory that the plan needs on a node whose devices it fills.
+    """Return the host bytes that the plan needs on a node whose devices it fills.
 
-    The memory of a virtual device is host memory.
+    On a virtual device, device memory is host memory.
     """
     virtual = estimate.device_bytes if hardware.device.kind.traits.is_virtual else 0
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 
-def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
-    """Return the free bytes that each device must have: the corrected estimate times its margin."""
+def needed_device_bytes(candidate: Candidate, calibrated: Calibration) -> int:
+    """Return the free bytes that the candidate needs on each device: the corrected estimate times
+    its margin.
+    """
     return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
-    """Return the probability that the candidate fits in `capacity_bytes`; 0 without enough host memory."""
+    """Return the probability that the candidate fits in `capacity_bytes`; 0 without enough host
+    memory.
+    """
     if not candidate.fits_host:
         return 0.0
     return calibration.plan_fit_probability(
@@ -68,26 +74,30 @@ def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calib
     )
 
 
-def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
-    """Return whether a device holds the corrected estimate with its margin, and a node has the host memory.
+def fits_device(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
+    """Return whether a device holds the corrected estimate with its margin, and a node the host
+    memory.
 
     A plan that already ran out of memory on such a device does not fit.
     """
-    is_within = candidate.fits_host and needed_bytes(candidate, calibrated) <= capacity_bytes
-    return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
+    is_within = candidate.fits_host and needed_device_bytes(candidate, calibrated) <= capacity_bytes
+    return is_within and not calibrated.has_run_out(
+        candidate.plan, candidate.estimate, capacity_bytes
+    )
 
 
-class Room(NamedTuple):
-    """The bytes of each device that a candidate may use."""
+class CandidateRoom(NamedTuple):
+    """A candidate with the bytes that it may use on each device."""
 
     candidate: Candidate
     capacity_bytes: int
 
 
-def likeliest(rooms: Iterable[Room], calibrated: Calibration) -> Candidate | None:
-    """Return the candidate that most probably fits in its room.
+def find_likeliest(rooms: Iterable[CandidateRoom], calibrated: Calibration) -> Candidate | None:
+    """Return the candidate that most probably fits the bytes that it may use; None where none is
+    likely.
 
-    None where none is at least as likely as not: such a plan fits, but for its margin. A job that ran out of memory
+    Likely means at least 50 %: such a plan fits, but for its margin. A job that ran out of memory
     tries any remaining plan, however unlikely, since it has already paid for more than a launch.
     """
     chances = [
@@ -98,17 +108,17 @@ def likeliest(rooms: Iterable[Room], calibrated: Calibration) -> Candidate | Non
     return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
 
-def fitting(
+def list_fitting(
     frontier: Frontier,
     capacity_bytes: int,
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
 ) -> Iterator[Candidate]:
-    """Return the candidates that fit and are not in `refuted`, in the frontier's order."""
+    """Yield the candidates that fit and are not in `refuted`, in the frontier's order."""
     return (
         candidate
         for candidate in frontier.candidates
-        if candidate.plan not in refuted and fits(candidate, capacity_bytes, calibrated)
+        if candidate.plan not in refuted and fits_device(candidate, capacity_bytes, calibrated)
     )
 
 
@@ -117,14 +127,14 @@ def why_rejected(
     capacity_bytes: int,
     calibrated: Calibration,
 ) -> str | None:
-    """Return why the candidate cannot be used, as a sentence; None where it can."""
-    needed = needed_bytes(candidate, calibrated)
+    """Return a sentence on why the candidate cannot be used; None where it can."""
+    needed = needed_device_bytes(candidate, calibrated)
     if needed > capacity_bytes:
         needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"
         return f"{needs}; worst moment: {candidate.estimate.moment}"
     if not candidate.fits_host:
         has = format_bytes(candidate.host_memory)
         return f"needs {format_bytes(candidate.host_bytes)} of host memory on a node that has {has}"
-    if not fits(candidate, capacity_bytes, calibrated):
+    if not fits_device(candidate, capacity_bytes, calibrated):
         return "ran out of memory before, in another job of this family"
     return None

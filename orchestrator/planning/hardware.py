@@ -1,4 +1,4 @@
-"""Hardware: equal nodes of equal devices, as plans are made for them."""
+"""Hardware: equal nodes of equal devices, for which plans are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes."""
+        """Number of devices on all nodes."""
         return self.devices_per_node * self.nodes
 
     def __hash__(self) -> int:

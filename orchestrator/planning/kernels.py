@@ -98,8 +98,8 @@ COLLECTIVE_PASSES = 1.0
 CPU_FORWARD_S = 4e-4 / 3
 
 
-class Replay(NamedTuple):
-    """Equal layers, and the seconds of each where it is recomputed in full and where selectively."""
+class RecomputedLayers(NamedTuple):
+    """Equal layers, with the seconds of each when recomputed in full and when selectively."""
 
     layers: int
     full_s: float
@@ -107,7 +107,7 @@ class Replay(NamedTuple):
 
 
 @frozen
-class MicroBatch:
+class MicroBatchSeconds:
     """Compute seconds of one micro-batch on one rank, without messages."""
 
     forward_s: float
@@ -117,23 +117,24 @@ class MicroBatch:
     parts: int
     replayed_parts: int
     # of equal layers, first to last
-    layers: tuple[Replay, ...]
+    layers: tuple[RecomputedLayers, ...]
     messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
 @lru_cache(maxsize=16384)
-def micro_batch(
+def predict_micro_batch(
     profile: ModelProfile,
     size: int,
     device: DeviceSpec,
     precision: Precision,
     *,
     compiled: bool = False,
-) -> MicroBatch:
-    """Return the compute seconds of `size` samples on a rank that holds `profile`.
+) -> MicroBatchSeconds:
+    """Return the compute seconds of a micro-batch of `size` samples on a rank that holds `profile`.
 
-    What operators of a layer move was counted as its Python code runs. The operators of a compiled layer are fused: it
-    moves what is supposed of layers that nobody counted (docs/concepts/memory-model.md has both beside an H200).
+    What operators of a layer move was counted as its Python code runs. The operators of a compiled
+    layer are fused: it moves what is supposed of layers that nobody counted
+    (docs/concepts/memory-model.md has both beside an H200).
     """
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
@@ -143,7 +144,7 @@ def micro_batch(
         EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     )
     for segment in profile.segments:
-        ahead, back, moved = _part(
+        ahead, back, moved = _part_seconds(
             segment, size, device, precision, attention_backward, compiled and segment.is_unit
         )
         forward_s += segment.count * ahead
@@ -163,8 +164,8 @@ def micro_batch(
                 selective_s = size * again * moved / bandwidth
                 selective_replay_s += segment.count * size * again * moved / bandwidth
         if segment.is_unit:
-            layers.append(Replay(segment.count, full_s, selective_s))
-    return MicroBatch(
+            layers.append(RecomputedLayers(segment.count, full_s, selective_s))
+    return MicroBatchSeconds(
         forward_s=forward_s,
         backward_s=backward_s,
         replay_s=replay_s,
@@ -177,7 +178,7 @@ def micro_batch(
 
 
 @lru_cache(maxsize=16384)
-def _part(
+def _part_seconds(
     segment: Segment,
     size: int,
     device: DeviceSpec,
@@ -185,9 +186,11 @@ def _part(
     attention_backward: float,
     is_fused: bool,
 ) -> tuple[float, float, float]:
-    """Return the seconds of a part's forward and backward pass, and the bytes moved per kept byte in a forward pass.
+    """Return (forward seconds, backward seconds, bytes moved per kept byte in the forward pass) of
+    a part.
 
-    A backward pass has two products for one of the forward pass; what is frozen needs no gradient of its weights.
+    A backward pass has two products for one of the forward pass; what is frozen needs no gradient
+    of its weights.
     """
     peak = device.peak_flops(precision)
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
@@ -223,7 +226,9 @@ def _part(
 def _loss_moved_bytes(
     segment: Segment, chunks: LossChunks, size: int, precision: Precision
 ) -> float:
-    """Return the bytes that a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
+    """Return the bytes of memory traffic for the logits of a loss in chunks, and for its weight's
+    gradient.
+    """
     (_, hidden, vocab_size), *_ = segment.matmuls
     tokens = size * chunks.sample_tokens
     added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
@@ -254,7 +259,7 @@ def product_rates(device: DeviceSpec, precision: Precision) -> ProductRates:
 
 
 def product_flops(device: DeviceSpec, precision: Precision) -> float:
-    """Return the FLOP/s of the fastest matrix product on the device."""
+    """Return the FLOP/s of the device's fastest matrix product."""
     if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
         return device.peak_flops(precision) * PRODUCT_EFFICIENCY
     return min(1e12 * device.measured_tflops, device.peak_flops(precision))
@@ -271,10 +276,12 @@ def matmul_s(
     multiprocessors: int | None,
     start_s: float,
 ) -> float:
-    """Return the seconds of a product of (rows x inner) and (inner x columns) matrices at a device's `product_rates`.
+    """Return the seconds of a (rows x inner) by (inner x columns) matrix product at a device's
+    `product_rates`.
 
-    Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
-    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).
+    Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one;
+    the largest tile is the fastest where there are enough of them (NVIDIA, Matrix Multiplication
+    Background User's Guide, section 3.2).
     """
     moved_s = width * (rows * inner + inner * columns + rows * columns) / bandwidth
     if multiprocessors is None:
@@ -291,11 +298,14 @@ def matmul_s(
     return start_s + fastest_s
 
 
-def host_s(parts: int, full: int, selective: int, collectives: int, device: DeviceSpec) -> float:
-    """Return the seconds of Python and kernel launches in one micro-batch. Backward has twice the launches of forward.
+def predict_host_s(
+    parts: int, full: int, selective: int, collectives: int, device: DeviceSpec
+) -> float:
+    """Return the host's seconds for Python and kernel launches of one micro-batch.
 
-    `full` and `selective` are the numbers of recomputed parts; FSDP2 starts `collectives`. On a CPU any recomputation
-    costs one more pass, and nothing overlaps.
+    Backward has twice the launches of forward. `full` and `selective` are numbers of recomputed
+    parts, `collectives` those that FSDP2 starts. On a CPU any recomputation costs one more pass,
+    and nothing overlaps.
     """
     if not device.kind.traits.runs_beside_host:
         return (3 * parts + full + selective) * CPU_FORWARD_S

@@ -10,11 +10,11 @@ from math import gcd
 from orchestrator.memory.models.hf import DecoderShape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.request import PlanRequest
-from orchestrator.planning.work import Work
+from orchestrator.planning.work import PlanCounter
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LAYERS_MAX
-from orchestrator.specs.plan import share_heads
+from orchestrator.specs.plan import can_share_heads
 
 # Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree:
 # experts share samples of
@@ -25,13 +25,13 @@ OWN_TOKENS_MIN = 8192
 
 
 def list_layouts(
-    request: PlanRequest, hardware: Hardware, work: Work
+    request: PlanRequest, hardware: Hardware, work: PlanCounter
 ) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
-    dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
-    pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
-    TooManyPlans.
+    dp divides the global batch; tp stays inside a node, where the messages of every layer go, and
+    cp as long as it can; pp leaves every rank a layer. Raises SpecError where no allowed number of
+    devices divides the global batch, and TooManyPlans.
     """
     if request.speeds:
         return _measured_layouts(request, hardware)
@@ -56,21 +56,22 @@ def list_layouts(
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
         if dp * cp * tp * pp in allowed and pp <= request.global_batch_size // dp
     ]
-    work.look(len(choices))
+    work.count_examined(len(choices))
     if not choices:
-        raise _no_layout(request, hardware)
+        raise _make_no_layout_error(request, hardware)
     return tuple(choices)
 
 
 def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[ParallelLayout, ...]:
-    """Return a layout for each number of devices in `speeds`.
+    """Return one layout for each number of devices in the job's `speeds`.
 
-    Where that does not divide the global batch, the script itself shares samples between devices, which is `tp` here.
+    Where that does not divide the global batch, the script itself shares samples between devices,
+    which is `tp` here.
     """
     most = min(request.gpus.max, hardware.devices)
     counts = [count for count, _ in request.speeds if request.gpus.min <= count <= most]
     if not counts:
-        raise _no_layout(request, hardware)
+        raise _make_no_layout_error(request, hardware)
     shared = [gcd(count, request.global_batch_size) for count in counts]
     return tuple(
         ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True)
@@ -78,7 +79,8 @@ def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[Paralle
 
 
 def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
-    """Return 1 and the powers of two that divide a node, heads, feed-forward and vocabulary.
+    """Return 1 and the powers of two that divide a node's devices, heads, feed-forward and
+    vocabulary.
 
     Experts are not split. A model with a declared profile has the degrees declared there.
     """
@@ -98,13 +100,13 @@ def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[i
         shape.intermediate_size,
         shape.vocab_size,
     )
-    return tuple(degree for degree in _powers(per_node) if common % degree == 0)
+    return tuple(degree for degree in _powers_of_two(per_node) if common % degree == 0)
 
 
 def _degrees_of_a_sample(
     request: PlanRequest, hardware: Hardware, tensor: tuple[int, ...], devices: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield degrees (cp, tp) whose ranks lie on one node or on whole ones, and share the heads equally."""
+    """Yield (cp, tp) whose ranks lie on one node or fill whole nodes, and share the heads equally."""
     shape = request.shape
     per_node = hardware.devices_per_node
     for cp, tp in product(context_parallel_degrees(request, devices), tensor):
@@ -113,16 +115,18 @@ def _degrees_of_a_sample(
             continue
         assert shape is not None, "no degree but 1 where no shape is known"
         is_regular = per_node % (cp * tp) == 0 or cp * tp % per_node == 0
-        if is_regular and share_heads(
+        if is_regular and can_share_heads(
             shape.num_attention_heads, shape.kv_heads, ParallelLayout(cp=cp, tp=tp)
         ):
             yield cp, tp
 
 
 def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
-    """Return 1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
+    """Return 1, the pinned degree, and the powers of two that leave each rank OWN_TOKENS_MIN tokens
+    of a sample.
 
-    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory nobody counted.
+    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory
+    nobody counted.
     """
     shape = request.dense_shape
     if shape is None:
@@ -130,18 +134,20 @@ def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, .
     pinned = request.pins.get("cp")
     return tuple(
         degree
-        for degree in _powers(devices)
+        for degree in _powers_of_two(devices)
         if degree in (1, pinned) or request.data_length // degree >= OWN_TOKENS_MIN
     )
 
 
 def expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
     """Return the expert-parallel degrees above 1 that `dp` ranks allow for the job's model."""
-    return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(request, dp, ep) is None)
+    return tuple(
+        ep for ep in divisors(dp)[1:] if why_no_expert_parallelism(request, dp, ep) is None
+    )
 
 
-def why_no_experts(request: PlanRequest, dp: int, ep: int) -> str | None:
-    """Return why `ep` of `dp` ranks cannot spread the model's experts, as text; None where they can.
+def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | None:
+    """Return text on why `ep` of `dp` ranks cannot spread the model's experts; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
     """
@@ -159,16 +165,18 @@ def why_no_experts(request: PlanRequest, dp: int, ep: int) -> str | None:
 
 
 def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
-    """Return the divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
+    """Return the possible numbers of pipeline stages, up to the number of layers.
 
-    Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
+    They are the divisors of the number of layers, the powers of two, and the divisors of the
+    devices. Stages differ by a layer where the degree does not divide the layers, so that no device
+    needs to stay idle.
     """
-    layers = layers_to_cut(request)
+    layers = count_splittable_layers(request)
     whole = (degree for degree in divisors(devices) if degree <= layers)
-    return tuple(sorted({*divisors(layers), *_powers(layers), *whole}))
+    return tuple(sorted({*divisors(layers), *_powers_of_two(layers), *whole}))
 
 
-def layers_to_cut(request: PlanRequest) -> int:
+def count_splittable_layers(request: PlanRequest) -> int:
     """Return the number of layers that a pipeline may split; 1 where it may not split the model."""
     if request.model is not None and request.profile is not None:
         return request.profile.layers if request.profile.pipeline else 1
@@ -181,7 +189,7 @@ def layers_to_cut(request: PlanRequest) -> int:
     return layers
 
 
-def _powers(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     """Return the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
@@ -193,7 +201,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 
 
-def _no_layout(request: PlanRequest, hardware: Hardware) -> SpecError:
+def _make_no_layout_error(request: PlanRequest, hardware: Hardware) -> SpecError:
     low = request.gpus.min
     per_node = hardware.devices_per_node
     nearest = max(

@@ -13,7 +13,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 
-class Timed(NamedTuple):
+class TimedPlan(NamedTuple):
     """A plan with its step time and trust, before its memory is estimated."""
 
     plan: Plan
@@ -22,8 +22,8 @@ class Timed(NamedTuple):
     rank: float  # of trust, less being better
 
 
-class Costed(NamedTuple):
-    """A plan with all quantities that a frontier compares; `needed_bytes` per device follow from the estimate."""
+class CostedPlan(NamedTuple):
+    """A plan with everything that a frontier compares; `needed_bytes` are per device."""
 
     plan: Plan
     step_s: float
@@ -37,26 +37,28 @@ def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
     return estimate.device_bytes
 
 
-def pareto(
-    timed: Iterable[Timed],
+def find_pareto_front(
+    timed: Iterable[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
     needed: Callable[[Plan, MemoryEstimate], float] = device_bytes,
-) -> list[Costed]:
-    """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust, the fastest first.
+) -> list[CostedPlan]:
+    """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust,
+    fastest first.
 
-    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no plan in the result
-    needs more than `most_bytes`. Of plans that are equal in all four the simplest stays: the torch engine before
-    DeepSpeed, no offload before offload, less sharding before more. With fewer GPUs first, the plan that beats another
-    comes before it, except among equally fast ones. On a staircase of step times upwards and bytes downwards one step
-    decides (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their least bytes
-    already, and are never estimated.
+    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no
+    plan in the result needs more than `most_bytes`. Of plans that are equal in all four the
+    simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding
+    before more. With fewer GPUs first, the plan that beats another comes before it, except among
+    equally fast ones. On a staircase of step times upwards and bytes downwards one step decides
+    (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their
+    least bytes already, and are never estimated.
     """
-    ordered = sorted(timed, key=_order)
-    unbeaten: list[Costed] = []
+    ordered = sorted(timed, key=_sort_key)
+    unbeaten: list[CostedPlan] = []
     stairs = {rank: Staircase() for rank in sorted({entry.rank for entry in ordered})}
     for entry in ordered:
-        below = stairs[entry.rank].below(entry.step_s, most_bytes)
+        below = stairs[entry.rank].bytes_to_beat(entry.step_s, most_bytes)
         if entry.at_least_bytes > below:
             continue
         estimated = estimate(entry.plan)
@@ -67,7 +69,7 @@ def pareto(
         for rank, staircase in stairs.items():
             if rank >= entry.rank:
                 staircase.add(entry.step_s, needed_bytes)
-        costed = Costed(entry.plan, entry.step_s, estimated, needed_bytes, entry.rank)
+        costed = CostedPlan(entry.plan, entry.step_s, estimated, needed_bytes, entry.rank)
         if unbeaten and _equals_but_for_bytes(unbeaten[-1], costed):
             unbeaten.pop()  # as fast as this entry, and it needs more
         unbeaten.append(costed)
@@ -81,14 +83,16 @@ class Staircase:
         self._times: list[float] = []
         self._least: list[float] = []
 
-    def below(self, step_s: float, most_bytes: float) -> float:
-        """Return the most bytes (at most `most_bytes`) with which no added plan beats one of this step time."""
+    def bytes_to_beat(self, step_s: float, most_bytes: float) -> float:
+        """Return the most bytes with which no added plan beats one of this step time; at most
+        `most_bytes`.
+        """
         count = bisect_right(self._times, step_s)
         return min(most_bytes, self._least[count - 1] - 1) if count else most_bytes
 
     def add(self, step_s: float, needed_bytes: float) -> None:
-        """Add a plan, unless an added plan beats it."""
-        if needed_bytes > self.below(step_s, inf):
+        """Add a plan with this step time and need, unless an added plan beats it."""
+        if needed_bytes > self.bytes_to_beat(step_s, inf):
             return
         begin = bisect_left(self._times, step_s)
         end = begin
@@ -98,12 +102,12 @@ class Staircase:
         self._least[begin:end] = [needed_bytes]
 
 
-def _equals_but_for_bytes(before: Costed, costed: Costed) -> bool:
+def _equals_but_for_bytes(before: CostedPlan, costed: CostedPlan) -> bool:
     is_alike = before.step_s == costed.step_s and before.rank == costed.rank
     return is_alike and before.plan.world_size == costed.plan.world_size
 
 
-def _order(timed: Timed) -> tuple[object, ...]:
+def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
     plan = timed.plan
     return (
         plan.world_size,
@@ -118,5 +122,5 @@ def _order(timed: Timed) -> tuple[object, ...]:
     )
 
 
-def _fastest_first(costed: Costed) -> tuple[float, float, int, float]:
+def _fastest_first(costed: CostedPlan) -> tuple[float, float, int, float]:
     return (costed.step_s, costed.needed_bytes, costed.plan.world_size, costed.rank)

@@ -36,7 +36,7 @@ class Tick(NamedTuple):
 
 
 class Mark(StrEnum):
-    """The status of a plan in the chart. Later marks are drawn over earlier ones."""
+    """The status of a plan in the chart; later marks are drawn over earlier ones."""
 
     TOO_BIG = "too big"
     FITS = "fits"
@@ -58,7 +58,7 @@ SYMBOLS = {
 
 @frozen
 class Point:
-    """A plan in a picture, with `label` beside it and its name in the legend."""
+    """A plan in a chart, with `label` beside it and its name in the legend."""
 
     step_s: float
     needed_bytes: int
@@ -70,7 +70,7 @@ class Point:
 
 @frozen
 class Picture:
-    """Plans of one job on one kind of device, with the limit of its memory."""
+    """A chart of the plans of one job on one kind of device, with the limit of its memory."""
 
     device: str
     capacity_bytes: int
@@ -78,8 +78,8 @@ class Picture:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """Step times that the picture spans."""
-        return _pad(
+        """(Least, largest) step time that the chart shows."""
+        return _pad_range(
             [
                 seconds
                 for point in self.points
@@ -89,13 +89,15 @@ class Picture:
 
     @property
     def span_bytes(self) -> tuple[float, float]:
-        """Bytes that the picture spans."""
+        """(Least, largest) bytes that the chart shows."""
         needs = [point.needed_bytes for point in self.points]
-        return _pad([self.capacity_bytes, *needs] if self.has_limit else needs)
+        return _pad_range([self.capacity_bytes, *needs] if self.has_limit else needs)
 
     @property
     def has_limit(self) -> bool:
-        """Whether the end of the memory is in the picture; far above all points it would leave half of it empty."""
+        """Whether the chart shows the device's capacity; far above all points, it would leave half
+        of it empty.
+        """
         needs = [point.needed_bytes for point in self.points]
         return self.capacity_bytes / max(needs) <= max(LIMIT_NEAR, max(needs) / min(needs))
 
@@ -114,7 +116,7 @@ class _Axis:
 
 
 def draw_lines(picture: Picture) -> list[str]:
-    """Return the chart as lines of at most COLUMNS characters; both scales are logarithmic."""
+    """Return the chart as lines of at most COLUMNS characters, with logarithmic scales."""
     assert picture.points, "nothing to draw"
     across = _Axis(*picture.span_s, COLUMNS - LABEL_COLUMNS - 1)
     up = _Axis(*picture.span_bytes, ROWS)
@@ -123,11 +125,11 @@ def draw_lines(picture: Picture) -> list[str]:
         grid[up.cell(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
-        _draw(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
+        _draw_point(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
         _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
-    ticks = byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
+    ticks = choose_byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
     labels = {up.cell(value): text for value, text in ticks}
     lines = [
         f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
@@ -136,17 +138,19 @@ def draw_lines(picture: Picture) -> list[str]:
         lines.append(
             f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}"
         )
-    return [line.rstrip() for line in (*lines, *_foot(picture, across))]
+    return [line.rstrip() for line in (*lines, *_draw_axis_and_legend(picture, across))]
 
 
-def legend(picture: Picture) -> str:
-    """Return the meaning of each symbol in the chart, as text."""
+def describe_legend(picture: Picture) -> str:
+    """Return text with the meaning of each symbol in the chart."""
     used = {point.mark for point in picture.points}
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
-def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` round values in this span: powers of two, or equal steps where it is narrow."""
+def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
+    """Return at most `most` axis values between `low` and `high`: powers of two, or equal steps if
+    that is narrow.
+    """
     unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
     if high / low >= WIDE_BYTES:
         values = [
@@ -155,19 +159,22 @@ def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
         ]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
+    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _keep_at_most(values, most)]
 
 
-def second_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` round values in this span: round in their own unit, or equal steps where it is narrow."""
+def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
+    """Return at most `most` axis values between `low` and `high`, round in their own unit.
+
+    If the span is narrow, they are equal steps.
+    """
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
+        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _keep_at_most(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
     return [
         Tick(unit * value, f"{value:.4g} {name}")
-        for value in _thin(_equal_steps(low / unit, high / unit), most)
+        for value in _keep_at_most(_equal_steps(low / unit, high / unit), most)
     ]
 
 
@@ -181,7 +188,7 @@ def _round_seconds(low: float, high: float) -> Iterator[float]:
         yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
-def _thin(values: list[float], most: int) -> list[float]:
+def _keep_at_most(values: list[float], most: int) -> list[float]:
     return values[:: -(-len(values) // most)]
 
 
@@ -190,7 +197,7 @@ def _in_unit(value: float, units: Mapping[str, int]) -> str:
     return f"{value / units[name]:.4g} {name}"
 
 
-def _pad(values: Sequence[float]) -> tuple[float, float]:
+def _pad_range(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
@@ -204,7 +211,7 @@ def _equal_steps(low: float, high: float) -> list[float]:
     return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
+def _draw_point(grid: list[list[str]], column: int, row: int, point: Point) -> None:
     line = grid[row]
     line[column] = SYMBOLS[point.mark]
     end = column + 1 + len(point.label)
@@ -217,21 +224,21 @@ def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
 
 
 def _write_on_line(line: list[str], text: str) -> None:
-    """Write the text on the dashes of a line, as far right as it is clear."""
+    """Write the text into the dashes of a line, as far right as nothing is in the way."""
     for column in range(len(line) - len(text), 0, -1):
         if all(character == "╌" for character in line[column : column + len(text)]):
             line[column : column + len(text)] = text
             return
 
 
-def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
-    """Yield the axis of seconds with its labels, and the legend."""
+def _draw_axis_and_legend(picture: Picture, across: _Axis) -> Iterator[str]:
+    """Yield the lines of the axis of seconds, with its labels, and the legend."""
     name = "step time"
     ruler = ["─"] * across.cells
     texts = [" "] * across.cells
     end = across.cells - len(name) - COLUMNS_BETWEEN
     free = 0
-    for value, text in second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
+    for value, text in choose_second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
         cell = across.cell(value)
         if free <= cell <= end - len(text):
             ruler[cell] = "┬"
@@ -241,4 +248,4 @@ def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
     margin = " " * LABEL_COLUMNS
     yield f"{margin}└{''.join(ruler)}"
     yield f"{margin} {''.join(texts)}"
-    yield f"{margin} {legend(picture)}"
+    yield f"{margin} {describe_legend(picture)}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 
-from orchestrator.memory.model_request import Share
+from orchestrator.memory.model_request import RankShare
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast, with_held_boundaries
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.planning.request import PlanRequest
@@ -27,8 +27,10 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 
 def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
-    """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
-    share = Share(
+    """Return the memory and compute cost of one rank of the plan; an assumed one for an undeclared
+    script.
+    """
+    share = RankShare(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         context_parallel=plan.layout.cp,
@@ -36,10 +38,10 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
         pipeline_parallel=plan.layout.pp,
         expert_parallel=plan.expert_parallel,
         uneven=UNEVEN,
-        autocast=autocasts(plan),
+        autocast=uses_autocast(plan),
         cuda=hardware.device.kind.traits.traces_as_cuda,
     )
-    profile = profile_of(request, share)
+    profile = find_rank_profile(request, share)
     if profile is not None:
         if request.deepspeed is not None:
             profile = replace(profile, deepspeed=request.deepspeed)
@@ -57,13 +59,15 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
 def _assumed_profile(
     request: PlanRequest, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
-    """Return the profile of a script that declares nothing: as probed, or such that its own micro-batch fills a device.
+    """Return the assumed profile of a script that declares nothing.
 
-    So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
-    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter samples their share.
+    It is as probed, or such that the script's own micro-batch fills a device. So the first attempt
+    runs with the script's own settings, and after an out-of-memory failure plans with smaller
+    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter
+    samples their share.
     """
-    defaults = own_settings(request)
-    share = _width(precision) / _width(defaults.precision)
+    defaults = find_own_settings(request)
+    share = _relative_width(precision) / _relative_width(defaults.precision)
     stretch = (
         sequence_length / defaults.sequence_length
         if sequence_length and defaults.sequence_length
@@ -96,10 +100,12 @@ def _assumed_profile(
     )
 
 
-def own_settings(request: PlanRequest) -> OwnSettings:
-    """Return the settings to which a script's assumed profile is relative: those of earlier outcomes, or its defaults.
+def find_own_settings(request: PlanRequest) -> OwnSettings:
+    """Return the settings to which a script's assumed profile is relative: of earlier outcomes, or
+    its defaults.
 
-    So a default that changes between two jobs of a family does not invalidate what was learned from the first.
+    So a default that changes between two jobs of a family does not invalidate what was learned from
+    the first.
     """
     if request.relative_to is not None:
         return request.relative_to
@@ -114,13 +120,13 @@ def own_settings(request: PlanRequest) -> OwnSettings:
     )
 
 
-def _width(precision: Precision) -> float:
-    """Return the bytes of an activation over those in fp32."""
+def _relative_width(precision: Precision) -> float:
+    """Return the bytes of an activation in this precision over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
 def _fewest_shares(request: PlanRequest) -> int:
-    """Return the fewest parts into which a script may cut its batch."""
+    """Return the fewest parts into which the script may split its batch."""
     return min(
         (gcd(count, request.global_batch_size) for count, _ in request.speeds),
         default=request.gpus.min,

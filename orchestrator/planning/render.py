@@ -14,14 +14,14 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.deepspeed_file import ZERO, buckets_of, leaves, merge
+from orchestrator.specs.deepspeed_file import ZERO, find_bucket_sizes, list_leaf_keys, merge_config
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import text_of
+from orchestrator.specs.settings import format_value
 
 SWITCHED_OFF = (
     ActivationCheckpointing.NONE.value,
@@ -38,18 +38,21 @@ PARTIAL = "partial"
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 
-def deepspeed_config(
+def render_deepspeed_config(
     plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
 ) -> JsonObject:
-    """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
+    """Return the DeepSpeed configuration of a plan; each setting with a surprising default is
+    explicit.
 
-    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which they cannot say.
+    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which
+    they cannot say.
 
-    Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
-    zero/config.py). `virtual` asks for the small buckets of a virtual device.
+    Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements
+    (deepspeed/runtime/constants.py, zero/config.py). `virtual` asks for the small buckets of a
+    virtual device.
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets = buckets_of(keys, virtual=virtual)
+    buckets = find_bucket_sizes(keys, virtual=virtual)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: JsonObject = {"stage": int(stage)}
@@ -81,14 +84,17 @@ def deepspeed_config(
         "fp16": {"enabled": plan.precision is Precision.FP16, **DYNAMIC_LOSS_SCALE},
         "steps_per_print": 10**9,
     }
-    return merge(config, json.loads(keys or "{}"))
+    return merge_config(config, json.loads(keys or "{}"))
 
 
-def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> JsonObject:
-    """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
+def render_accelerate_config(
+    knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None
+) -> JsonObject:
+    """Return the content of the file for `accelerate launch --config_file`; machines, ranks and
+    ports are not in it.
 
-    FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
-    precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
+    FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file
+    accelerate takes no precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
     """
     config: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
@@ -133,14 +139,16 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
 
 
 class RenderedCommand(NamedTuple):
-    """Command-line arguments, environment variables and config keys that set a plan in one script."""
+    """The command-line arguments, environment variables and config keys that set a plan in a
+    script.
+    """
 
     arguments: tuple[str, ...]
     env: dict[str, str]
     keys: dict[str, str]  # of its config file, dotted
 
 
-def script_command(
+def render_script_command(
     script: ScriptRequest,
     plan: Plan,
     *,
@@ -150,7 +158,8 @@ def script_command(
     config_path: str | None = None,
     devices: tuple[int, ...] = (),
 ) -> RenderedCommand:
-    """Return the script's command with the plan's knobs behind the user's arguments, its environment and config keys.
+    """Return the script's command with the plan's knobs after the user's arguments, its environment
+    and config keys.
 
     `devices` are the devices of one node; every node of a plan uses as many.
     """
@@ -161,8 +170,8 @@ def script_command(
     keys = dict[str, str]()
     if script.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
         section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
-        for name, value in leaves(json.loads(script.deepspeed)):
-            keys[section + name] = text_of(value)
+        for name, value in list_leaf_keys(json.loads(script.deepspeed)):
+            keys[section + name] = format_value(value)
     rate = script.learning_rate
     layers = plan.full_checkpointing_layers
     length = plan.sequence_length
@@ -171,14 +180,14 @@ def script_command(
         arguments += [script.config.flag, config_path]
     # in this order behind the user's own arguments
     values: dict[str, str | Callable[[Knob], str] | None] = {
-        "micro_batch_size": lambda part: _batch(part, plan, len(devices)),
+        "micro_batch_size": lambda part: _format_batch_size(part, plan, len(devices)),
         "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
         "global_batch_size": str(script.global_batch_size),
-        "learning_rate": None if rate is None else _number_word(rate),
+        "learning_rate": None if rate is None else _format_yaml_number(rate),
         "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
         "full_checkpointing_layers": str(layers),
         "precision": plan.precision.value,
-        "optimizer_in_backward": text_of(plan.optimizer_in_backward),
+        "optimizer_in_backward": format_value(plan.optimizer_in_backward),
         "sequence_length": None if length is None else str(length),
         "zero_stage": str(int(plan.zero_stage)) if is_sharding_told else None,
         "deepspeed_config": deepspeed_config_path,
@@ -210,16 +219,18 @@ def script_command(
     return RenderedCommand(tuple(arguments), env, keys)
 
 
-def _number_word(number: float) -> str:
-    """Return a number as YAML 1.1 reads it, too: PyYAML takes `5e-05` for a text, and `5.0e-05` for a number."""
+def _format_yaml_number(number: float) -> str:
+    """Return a number as text that YAML 1.1 reads as one: PyYAML takes `5e-05` for a text, and
+    `5.0e-05` for a number.
+    """
     word = f"{number:.6g}"
     if "e" in word and "." not in word:
         word = word.replace("e", ".0e")
     return word
 
 
-def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
-    """Return a batch size as the script counts it."""
+def _format_batch_size(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
+    """Return a batch size as the script counts it: per rank, per node or in all."""
     samples = plan.micro_batch_size
     if knob.phase is not None:
         samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))

@@ -1,4 +1,4 @@
-"""PlanRequest: what the search for plans reads of a job, and nothing else of it."""
+"""PlanRequest: the part of a job on which its plans depend."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from orchestrator.memory.model_request import ModelRequest, model_values
-from orchestrator.memory.models.hf import DecoderShape, known_shape
+from orchestrator.memory.model_request import ModelRequest, model_request_values
+from orchestrator.memory.models.hf import DecoderShape, find_model_shape
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec, TrainingSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange, Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE, ConfigFile, Knobs
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.profile import MeasuredLine, OwnSettings
 
 # What a job says that no plan depends on: jobs that differ in nothing else are judged together.
@@ -62,7 +62,7 @@ BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for e
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ModelRequest):
-    """What the plans of a job depend on. Equal requests have equal plans."""
+    """Everything on which the plans of a job depend. Equal requests have equal plans."""
 
     gpus: GpuRange
     global_batch_size: int
@@ -86,32 +86,34 @@ class PlanRequest(ModelRequest):
 
     @cached_property
     def pins(self) -> dict[str, Any]:
-        """The pinned settings by name."""
+        """{setting: value} of the settings that the job pins."""
         return dict(self.plan)
 
     @cached_property
     def shape(self) -> DecoderSpec | DecoderShape | None:
-        """The sizes of a model that our engines can split; None for others, and for a model with adapters."""
+        """The sizes of a model that our engines can split; None for other models, and with
+        adapters.
+        """
         model = self.model
         if model is None or model.lora is not None:
             return None
-        return known_shape(model, self.data_length)
+        return find_model_shape(model, self.data_length)
 
     @property
     def dense_shape(self) -> DecoderSpec | DecoderShape | None:
-        """The sizes of `shape`; None for a mixture of experts, too."""
+        """The sizes of `shape`; None for a mixture of experts as well."""
         is_mixture = isinstance(self.shape, DecoderShape) and self.shape.experts is not None
         return None if is_mixture else self.shape
 
     @property
     def is_quantised(self) -> bool:
-        """Whether adapters are trained beside a base in 4 bits."""
+        """Whether adapters are trained beside a base model in 4 bits."""
         lora = self.model.lora if self.model is not None else None
         return lora is not None and lora.quantise_base
 
     @property
     def takes_turns(self) -> bool:
-        """Whether several recipes of a traced model train in turn."""
+        """Whether several recipes of a traced model (as a GAN's networks) are trained in turn."""
         return any(entry.profile.turns for entry in self.traced)
 
     @property
@@ -120,11 +122,11 @@ class PlanRequest(ModelRequest):
         return any(entry.profile.has_batch_norm for entry in self.traced)
 
 
-def read_request(spec: JobSpec) -> PlanRequest:
-    """Return what the plans of the job depend on.
+def read_plan_request(spec: JobSpec) -> PlanRequest:
+    """Return the part of the job on which its plans depend.
 
-    Raises SpecError for a job that cannot be submitted today. A journal of an older day is read without judgement, and
-    judged here. Jobs of the same shape are judged once.
+    Raises SpecError for a job that could not be submitted today: an older journal is read without
+    checks, and checked here. Jobs of the same shape are checked once.
     """
     training = {name: getattr(spec.training, name) for name in PLANNED_TRAINING}
     planned = spec.model_copy(update={**UNPLANNED, "training": TrainingSpec(**training)})
@@ -136,14 +138,14 @@ def read_request(spec: JobSpec) -> PlanRequest:
 
 @lru_cache(maxsize=512)
 def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecError:
-    """Return the request, or the error of a job that is illegal, which took as long to find."""
+    """Return the plan request, or the error of an illegal job, which is cached as well."""
     try:
         # Pins are the search's own, where a job keeps its plan.
-        job_from_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
+        parse_job_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
     except SpecError as error:
         return error
     return PlanRequest(
-        **model_values(spec),
+        **model_request_values(spec),
         **{name: getattr(spec, name) for name in READ_AS_WRITTEN},
         is_on_one_node=spec.launch in ON_ONE_NODE,
         launches_block=launches_block,
@@ -151,7 +153,7 @@ def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecEr
 
 
 class ScriptRequest(NamedTuple):
-    """What a plan's rendering reads of a script."""
+    """The part of a script's job that the rendering of a plan reads."""
 
     command: tuple[str, ...]
     knobs: Knobs
@@ -161,8 +163,8 @@ class ScriptRequest(NamedTuple):
     learning_rate: float | None
 
 
-def read_script(spec: JobSpec) -> ScriptRequest:
-    """Return what a plan's rendering reads of the job's script."""
+def read_script_request(spec: JobSpec) -> ScriptRequest:
+    """Return the part of the script's job that the rendering of a plan reads."""
     assert spec.command is not None, "only a script has a command"
     return ScriptRequest(
         spec.command,

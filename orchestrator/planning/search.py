@@ -1,4 +1,4 @@
-"""The search over every legal plan of a job on some hardware, which returns the frontier of them."""
+"""The search over every legal plan of a job on some hardware, for those that no other beats."""
 
 from __future__ import annotations
 
@@ -9,20 +9,32 @@ from math import ceil, floor, inf, log2
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
-from orchestrator.memory.calibration.correction import corrected_bytes
-from orchestrator.memory.engines.activations import full_is_lightest
-from orchestrator.memory.engines.overhead import Overhead
-from orchestrator.memory.estimate import DeviceBytes, sharing_key
-from orchestrator.planning.cost import Hardware, StepSeconds, busy_share
-from orchestrator.planning.families import Family, Variant, legal_copy, list_families, list_variants
+from orchestrator.memory.calibration.correction import corrected_device_bytes
+from orchestrator.memory.engines.activations import is_full_checkpointing_lightest
+from orchestrator.memory.engines.overhead import MeasuredOverhead
+from orchestrator.memory.estimate import DeviceBytes, device_bytes_cache_key
+from orchestrator.planning.cost import Hardware, StepTimePredictor, busy_share
+from orchestrator.planning.families import (
+    PlanFamily,
+    SettingsVariant,
+    copy_if_legal,
+    list_families,
+    list_variants,
+)
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import list_layouts
-from orchestrator.planning.pareto import Costed, Staircase, Timed, device_bytes, pareto
+from orchestrator.planning.pareto import (
+    CostedPlan,
+    Staircase,
+    TimedPlan,
+    device_bytes,
+    find_pareto_front,
+)
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import PlanRequest
-from orchestrator.planning.strategies import engines_of, why_no_strategy
-from orchestrator.planning.trust import OFFLOADED, trust
-from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
+from orchestrator.planning.strategies import list_engines, make_no_strategy_error
+from orchestrator.planning.trust import OFFLOADED, trust_of
+from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, PlanCounter
 from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
@@ -30,13 +42,13 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.group_values import group_values
-from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import text_of
+from orchestrator.specs.settings import format_value
 
-__all__ = ["Hardware", "frontier", "list_layouts", "list_plans"]
+__all__ = ["Hardware", "find_frontier", "list_layouts", "list_plans"]
 
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
@@ -45,24 +57,26 @@ REACH = 2
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 
 
-def frontier(
+def find_frontier(
     request: PlanRequest,
     hardware: Hardware,
     calibrated: Calibration = UNMEASURED,
     *,
     within_reach: bool = False,
 ) -> Frontier:
-    """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of the same shape.
+    """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of
+    the same shape.
 
-    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need more. `calibrated`
-    says the correction, a factor on the activations, and the memory outside the allocator on such devices. A plan that
-    keeps less of a sample may beat the others only where the correction is large. So the plans are those that no other
-    beats as estimated, or at the two steps of a scale around it. A plan that needs less in between may be missing, by
-    no more than a step: nothing grows faster than the correction. The job's `speeds` give the step time of the fastest
-    plan per number of devices; the cost model scales other plans to it. Raises SpecError where the allowed devices
-    cannot split the global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach`
-    examines only plans that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be
-    empty.
+    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need
+    more. `calibrated` says the correction, a factor on the activations, and the memory outside the
+    allocator on such devices. A plan that keeps less of a sample may beat the others only where the
+    correction is large. So the plans are those that no other beats as estimated, or at the two
+    steps of a scale around it. A plan that needs less in between may be missing, by no more than a
+    step: nothing grows faster than the correction. The job's `speeds` give the step time of the
+    fastest plan per number of devices; the cost model scales other plans to it. Raises SpecError
+    where the allowed devices cannot split the global batch, and TooManyPlans where the job allows
+    more than PLANS_MAX plans. `within_reach` examines only plans that need no more than REACH
+    devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
     """
     if request.launches_block and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
@@ -78,11 +92,14 @@ def frontier(
 def _frontier_at_speeds(
     request: PlanRequest,
     hardware: Hardware,
-    overhead: Overhead,
+    overhead: MeasuredOverhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
-    """Return the frontier, or why there is none; jobs that differ in `speeds` alone share their costs."""
+    """Return the frontier scaled to the job's `speeds`, or the error why there is none.
+
+    Jobs that differ in `speeds` alone share their costs.
+    """
     if not request.speeds:
         return _cached_frontier(request, hardware, overhead, steps, within_reach)
     counts = tuple((count, 1.0) for count, _ in request.speeds)
@@ -98,13 +115,15 @@ def _frontier_at_speeds(
 def _cached_frontier(
     request: PlanRequest,
     hardware: Hardware,
-    overhead: Overhead,
+    overhead: MeasuredOverhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
-    """Return the union of the frontiers at these steps of the scale of corrections, or why there is none."""
-    needs = _Needs(request, hardware, overhead)
-    work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
+    """Return the union of the frontiers at these steps of the scale of corrections, or the error
+    why there is none.
+    """
+    needs = _MemoryEstimator(request, hardware, overhead)
+    work = PlanCounter(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
     candidates = list[Candidate]()
     try:
         classes = group_values(
@@ -134,7 +153,7 @@ def _cached_frontier(
 
 
 def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
-    """Return the same plans, with the fastest of each number of devices as fast as it was measured."""
+    """Return the same plans, the fastest for each number of devices at its measured step time."""
     fastest_s: dict[int, float] = {}
     for candidate in costed.candidates:
         world_size = candidate.plan.world_size
@@ -152,15 +171,16 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
     return Frontier(tuple(candidates), costed.looked)
 
 
-def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecError:
-    """Return which pin has another value in every plan that has the other pins, and which values there are.
+def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) -> SpecError:
+    """Return an error that names the pin to blame, and its values in plans that have all other
+    pins.
 
     Raises SpecError where the job has no plan without its pins either.
     """
     if not request.plan or not any(
         True for _ in list_plans(replace(request, plan=()), hardware, work)
     ):
-        return why_no_strategy(request, hardware)
+        return make_no_strategy_error(request, hardware)
     for key, value in request.plan:
         others = tuple(pin for pin in request.plan if pin[0] != key)
         values = {
@@ -168,24 +188,26 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecEr
             for plan in list_plans(replace(request, plan=others), hardware, work)
         }
         if values:
-            beside = f" with {in_words(others)}" if others else ""
+            beside = f" with {format_pins(others)}" if others else ""
             return SpecError(
                 f"no plan on {hardware.device.name} has it",
                 path=f"plan.{key}",
-                got=text_of(value),
-                allowed=f"{', '.join(map(text_of, sorted(values)))}{beside}",
+                got=format_value(value),
+                allowed=f"{', '.join(map(format_value, sorted(values)))}{beside}",
                 hint=_why_illegal(request),
             )
     return SpecError(
         f"no plan on {hardware.device.name} has these settings together",
         path="plan",
-        got=in_words(request.plan),
+        got=format_pins(request.plan),
         hint=_why_illegal(request) or "leave some of them out",
     )
 
 
 def _why_illegal(request: PlanRequest) -> str:
-    """Return why no engine allows the pinned settings, with defaults for the others; "" where one allows them."""
+    """Return why no engine allows the pinned settings, with all others at their defaults; "" if an
+    engine does.
+    """
     pins = dict(request.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
     usual = {
@@ -194,7 +216,7 @@ def _why_illegal(request: PlanRequest) -> str:
         "precision": request.precision,
     }
     reasons = []
-    engines = engines_of(request)
+    engines = list_engines(request)
     for engine in engines:
         try:
             Plan(layout=layout, **{"engine": engine, **usual, **pins})
@@ -206,23 +228,25 @@ def _why_illegal(request: PlanRequest) -> str:
 def _unbeaten_plans(
     request: PlanRequest,
     hardware: Hardware,
-    variants: Sequence[Variant],
-    needs: _Needs,
+    variants: Sequence[SettingsVariant],
+    needs: _MemoryEstimator,
     steps: tuple[int, ...],
-    work: Work,
+    work: PlanCounter,
     *,
     within_reach: bool,
-) -> list[Costed]:
-    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
+) -> list[CostedPlan]:
+    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all
+    are timed once.
 
-    They lie within REACH, unless none does. Where one needs more host memory than a node has, the plans that are
-    unbeaten among those within it are added. Plans with few layers in full recomputation come second: where another
-    plan beats the least that they can cost, they are not made.
+    They lie within REACH, unless none does. Where one needs more host memory than a node has, the
+    plans that are unbeaten among those within it are added. Plans with few layers in full
+    recomputation come second: where another plan beats the least that they can cost, they are not
+    made.
     """
 
     @cache
-    def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
-        between: list[_Between] = []
+    def timed(most_bytes: float) -> tuple[list[TimedPlan], list[_PartialModePlans]]:
+        between: list[_PartialModePlans] = []
         families = (
             family
             for variant in variants
@@ -236,28 +260,28 @@ def _unbeaten_plans(
 
     estimate = cache(needs.estimate)
 
-    def best(needed: _Needed) -> list[Costed]:
+    def best(needed: _Needed) -> list[CostedPlan]:
         reach_bytes = REACH * hardware.device.memory
         for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
             alike, between = timed(most_bytes)
-            costed = _pareto(request, alike, estimate, most_bytes, needed)
-            beats = _make_beats(costed, by_count=bool(request.speeds))
+            costed = _find_fronts(request, alike, estimate, most_bytes, needed)
+            beats = _make_beaten_test(costed, by_count=bool(request.speeds))
             others = [
                 entry
                 for cut in between
-                for entry in _time_between(cut, needs, most_bytes, beats, work)
+                for entry in _time_partial_modes(cut, needs, most_bytes, beats, work)
             ]
             first = [
-                Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
+                TimedPlan(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
                 for plan in costed
             ]
             if others:
-                costed = _pareto(request, [*first, *others], estimate, most_bytes, needed)
+                costed = _find_fronts(request, [*first, *others], estimate, most_bytes, needed)
             if costed:
                 return costed
         return []
 
-    by_plan: dict[Plan, Costed] = {}
+    by_plan: dict[Plan, CostedPlan] = {}
     for step in steps:
         needed = _needed_when_corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         costed = best(needed)
@@ -281,7 +305,7 @@ def _unbeaten_plans(
 
 
 def _needed_when_corrected(correction: float) -> _Needed:
-    return lambda _plan, estimate: corrected_bytes(estimate, correction)
+    return lambda _plan, estimate: corrected_device_bytes(estimate, correction)
 
 
 def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
@@ -294,28 +318,32 @@ def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
     return bytes_of
 
 
-def _pareto(
+def _find_fronts(
     request: PlanRequest,
-    timed: Sequence[Timed],
+    timed: Sequence[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
     needed: _Needed,
-) -> list[Costed]:
-    """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
+) -> list[CostedPlan]:
+    """Return the Pareto front; for a job with `speeds`, one for each number of devices, one after
+    another.
+    """
     if not request.speeds:
-        return pareto(timed, estimate, most_bytes, needed)
+        return find_pareto_front(timed, estimate, most_bytes, needed)
     by_count = group_values((entry.plan.world_size, entry) for entry in timed)
     return [
         best
         for _, group in sorted(by_count.items())
-        for best in pareto(group, estimate, most_bytes, needed)
+        for best in find_pareto_front(group, estimate, most_bytes, needed)
     ]
 
 
-def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
-    """Return a test whether one of these plans is no slower, needs no more bytes and devices, and is trusted as much.
+def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats:
+    """Return a function that tells whether one of these plans beats the lower bounds of another
+    plan.
 
-    With `by_count`, only plans on as many devices are compared.
+    It beats them if it is no slower, needs no more bytes and devices, and is trusted as much. With
+    `by_count`, only plans on as many devices are compared.
     """
     staircases: dict[tuple[int, float], Staircase] = {}
 
@@ -327,40 +355,44 @@ def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
             for plan in costed:
                 if plan.plan.world_size in sizes and plan.rank <= rank:
                     staircases[key].add(plan.step_s, plan.needed_bytes)
-        return least_bytes > staircases[key].below(step_s, inf)
+        return least_bytes > staircases[key].bytes_to_beat(step_s, inf)
 
     return beats
 
 
 def list_plans(
-    request: PlanRequest, hardware: Hardware, work: Work | None = None
+    request: PlanRequest, hardware: Hardware, work: PlanCounter | None = None
 ) -> Iterator[Plan]:
-    """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
-    work = work or Work()
+    """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as
+    `find_frontier`.
+    """
+    work = work or PlanCounter()
     for variant in list_variants(request, hardware):
         for family in list_families(
             request, hardware, variant, partial(find_profile, request, hardware), work
         ):
             for plan in family:
-                work.look()
+                work.count_examined()
                 yield plan
 
 
-class _Needs:
-    """Memory of a job's plans on one kind of device.
+class _MemoryEstimator:
+    """Estimates the memory of a job's plans on one kind of device.
 
     Plans that differ only in batch and checkpointing share results.
     """
 
-    def __init__(self, request: PlanRequest, hardware: Hardware, overhead: Overhead) -> None:
+    def __init__(
+        self, request: PlanRequest, hardware: Hardware, overhead: MeasuredOverhead
+    ) -> None:
         self._request = request
         self._hardware = hardware
         self._overhead = overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
-        key = sharing_key(plan)
+        """Return (the plan's profile, the DeviceBytes shared by plans with the same memory terms)."""
+        key = device_bytes_cache_key(plan)
         if key not in self._by_likeness:
             profile = find_profile(self._request, self._hardware, plan)
             self._by_likeness[key] = (
@@ -376,13 +408,15 @@ class _Needs:
         return self.profile_and_bytes(plan)[1].estimate(plan)
 
 
-class _Between(NamedTuple):
-    """Plans that recompute only the first layers in full, not yet made, with lower bounds of time and memory."""
+class _PartialModePlans(NamedTuple):
+    """Plans that fully recompute only a stage's first layers, not yet made, with lower bounds of
+    time and memory.
+    """
 
-    family: Family
+    family: PlanFamily
     micro: int
     accumulation: int
-    takes: StepSeconds
+    takes: StepTimePredictor
     least_s: float = 0.0
     least_bytes: int = 0
     # whether more layers in full take longer, and need less: then these are known
@@ -391,45 +425,46 @@ class _Between(NamedTuple):
 
 def _time_family(
     hardware: Hardware,
-    family: Family,
-    needs: _Needs,
+    family: PlanFamily,
+    needs: _MemoryEstimator,
     most_bytes: float,
-    between: list[_Between],
-    work: Work,
-) -> Iterator[Timed]:
-    """Yield the plans of a family that may need no more than `most_bytes` with their step times.
+    between: list[_PartialModePlans],
+    work: PlanCounter,
+) -> Iterator[TimedPlan]:
+    """Yield the plans of a family that may need no more than `most_bytes`, with their step times.
 
-    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but for its turns. So one
-    plan that is beyond reach by them speaks for many that are not even made. Plans between two kinds of checkpointing
-    are added to `between`. Each takes at least as long as selective checkpointing. Each needs at least as much as full
-    checkpointing, where that is the slower one and needs less at every moment.
+    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but
+    for its turns. So one plan that is beyond reach by them speaks for many that are not even made.
+    Plans between two kinds of checkpointing are added to `between`. Each takes at least as long as
+    selective checkpointing. Each needs at least as much as full checkpointing, where that is the
+    slower one and needs less at every moment.
     """
     profile, bytes_of = needs.profile_and_bytes(family.example)
-    takes: StepSeconds | None = None
+    takes: StepTimePredictor | None = None
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
-    is_lightest = is_selective and full_is_lightest(profile)
+    is_lightest = is_selective and is_full_checkpointing_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
-    trusted = trust(family.example).rank
+    trusted = trust_of(family.example).rank
     is_beyond: dict[object, bool] = {}
     for micro, accumulation in family.cuts:
-        turns = bytes_of.turns(accumulation)
-        selective: Timed | None = None
-        full: Timed | None = None
-        work.look()
+        turns = bytes_of.accumulation_cache_key(accumulation)
+        selective: TimedPlan | None = None
+        full: TimedPlan | None = None
+        work.count_examined()
         for plan in (
             ()
             if is_beyond.get(turns)
-            else family.plans_of_cut(micro, accumulation, family.uniform_modes(micro))
+            else family.list_plans_of_cut(micro, accumulation, family.uniform_modes(micro))
         ):
-            work.look()
+            work.count_examined()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
-                is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
+                is_beyond[turns] = bytes_of.lower_bound_without_activations(plan) > most_bytes
             if is_beyond.get(turns):
                 break
-            if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
-                takes = takes or StepSeconds(profile, family.example, hardware)
+            if (at_least_bytes := bytes_of.lower_bound_bytes(plan)) <= most_bytes:
+                takes = takes or StepTimePredictor(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
-                timed = Timed(plan, takes(plan), at_least_bytes, rank)
+                timed = TimedPlan(plan, takes(plan), at_least_bytes, rank)
                 if (
                     plan.activation_checkpointing is ActivationCheckpointing.FULL
                     and not plan.activation_offload
@@ -441,10 +476,10 @@ def _time_family(
         if not family.partial or is_beyond.get(turns):
             continue
         if not is_lightest or not has_full:
-            takes = takes or StepSeconds(profile, family.example, hardware)
-            between.append(_Between(family, micro, accumulation, takes))
+            takes = takes or StepTimePredictor(profile, family.example, hardware)
+            between.append(_PartialModePlans(family, micro, accumulation, takes))
         elif full is not None and takes is not None:
-            lighter = legal_copy(
+            lighter = copy_if_legal(
                 full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE
             )
             least_s = (
@@ -455,30 +490,37 @@ def _time_family(
                 else math.inf
             )
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
-            between.append(_Between(family, micro, accumulation, takes, *ordered))
+            between.append(_PartialModePlans(family, micro, accumulation, takes, *ordered))
 
 
-def _time_between(
-    between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work
-) -> Iterator[Timed]:
-    """Yield the plans that no plan so far beats; a middle plan bounds what both halves can cost from below.
+def _time_partial_modes(
+    between: _PartialModePlans,
+    needs: _MemoryEstimator,
+    most_bytes: float,
+    beats: _Beats,
+    work: PlanCounter,
+) -> Iterator[TimedPlan]:
+    """Yield those of these plans, with step times, that no plan so far beats.
 
-    The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
+    A middle plan bounds what both halves can cost from below: the more layers are recomputed in
+    full, the longer a step takes, and the less a plan needs at most.
     """
     family = between.family
     modes = family.partial
     count = family.example.world_size
     _, bytes_of = needs.profile_and_bytes(family.example)
-    rank = trust(family.example).rank
+    rank = trust_of(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:
         low, high, least_s, least_bytes = halves.pop()
         if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes, rank):
             continue
         middle = (low + high) // 2
-        work.look()
+        work.count_examined()
         plan = next(
-            family.plans_of_cut(between.micro, between.accumulation, modes[middle : middle + 1]),
+            family.list_plans_of_cut(
+                between.micro, between.accumulation, modes[middle : middle + 1]
+            ),
             None,
         )
         if plan is None:
@@ -487,9 +529,9 @@ def _time_between(
                 (middle + 1, high, least_s, least_bytes),
             ]
             continue
-        at_least_bytes = bytes_of.at_least(plan)
+        at_least_bytes = bytes_of.lower_bound_bytes(plan)
         step_s = between.takes(plan)
         if at_least_bytes <= most_bytes:
-            yield Timed(plan, step_s, at_least_bytes, rank)
+            yield TimedPlan(plan, step_s, at_least_bytes, rank)
         halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
         halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))

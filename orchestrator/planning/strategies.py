@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from orchestrator.memory.models.hf import known_shape
+from orchestrator.memory.models.hf import find_model_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import (
+    count_splittable_layers,
     divisors,
     expert_parallel_degrees,
-    layers_to_cut,
 )
 from orchestrator.planning.request import PlanRequest
 from orchestrator.specs.choices import (
@@ -27,7 +27,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
+from orchestrator.specs.mechanics import Mechanics, Zero, find_mechanics
 from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
@@ -40,8 +40,8 @@ INTERLEAVED = (2, 4, 8)
 
 
 @frozen
-class Strategy:
-    """All settings of a plan but its precision, checkpointing, micro-batch size and accumulation."""
+class PlanStrategy:
+    """All settings of a plan except precision, checkpointing, micro-batch size and accumulation."""
 
     engine: Engine
     layout: ParallelLayout
@@ -58,7 +58,7 @@ class Strategy:
     def mechanics(self) -> Mechanics:
         """How ranks shard or replicate training state under this strategy."""
         is_pipelined = self.layout.pp > 1
-        return mechanics_of(
+        return find_mechanics(
             self.engine,
             self.zero_stage,
             self.sharding,
@@ -70,8 +70,10 @@ class Strategy:
 
 def list_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
-) -> Iterator[Strategy]:
-    """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
+) -> Iterator[PlanStrategy]:
+    """Yield every strategy that the job, the layout and the hardware allow, with and without
+    updates in backward.
+    """
     for strategy in _sharing_strategies(request, hardware, layout):
         yield strategy
         if _updates_in_backward(request):
@@ -79,9 +81,11 @@ def list_strategies(
 
 
 def _updates_in_backward(request: PlanRequest) -> bool:
-    """Return whether the job allows an update in the backward pass; specs.engines says which plans can have it.
+    """Return whether the job allows updates in the backward pass; specs.engines says for which
+    plans.
 
-    A job that trains several recipes by turns does not: FSDP2 makes gradients of the ones that wait, too.
+    A job that trains several recipes by turns does not: FSDP2 makes gradients of the waiting ones,
+    too.
     """
     if request.training.clip_norm is not None or request.takes_turns:
         return False
@@ -90,43 +94,47 @@ def _updates_in_backward(request: PlanRequest) -> bool:
 
 def _sharing_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
-) -> Iterator[Strategy]:
+) -> Iterator[PlanStrategy]:
     """Yield every engine and sharding that the job, the layout and the hardware allow.
 
-    One rank has no peer to share with. On a virtual device host memory is no other memory.
+    A single rank shards with nobody. On a virtual device, offload to host memory saves nothing.
     """
-    for engine in engines_of(request):
+    for engine in list_engines(request):
         match engine:
             case Engine.TORCH:
                 if hardware.device.kind.traits.trains_quantised or not request.is_quantised:
-                    yield from _torch(request, hardware, layout)
+                    yield from _list_torch_strategies(request, hardware, layout)
             case Engine.DEEPSPEED:
                 if layout.cp == layout.tp == layout.pp == 1 and not request.is_quantised:
                     for stage in ZeroStage:
-                        yield from _zero(engine, hardware, layout, stage)
+                        yield from _list_deepspeed_strategies(engine, hardware, layout, stage)
             case Engine.SCRIPT:
-                yield from _script(request, hardware, layout)
+                yield from _list_script_strategies(request, hardware, layout)
             case _:
                 refuse_unknown(engine)
 
 
-def engines_of(request: PlanRequest) -> tuple[Engine, ...]:
-    """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a script."""
+def list_engines(request: PlanRequest) -> tuple[Engine, ...]:
+    """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a
+    script.
+    """
     return tuple(engine for engine in Engine if facts_of(engine).is_ours is not request.is_script)
 
 
-def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def _list_script_strategies(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[PlanStrategy]:
     knobs = request.knobs
-    plain = Strategy(engine=Engine.SCRIPT, layout=layout)
+    plain = PlanStrategy(engine=Engine.SCRIPT, layout=layout)
     if layout.dp == 1 or not knobs.always_shards:
         yield plain
     for stage in knobs.zero_stages:
         if not knobs.is_sharded_by_fsdp:
             if knobs.has_stage_in_file:
                 # Offloads stand in other keys of that file, which stay as they are.
-                yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
+                yield PlanStrategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
             else:
-                yield from _zero(Engine.SCRIPT, hardware, layout, stage)
+                yield from _list_deepspeed_strategies(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
             sharded = replace(plain, zero_stage=stage, sharding=Sharding.FSDP)
             yield sharded
@@ -136,14 +144,15 @@ def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) ->
 
 
 def list_checkpointing_modes(
-    request: PlanRequest, strategy: Strategy
+    request: PlanRequest, strategy: PlanStrategy
 ) -> tuple[ActivationCheckpointing, ...]:
-    """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
+    """Return the kinds of checkpointing that a script's knob can take, or for which a model's
+    memory is known.
 
-    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the recomputation that they
-    left alone in the forward pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends
-    with "aten.empty ... not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace
-    is left out, too.
+    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the
+    recomputation that they left alone in the forward pass. Selective checkpointing refuses
+    operations that it has not seen before. A GAN ends with "aten.empty ... not found in storage"
+    (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out, too.
     """
     knob = request.knobs.activation_checkpointing
     all_of_it = ActivationCheckpointing.FULL
@@ -169,31 +178,35 @@ def list_checkpointing_modes(
     return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 
-class FullLayers(NamedTuple):
-    """Layers of a stage, and numbers of first ones to recompute in full while the others are selective."""
+class FullLayerCounts(NamedTuple):
+    """The layers of a stage, and how many first ones may be recomputed in full while the others are
+    selective.
+    """
 
     layers: int
     choices: tuple[int, ...]
 
 
-def full_layers(request: PlanRequest, strategy: Strategy) -> FullLayers:
-    """Return the numbers of a stage's first layers to try in full checkpointing while the others are selective.
+def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> FullLayerCounts:
+    """Return how many of a stage's first layers to try in full checkpointing while the others are
+    selective.
 
-    The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the free memory. Between
-    two of them lie at most 6 and 3 % of a step: full checkpointing adds a quarter to selective. There are no numbers
-    without equal layers, as a trace covers only steps in which all are recomputed alike; beside an offload, where the
-    host takes longer than they save; or for a script without a knob for them.
+    The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the
+    free memory. Between two of them lie at most 6 and 3 % of a step: full checkpointing adds a
+    quarter to selective. There are no numbers without equal layers, as a trace covers only steps in
+    which all are recomputed alike; beside an offload, where the host takes longer than they save;
+    or for a script without a knob for them.
     """
     can_be_told = not request.is_script or request.knobs.full_checkpointing_layers is not None
     layers = _equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
     choices = {-(-stage * part // parts) for part in range(1, parts)} - {0, stage}
-    return FullLayers(stage, tuple(sorted(choices)))
+    return FullLayerCounts(stage, tuple(sorted(choices)))
 
 
 def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
-    """Return the bytes of all layers' inputs of one sample, over all ranks that split it.
+    """Return the bytes of one sample's inputs of all layers, over all ranks that split it.
 
     0 where they cannot wait in host memory, and for models of unknown shape.
     """
@@ -210,12 +223,12 @@ def _equal_layers(request: PlanRequest) -> int:
         return 0
     if request.profile is not None:
         return 0 if request.profile.selective_per_sample is None else request.profile.layers
-    shape = known_shape(model, request.data_length)
+    shape = find_model_shape(model, request.data_length)
     return 0 if shape is None else shape.num_hidden_layers
 
 
 class BatchCut(NamedTuple):
-    """How a rank cuts its part of the batch: samples of a micro-batch, and micro-batches of a step."""
+    """How a rank splits its part of the batch: samples per micro-batch, and micro-batches per step."""
 
     micro: int
     accumulation: int
@@ -224,9 +237,9 @@ class BatchCut(NamedTuple):
 def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
     """Return the ways to cut one rank's part of the batch, smallest micro-batch first.
 
-    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that
-    number are left, since another one is another training. Without a number, one process takes the global batch at
-    once.
+    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only
+    pairs with that number are left, since another one is another training. Without a number, one
+    process takes the global batch at once.
     """
     share = request.global_batch_size // dp
     accumulation = request.knobs.gradient_accumulation_steps
@@ -255,7 +268,9 @@ def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
 
 
 def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
-    """Return whether the script can take this micro-batch: some multiply their batch size by their ranks."""
+    """Return whether the script can use this micro-batch size; some multiply their batch size by
+    their ranks.
+    """
     knob = request.knobs.micro_batch_size if request.is_script else None
     multiplied = knob is not None and any(
         part.multiplied_by_ranks for part in knob.all if part.phase is None
@@ -263,8 +278,8 @@ def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
     return not multiplied or micro % dp == 0
 
 
-def why_no_strategy(request: PlanRequest, hardware: Hardware) -> SpecError:
-    """Return a SpecError with the reason why no legal plan is left."""
+def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecError:
+    """Return the SpecError that says why no legal plan is left."""
     training = request.training
     if not hardware.device.has(request.precision):
         return SpecError(
@@ -308,17 +323,22 @@ def why_no_strategy(request: PlanRequest, hardware: Hardware) -> SpecError:
     )
 
 
-def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
+def _list_torch_strategies(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[PlanStrategy]:
+    """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with
+    spread experts.
+    """
     deepest = max(
-        (count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(request)), default=1
+        (count for count in INTERLEAVED if count * layout.pp <= count_splittable_layers(request)),
+        default=1,
     )
-    plain = Strategy(engine=Engine.TORCH, layout=layout)
-    stages = () if request.is_quantised else _stages(request, hardware, layout)
+    plain = PlanStrategy(engine=Engine.TORCH, layout=layout)
+    stages = () if request.is_quantised else _list_fsdp_stages(request, hardware, layout)
     for stages_per_rank in (1,) if layout.pp == 1 or deepest == 1 else (1, deepest):
         pipelined = replace(plain, pipeline_stages_per_rank=stages_per_rank)
         yield pipelined
-        for stage, copies in product(stages, _copies(hardware, layout)):
+        for stage, copies in product(stages, _list_copy_counts(hardware, layout)):
             yield replace(pipelined, zero_stage=stage, dp_replicate=copies)
     if request.is_quantised:
         return
@@ -330,13 +350,14 @@ def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> 
         yield replace(plain, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
 
 
-def _stages(
+def _list_fsdp_stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
-    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step.
+    """Return ZeRO stages 2 and 3; between nodes also stage 1, whose messages hide behind one
+    micro-batch of a step.
 
-    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low precision; under
-    autocast both stay in fp32.
+    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low
+    precision; under autocast both stay in fp32.
     """
     if layout.dp_cp == 1:
         casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
@@ -347,16 +368,16 @@ def _stages(
     return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
 
 
-def _zero(
+def _list_deepspeed_strategies(
     engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage
-) -> Iterator[Strategy]:
+) -> Iterator[PlanStrategy]:
     offloads = tuple(Offload) if _can_offload(hardware) else (Offload.NONE,)
     has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
     targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
         shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
         if shared and (offload is not Offload.NONE or target is OffloadTarget.CPU):
-            yield Strategy(
+            yield PlanStrategy(
                 engine=engine,
                 layout=layout,
                 zero_stage=stage,
@@ -365,8 +386,8 @@ def _zero(
             )
 
 
-def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
-    """Return how many copies of a pipeline stage's shards there may be: one per group of whole nodes."""
+def _list_copy_counts(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
+    """Return the possible numbers of copies of a stage's shards: one copy per group of whole nodes."""
     nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:
         return (1,)

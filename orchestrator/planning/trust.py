@@ -40,7 +40,7 @@ TIGHT = 0.9
 
 
 class Trust(NamedTuple):
-    """Distance of a plan from plain data parallelism; less is more trusted."""
+    """How far a plan is from plain data parallelism; less is more trusted."""
 
     rank: float  # of its least proven mechanism
     mechanisms: int
@@ -60,18 +60,20 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 
 @lru_cache(maxsize=16384)
-def trust(plan: Plan) -> Trust:
-    """Return how proven the plan is, by the order in which practitioners adopt mechanisms.
+def trust_of(plan: Plan) -> Trust:
+    """Return how far the plan is from plain data parallelism, in the order in which practitioners
+    adopt mechanisms.
 
-    Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed before published plans
-    were judged by it, but for one change: recomputation had half a rank, and fewer plans then had the mechanics that
-    experts chose. Raises AssertionError for unknown mechanics.
+    Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed
+    before published plans were judged by it, but for one change: recomputation had half a rank, and
+    fewer plans then had the mechanics that experts chose. Raises AssertionError for unknown
+    mechanics.
     """
-    ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
+    ranks = [rank for rank in _trust_ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
 
 
-def _ranks(plan: Plan) -> list[float]:
+def _trust_ranks(plan: Plan) -> list[float]:
     """Return the trust rank of each mechanism of a plan; PLAIN for a mechanism that it lacks."""
     mechanics = plan.mechanics
     match mechanics:
@@ -100,17 +102,21 @@ def _ranks(plan: Plan) -> list[float]:
     ]
 
 
-def room_of(plan: Plan) -> float:
-    """Return the share of a device, margin included, that a plan may fill where nothing of its family was measured.
+def allowed_fill_of(plan: Plan) -> float:
+    """Return the share of a device, margin included, that a plan may fill before its family is
+    measured.
 
-    Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by REPORTED_ERROR.
+    Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by
+    REPORTED_ERROR.
     """
     return TIGHT if facts_of(plan.engine).is_ours else MARGIN / REPORTED_ERROR
 
 
 @lru_cache(maxsize=16384)
-def kind(plan: Plan) -> tuple[object, ...]:
-    """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
+def plan_kind_of(plan: Plan) -> tuple[object, ...]:
+    """Return a key of the plan's engine and sharding; equal where only batches, ranks or
+    checkpointing differ.
+    """
     mechanics = plan.mechanics
     layout = plan.layout
     state = (
@@ -124,12 +130,12 @@ def kind(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def ratio_spread(plan: Plan, other: Plan) -> float:
+def step_ratio_spread(plan: Plan, other: Plan) -> float:
     """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if kind(plan) == kind(other):
+    if plan_kind_of(plan) == plan_kind_of(other):
         return ALIKE_SPREAD
     if plan.layout.pp > 1 and other.layout.pp > 1:
         return PIPELINE_SPREAD
@@ -148,38 +154,41 @@ class Choice(NamedTuple):
 
 
 @frozen
-class Rule:
-    """How a job chooses among plans that fit."""
+class ChoiceRule:
+    """The rule by which a job chooses among plans that fit."""
 
     is_fastest: bool = False  # always choose the fastest plan
     incumbents: frozenset[Plan] = frozenset()  # plans that ran here, which are trusted most
     before: Plan | None = None  # plan that ran out of memory
     room: float = 1.0  # of a device that a plan may fill, where a roomier one costs little
 
-    def choose(self, choices: Sequence[Choice]) -> int:
+    def choose_plan(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to use, among plans for the same number of devices.
 
-        That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
-        cycles. After an out-of-memory failure the engine and the mechanics stay where that costs at most
-        RECOVERY_SPREAD, then as many settings beside the batch split as can. A plan that would fill more than TIGHT of
-        a device yields to the one of its kind with the most free memory that is as fast.
+        That is the most trusted plan within the error of the fastest one. One reference decides, so
+        there are no cycles. After an out-of-memory failure the engine and the mechanics stay where
+        that costs at most RECOVERY_SPREAD, then as many settings beside the batch split as can. A
+        plan that would fill more than TIGHT of a device yields to the one of its kind with the most
+        free memory that is as fast.
 
-        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism before they shard
-        over a network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 14
-        (benchmarks/experts.yaml). So there only plans of the fastest one's kind, and incumbents, are near.
+        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism
+        before they shard over a network. By it 6 of 43 published plans have the mechanics that
+        experts chose, by step times alone 14 (benchmarks/experts.yaml). So there only plans of the
+        fastest one's kind, and incumbents, are near.
 
-        A plan that would fill more than `room` yields to roomier ones that cost at most RECOVERY_SPREAD, and that
-        offload nothing unless it does. Beyond, a failure costs less than a slower training.
+        A plan that would fill more than `room` yields to roomier ones that cost at most
+        RECOVERY_SPREAD, and that offload nothing unless it does. Beyond, a failure costs less than
+        a slower training.
         """
         best = self._choose(choices)
         if choices[best].fill <= self.room or choices[best].plan in self.incumbents:
             return best
         limit_s = min(choice.seconds for choice in choices) * math.exp(RECOVERY_SPREAD)
-        rank = max(ZERO3, trust(choices[best].plan).rank)
+        rank = max(ZERO3, trust_of(choices[best].plan).rank)
         cheap = [
             index
             for index, choice in enumerate(choices)
-            if choice.seconds <= limit_s and trust(choice.plan).rank <= rank
+            if choice.seconds <= limit_s and trust_of(choice.plan).rank <= rank
         ]
         roomy = [index for index in cheap if choices[index].fill <= self.room]
         if roomy:
@@ -192,50 +201,58 @@ class Rule:
         if self.is_fastest:
             return fastest
         near = [index for index in indices if self._is_near(choices[index], choices[fastest])]
-        best = min(near, key=lambda index: self._order(choices[index]))
+        best = min(near, key=lambda index: self._preference_key(choices[index]))
         if choices[best].fill <= TIGHT or choices[best].plan in self.incumbents:
             return best
         alike = [index for index in near if _is_as_good(choices[index], choices[best])]
         return min(alike, key=lambda index: choices[index].fill)
 
-    def widths(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the indices of plans that are worth their devices, of one per number of devices, fewest first.
+    def choose_device_counts(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the indices of the plans that are worth their devices; there is one plan per
+        number of devices.
 
-        Each is faster than the one before it by more than half of the error: it is faster in most cases.
+        Fewest devices come first. Each plan is faster than the one before it by more than half of
+        the error: it is faster in most cases.
         """
         chosen: list[int] = []
         for index, choice in enumerate(choices):
             if chosen:
                 narrower = choices[chosen[-1]]
-                spread = 0.0 if self.is_fastest else ratio_spread(choice.plan, narrower.plan) / 2
+                spread = (
+                    0.0 if self.is_fastest else step_ratio_spread(choice.plan, narrower.plan) / 2
+                )
                 if choice.seconds * math.exp(spread) >= narrower.seconds:
                     continue
             chosen.append(index)
         return chosen
 
     def _is_near(self, choice: Choice, fastest: Choice) -> bool:
-        is_alike = kind(choice.plan) == kind(fastest.plan)
-        if self.before is not None and kind(choice.plan) == kind(self.before):
+        is_alike = plan_kind_of(choice.plan) == plan_kind_of(fastest.plan)
+        if self.before is not None and plan_kind_of(choice.plan) == plan_kind_of(self.before):
             spread = RECOVERY_SPREAD
         elif fastest.crosses_nodes and not is_alike and choice.plan not in self.incumbents:
             spread = 0.0
         else:
-            spread = ratio_spread(choice.plan, fastest.plan)
+            spread = step_ratio_spread(choice.plan, fastest.plan)
         return choice.seconds <= fastest.seconds * math.exp(spread)
 
-    def _order(self, choice: Choice) -> tuple[object, ...]:
-        trusted = INCUMBENT if choice.plan in self.incumbents else trust(choice.plan)
+    def _preference_key(self, choice: Choice) -> tuple[object, ...]:
+        trusted = INCUMBENT if choice.plan in self.incumbents else trust_of(choice.plan)
         if self.before is None:
             return trusted, choice.seconds
         leaves = (
             choice.plan.engine is not self.before.engine,
-            kind(choice.plan) != kind(self.before),
+            plan_kind_of(choice.plan) != plan_kind_of(self.before),
         )
         touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
         return *leaves, touched, trusted, choice.seconds
 
 
 def _is_as_good(choice: Choice, best: Choice) -> bool:
-    """Return whether a plan of the same kind and trust is as fast, within the error of step times."""
-    is_alike = kind(choice.plan) == kind(best.plan) and trust(choice.plan) <= trust(best.plan)
+    """Return whether a plan of the same kind and trust is as fast as the best, within the error of
+    step times.
+    """
+    is_alike = plan_kind_of(choice.plan) == plan_kind_of(best.plan) and trust_of(
+        choice.plan
+    ) <= trust_of(best.plan)
     return is_alike and choice.seconds <= best.seconds * math.exp(ALIKE_SPREAD)

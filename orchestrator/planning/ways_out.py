@@ -1,4 +1,6 @@
-"""Ways out: changes with which a job that fits no device would fit, each planned and ready to use with `--set`."""
+"""Ways out: changes with which a job that fits no device would fit, each planned and ready for
+`--set`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.calibrate import Calibration
 from orchestrator.memory.model_request import TRANSFORMERS_TRAINERS
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
-from orchestrator.planning.work import ALL_OTHER_PLANS_MAX, OTHER_PLANS_MAX, TooManyPlans, Work
+from orchestrator.planning.frontier import Candidate, Frontier, list_fitting, needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
+from orchestrator.planning.work import (
+    ALL_OTHER_PLANS_MAX,
+    OTHER_PLANS_MAX,
+    PlanCounter,
+    TooManyPlans,
+)
 from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import catalogue_device
 from orchestrator.specs.devices import load_devices
@@ -23,10 +30,10 @@ from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
-from orchestrator.specs.parse import with_remedy
+from orchestrator.specs.parse import apply_remedy
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
-from orchestrator.specs.published import published_sizes, smaller_siblings
+from orchestrator.specs.published import find_published_config, list_smaller_siblings
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
@@ -46,37 +53,37 @@ BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
-    """A job without a plan that fits `capacity_bytes` of each device."""
+class UnfitJob:
+    """A job of which no plan fits `capacity_bytes` of each device."""
 
     spec: JobSpec
     hardware: Hardware
     capacity_bytes: int
     calibrated: Calibration
     refuted: frozenset[Plan] = frozenset()
-    work: Work = field(
-        default_factory=Work, compare=False
+    work: PlanCounter = field(
+        default_factory=PlanCounter, compare=False
     )  # of all searches for it, also with changes
 
     @property
     def frontier(self) -> Frontier:
-        """The plans of the job, of which none fits."""
-        return frontier(read_request(self.spec), self.hardware, self.calibrated)
+        """The plans of the job, none of which fits."""
+        return find_frontier(read_plan_request(self.spec), self.hardware, self.calibrated)
 
     @property
     def there(self) -> str:
-        """The memory that was looked at, as text."""
+        """Text that names the memory which was tried."""
         return f"{format_bytes(self.capacity_bytes)} of {self.hardware.device.name}"
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether no further change is searched: the searches have examined ALL_OTHER_PLANS_MAX plans."""
+        """Whether the search for changes ends: it has examined ALL_OTHER_PLANS_MAX plans."""
         return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
 @frozen
 class WayOut:
-    """A change with which a job would fit, and the plan that it would then have."""
+    """A change with which the job would fit, and the plan that it would then have."""
 
     label: str
     settings: Mapping[str, str] = field(
@@ -90,14 +97,18 @@ class WayOut:
 
     @property
     def options(self) -> str:
-        """The change as `--set` options of a command line; "" where no key of the job file makes it."""
+        """The change as `--set` options of a command line; "" where no key of the job file makes
+        it.
+        """
         return " ".join(
             shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items()
         )
 
     @property
     def sentence(self) -> str:
-        """The change in one line of text: what changes, its plan and bytes, its class, and the options for it."""
+        """The change in one line: what changes, its plan and bytes, its class, and the options for
+        it.
+        """
         plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
         kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
         options = f": {self.options}" if self.settings else ""
@@ -106,35 +117,38 @@ class WayOut:
         return f"{self.label}{plan}{needs}{kind}{options}"
 
 
-def ways_out(case: Unfit) -> tuple[WayOut, ...]:
+def list_ways_out(case: UnfitJob) -> tuple[WayOut, ...]:
     """Return the changes with which the job would fit, the mildest first; () where none helps.
 
-    Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
-    anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
+    Each changes one setting. Where no single setting helps on these devices, two are tried
+    together. No model is traced anew, since the scheduler asks for these changes in its decisions,
+    too: `orc plan` adds adapters.
     """
     if _is_assumed(case):
         return ()  # no bytes are known that a change could lower
     single = (
-        _other_settings,
-        _numeric,
-        _eight_bit,
+        _find_other_settings,
+        _find_numeric_change,
+        _find_eight_bit_change,
         _fewer_normalised,
-        _smaller_batch,
-        _shorter_samples,
+        _find_smaller_batch,
+        _find_shorter_samples,
     )
-    here = [*_remedies(case), *(find(case) for find in single)]
+    here = [*_list_remedies(case), *(find(case) for find in single)]
     if not any(here) and (degrade := _with_numeric(case.spec)) is not None:
-        here = [_smaller_batch(case, degrade=degrade)]
-    more = _more_devices(case) or _more_devices_and_smaller_batch(case)
-    others = (*here, more, _larger_devices(case), _more_host_memory(case))
+        here = [_find_smaller_batch(case, degrade=degrade)]
+    more = _find_more_devices(case) or _more_devices_and_smaller_batch(case)
+    others = (*here, more, _find_larger_devices(case), _find_more_host_memory(case))
     return tuple(way for way in others if way is not None)
 
 
-def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
-    """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
+def list_adapter_changes(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
+    """Yield changes to low-rank adapters with which the job would fit: beside frozen weights, then
+    beside 4-bit ones.
 
-    `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
-    own switch for adapters, since we cannot give it one. Where that does not help, a job of our engines may.
+    `trace` returns a job with its model's profile, and may raise SpecError: that change is left
+    out. A script needs its own switch for adapters, since we cannot give it one. Where that does
+    not help, a job of our engines may.
     """
     spec = case.spec
     model = case.spec.known_model
@@ -142,9 +156,11 @@ def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
         return
     if not spec.is_script:
         for in_4_bits in (False, True):
-            yield from _adapted(case, trace, in_4_bits=in_4_bits)
+            yield from _list_adapted_jobs(case, trace, in_4_bits=in_4_bits)
         return
-    ways = list(_adapted(case, trace, in_4_bits=False))  # a script quantises by its own code
+    ways = list(
+        _list_adapted_jobs(case, trace, in_4_bits=False)
+    )  # a script quantises by its own code
     if ways:
         yield from ways
         return
@@ -154,7 +170,7 @@ def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
         "model": replace(model, weights=None),
         "data": replace(spec.data, text=("text.txt",)),  # a file that nothing reads here
     }
-    for way in adapters(replace(case, spec=spec.model_copy(update=changes)), trace):
+    for way in list_adapter_changes(replace(case, spec=spec.model_copy(update=changes)), trace):
         label = (
             "a job with `model: {hf: ...}` and your own `data` in place of `command` and `trains`, "
             f"with {way.label}"
@@ -162,7 +178,7 @@ def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
         yield replace(way, label=label, settings={})
 
 
-def _adapted(case: Unfit, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
+def _list_adapted_jobs(case: UnfitJob, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     spec = case.spec
     model = spec.known_model
     assert model is not None
@@ -179,7 +195,7 @@ def _adapted(case: Unfit, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     except SpecError:
         return
     changed = replace(case, spec=adapted)
-    way = _way(changed, label, settings) or _smaller_batch(changed)
+    way = _make_way_out(changed, label, settings) or _find_smaller_batch(changed)
     if way is None:
         return
     if way.settings != settings:
@@ -190,33 +206,37 @@ def _adapted(case: Unfit, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     yield replace(way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC)
 
 
-def smaller_models(case: Unfit, trace: Trace) -> Iterator[WayOut]:
-    """Yield the largest smaller model of the same model line that would fit, for jobs of our engines."""
+def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
+    """Yield the change to the largest smaller model of the same model line that would fit, for our
+    engines' jobs.
+    """
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
         return
-    for name in smaller_siblings(model.hf):
-        sibling = replace(model, hf=name, config=published_sizes(name))
+    for name in list_smaller_siblings(model.hf):
+        sibling = replace(model, hf=name, config=find_published_config(name))
         try:
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
             continue
         settings = {"model.hf": name}
-        way = _way(replace(case, spec=smaller), "a smaller model of its line", settings)
+        way = _make_way_out(replace(case, spec=smaller), "a smaller model of its line", settings)
         if way is not None:
             yield replace(way, degradation=Degradation.SEMANTIC)
             return
 
 
 class WithKnobs(NamedTuple):
-    """A job with the knobs that it lacks, by their names."""
+    """A job to which missing knobs were added, and their names."""
 
     missing: tuple[str, ...]
     spec: JobSpec
 
 
 def with_batch_knobs(spec: JobSpec) -> WithKnobs:
-    """Return the job with the batch knobs that its script lacks. Our own trainings lack none."""
+    """Return the job with the batch knobs that its script lacks, and their names. Our own trainings
+    lack none.
+    """
     knobs = spec.knobs
     missing = tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
     if not spec.is_script or not missing:
@@ -230,21 +250,25 @@ def with_batch_knobs(spec: JobSpec) -> WithKnobs:
     return WithKnobs(missing, changed)
 
 
-def missing_knobs(case: Unfit) -> Iterator[str]:
-    """Yield what to write of a knob that a script's job leaves out, where it helps; else the knobs that it lacks."""
+def describe_missing_knobs(case: UnfitJob) -> Iterator[str]:
+    """Yield text on what to write in the job file for a missing knob with which the script would
+    fit.
+
+    Where no single one helps, it names all that are missing.
+    """
     if case.spec.is_script:
-        helpful = [*_missing_batch_knobs(case), *_missing_checkpointing(case)]
+        helpful = [*_missing_batch_knobs(case), *_describe_missing_checkpointing_knob(case)]
         yield from helpful or _unhelpful_knobs(case)
 
 
-def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
+def _missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
     spec = case.spec
     knobs = case.spec.knobs
     missing, with_them = with_batch_knobs(spec)
     best = _first_fit(case, knobs=with_them.knobs) if missing else None
     if best is None:
         return
-    plans = frontier(read_request(spec), case.hardware).candidates
+    plans = find_frontier(read_plan_request(spec), case.hardware).candidates
     sizes = {candidate.plan.micro_batch_size for candidate in plans}
     verb = "is" if len(missing) == 1 else "are"
     cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
@@ -256,10 +280,10 @@ def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
         yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
 
 
-def _missing_checkpointing(case: Unfit) -> Iterator[str]:
+def _describe_missing_checkpointing_knob(case: UnfitJob) -> Iterator[str]:
     knobs = case.spec.knobs
     best = (
-        _first_fit(case, knobs=_checkpointing(knobs))
+        _first_fit(case, knobs=_add_checkpointing_knob(knobs))
         if knobs.activation_checkpointing is None
         else None
     )
@@ -268,13 +292,15 @@ def _missing_checkpointing(case: Unfit) -> Iterator[str]:
         yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
 
 
-def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
-    """Yield the knobs that the job lacks where no single one helps, and what all of them together do."""
+def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
+    """Yield text on the knobs that the job lacks where no single one helps, and what all of them
+    would do.
+    """
     missing, with_them = with_batch_knobs(case.spec)
     knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
         missing = (*missing, "activation_checkpointing")
-        knobs = _checkpointing(knobs)
+        knobs = _add_checkpointing_knob(knobs)
     if not missing:
         return
     best = _first_fit(case, knobs=knobs)
@@ -282,11 +308,13 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
         return
     try:
         changed = case.spec.model_copy(update={"knobs": knobs})
-        searched = frontier(read_request(changed), case.hardware)
+        searched = find_frontier(read_plan_request(changed), case.hardware)
     except SpecError:  # it would have too many plans
         return
     case.work.looked += searched.looked
-    least = min(needed_bytes(candidate, case.calibrated) for candidate in searched.candidates)
+    least = min(
+        needed_device_bytes(candidate, case.calibrated) for candidate in searched.candidates
+    )
     together = f"each device needs {format_bytes(least)}"
     if best is not None:
         together = f"{in_short(best.plan)} fits"
@@ -298,16 +326,18 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
 
 
-def _checkpointing(knobs: Knobs) -> Knobs:
+def _add_checkpointing_knob(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
-def _is_assumed(case: Unfit) -> bool:
+def _is_assumed(case: UnfitJob) -> bool:
     return case.frontier.candidates[0].estimate.source is Source.ASSUMED
 
 
 def number_ways(ways: Sequence[WayOut]) -> list[str]:
-    """Return a line for each way out. Those that a job file makes have numbers from 1, for `orc plan --way-out`."""
+    """Return a line of text for each way out; those that a job file can make are numbered, for
+    `--way-out`.
+    """
     lines = []
     number = 0
     for way in ways:
@@ -317,12 +347,14 @@ def number_ways(ways: Sequence[WayOut]) -> list[str]:
     return lines
 
 
-def _remedies(case: Unfit) -> Iterator[WayOut]:
-    """Yield what the job file offers by `remedies`, alone or with a smaller global batch."""
+def _list_remedies(case: UnfitJob) -> Iterator[WayOut]:
+    """Yield the changes that the job file offers as `remedies`, alone or with a smaller global
+    batch.
+    """
     for remedy in case.spec.remedies:
-        changed = replace(case, spec=with_remedy(case.spec, remedy))
+        changed = replace(case, spec=apply_remedy(case.spec, remedy))
         settings = {} if remedy.arguments else dict(remedy.set)
-        way = _way(changed, remedy.label, settings) or _smaller_batch(changed)
+        way = _make_way_out(changed, remedy.label, settings) or _find_smaller_batch(changed)
         if way is None:
             continue
         label = remedy.label
@@ -333,21 +365,25 @@ def _remedies(case: Unfit) -> Iterator[WayOut]:
         yield replace(way, label=label, settings=settings, degradation=worst)
 
 
-def _other_settings(case: Unfit) -> WayOut | None:
-    return _way(case, "another `plan`", {"plan": "{}"}, plan=()) if case.spec.plan else None
+def _find_other_settings(case: UnfitJob) -> WayOut | None:
+    return (
+        _make_way_out(case, "another `plan`", {"plan": "{}"}, plan=()) if case.spec.plan else None
+    )
 
 
-def _numeric(case: Unfit) -> WayOut | None:
+def _find_numeric_change(case: UnfitJob) -> WayOut | None:
     degrade = _with_numeric(case.spec)
     if degrade is None:
         return None
-    return _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=degrade)
+    return _make_way_out(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=degrade)
 
 
-def _eight_bit(case: Unfit) -> WayOut | None:
-    """Return a script's AdamW with moments in 8 bits, where its trainer has a switch for it.
+def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
+    """Return the change of a script's AdamW to 8-bit moments, where its trainer has a switch for
+    it; else None.
 
-    The job file alone changes nothing of what a script does. A plan of our engines has them under `degrade`.
+    The job file alone changes nothing of what a script does. A plan of our engines has them under
+    `degrade`.
     """
     spec = case.spec
     if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:
@@ -357,40 +393,46 @@ def _eight_bit(case: Unfit) -> WayOut | None:
     )
     training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
     command = (*(spec.command or ()), "--optim", Optimizer.ADAMW_8BIT.value)
-    way = _way(case, label, {}, training=training, command=command)
+    way = _make_way_out(case, label, {}, training=training, command=command)
     return way and replace(way, degradation=Degradation.NUMERIC)
 
 
-def _fewer_normalised(case: Unfit) -> WayOut | None:
-    """Return the most samples over which BatchNorm may take its statistics, where the job says no number."""
+def _fewer_normalised(case: UnfitJob) -> WayOut | None:
+    """Return the largest number of samples for BatchNorm's statistics with which the job fits; None
+    without one.
+
+    Only for a job that sets no number.
+    """
     spec = case.spec
     samples = case.spec.global_batch_size
-    if not read_request(spec).has_batch_norm or spec.training.batch_norm_samples is not None:
+    if not read_plan_request(spec).has_batch_norm or spec.training.batch_norm_samples is not None:
         return None
     while samples := samples // 2:
         label = f"BatchNorm over {samples} samples"
         settings = {"training.batch_norm_samples": str(samples)}
         training = replace(spec.training, batch_norm_samples=samples)
-        way = _way(case, label, settings, training=training)
+        way = _make_way_out(case, label, settings, training=training)
         if way is not None:
             return replace(way, degradation=Degradation.SEMANTIC)
     return None
 
 
-def _smaller_batch(case: Unfit, **changes: object) -> WayOut | None:
-    """Return the largest half, quarter, or smaller part of the global batch that fits; it is another training."""
+def _find_smaller_batch(case: UnfitJob, **changes: object) -> WayOut | None:
+    """Return the change to the largest half, quarter, or smaller part of the global batch that
+    fits; None if none.
+    """
     numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
     label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
     batch_size = case.spec.global_batch_size
     while (batch_size := batch_size // 2) >= case.spec.gpus.min:
         settings = {"global_batch_size": str(batch_size), **numeric}
-        way = _way(case, label, settings, global_batch_size=batch_size, **changes)
+        way = _make_way_out(case, label, settings, global_batch_size=batch_size, **changes)
         if way is not None:
             return replace(way, degradation=Degradation.SEMANTIC)
     return None
 
 
-def _shorter_samples(case: Unfit) -> WayOut | None:
+def _find_shorter_samples(case: UnfitJob) -> WayOut | None:
     spec = case.spec
     if spec.model is None or spec.model.decoder is None:
         return None
@@ -398,13 +440,13 @@ def _shorter_samples(case: Unfit) -> WayOut | None:
     while (length := length // 2) >= SEQUENCE_LENGTH_MIN:
         settings = {"degrade.allow": "semantic", "degrade.sequence_lengths": f"[{length}]"}
         allowed = Degrade(allow="semantic", sequence_lengths=(length,))
-        way = _way(case, f"samples of {length} tokens", settings, degrade=allowed)
+        way = _make_way_out(case, f"samples of {length} tokens", settings, degrade=allowed)
         if way is not None:
             return way if way.degradation is Degradation.SEMANTIC else None
     return None
 
 
-def _more_devices(case: Unfit) -> WayOut | None:
+def _find_more_devices(case: UnfitJob) -> WayOut | None:
     spec = case.spec
     hardware = case.hardware
     if spec.is_script and spec.knobs.micro_batch_size is None:
@@ -417,21 +459,23 @@ def _more_devices(case: Unfit) -> WayOut | None:
                 f", on {larger.nodes} nodes" * (larger.nodes > 1)
             )
             larger_case = replace(case, hardware=larger)
-            way = _way(larger_case, label, {"gpus": str(devices)}, gpus=gpus)
+            way = _make_way_out(larger_case, label, {"gpus": str(devices)}, gpus=gpus)
             if way is not None:
                 return way
     return None
 
 
-def _more_devices_and_smaller_batch(case: Unfit) -> WayOut | None:
-    """Return more devices with a smaller global batch, for scripts that cannot accumulate."""
+def _more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
+    """Return the change to more devices and a smaller global batch, for scripts that cannot
+    accumulate; or None.
+    """
     spec = case.spec
     there = case.hardware.devices
     if not spec.is_script or spec.knobs.micro_batch_size is None:
         return None
     for devices in (there * 2, there * 4, there * 8):
         larger = replace(case, hardware=next(_with_devices(case.hardware, devices)))
-        way = _smaller_batch(larger, gpus=GpuRange(min=devices, max=devices))
+        way = _find_smaller_batch(larger, gpus=GpuRange(min=devices, max=devices))
         if way is not None:
             label = f"{devices} devices instead of {there}, and {way.label}"
             return replace(way, label=label, settings={"gpus": str(devices), **way.settings})
@@ -439,13 +483,16 @@ def _more_devices_and_smaller_batch(case: Unfit) -> WayOut | None:
 
 
 def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
-    """Yield as many devices in one node, up to 8, since not every launcher knows several nodes; then in several."""
+    """Yield hardware with this many devices: in one node, up to 8, then in several nodes.
+
+    One node comes first, since not every launcher knows several nodes.
+    """
     if hardware.nodes == 1 and devices <= DEVICES_PER_NODE:
         yield replace(hardware, devices_per_node=max(devices, hardware.devices_per_node))
     yield replace(hardware, nodes=max(hardware.nodes, -(-devices // hardware.devices_per_node)))
 
 
-def _larger_devices(case: Unfit) -> WayOut | None:
+def _find_larger_devices(case: UnfitJob) -> WayOut | None:
     exact = [
         candidate
         for candidate in case.frontier.candidates
@@ -453,43 +500,48 @@ def _larger_devices(case: Unfit) -> WayOut | None:
     ]
     least = min(
         exact,
-        key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)),
+        key=lambda candidate: (
+            not candidate.fits_host,
+            needed_device_bytes(candidate, case.calibrated),
+        ),
     )
-    needed = needed_bytes(least, case.calibrated)
+    needed = needed_device_bytes(least, case.calibrated)
     if needed <= case.capacity_bytes:
         return None
-    cards = cards_with(needed)
+    cards = list_cards_with(needed)
     label = f"devices with at least {format_bytes(needed)} free" + (
         f", such as {', '.join(cards)}" if cards else ""
     )
     return WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
-def cards_with(least_bytes: int) -> list[str]:
-    """Return the names of the smallest GPUs of the catalogue with this much memory."""
+def list_cards_with(least_bytes: int) -> list[str]:
+    """Return the names of the catalogue's smallest GPUs with at least this much memory."""
     cards = map(catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
 
 
-def _more_host_memory(case: Unfit) -> WayOut | None:
+def _find_more_host_memory(case: UnfitJob) -> WayOut | None:
     short = [
         candidate
         for candidate in case.frontier.candidates
         if not candidate.fits_host
-        and needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
+        and needed_device_bytes(candidate, case.calibrated) <= case.capacity_bytes
     ]
     if not short:
         return None
     least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
     has = format_bytes(case.hardware.host_memory)
     label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
-    needed = needed_bytes(least, case.calibrated)
+    needed = needed_device_bytes(least, case.calibrated)
     return WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
-def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> WayOut | None:
-    """Return the job with these `changes` as a way out, if a plan then fits."""
+def _make_way_out(
+    case: UnfitJob, label: str, settings: Mapping[str, str], **changes: object
+) -> WayOut | None:
+    """Return the job with these `changes` as a way out; None where no plan then fits."""
     best = _first_fit(case, **changes)
     if best is None:
         return None
@@ -498,21 +550,21 @@ def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object
         settings=settings,
         plan=best.plan,
         job=case.spec.model_copy(update=changes),
-        needed_bytes=needed_bytes(best, case.calibrated),
+        needed_bytes=needed_device_bytes(best, case.calibrated),
         degradation=best.degradation,
     )
 
 
-def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
+def _first_fit(case: UnfitJob, **changes: object) -> Candidate | None:
     spec = case.spec.model_copy(update=changes)
     calibrated = case.calibrated
     if case.is_worn_out:
         return None
     try:
-        request = read_request(spec)
-        candidates = frontier(request, case.hardware, calibrated, within_reach=True)
+        request = read_plan_request(spec)
+        candidates = find_frontier(request, case.hardware, calibrated, within_reach=True)
         case.work.looked += candidates.looked
-        return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
+        return next(list_fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
     except TooManyPlans:
         case.work.looked += OTHER_PLANS_MAX
         return None
@@ -524,7 +576,9 @@ def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
 
 
 def _with_numeric(spec: JobSpec) -> Degrade | None:
-    """Return the job's `degrade` with other arithmetic; None where it allows that already."""
+    """Return the job's `degrade` with changes of class `numeric` allowed (as a lower precision);
+    None where they are already.
+    """
     if spec.degrade.limit >= Degradation.NUMERIC:
         return None
     return spec.degrade.model_copy(update={"allow": "numeric"})

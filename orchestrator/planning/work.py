@@ -1,4 +1,6 @@
-"""Limit on the plans that one decision examines; a count, not a time, so that a replay decides alike anywhere."""
+"""A limit on how many plans one decision examines. It is a count, not a time, so that a replay
+decides alike anywhere.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ ALL_OTHER_PLANS_MAX = 2 * PLANS_MAX  # in all of these searches, of which none b
 
 
 class TooManyPlans(SpecError):
-    """The job allows more plans than one decision examines."""
+    """The job allows more plans than one decision may examine."""
 
 
-class Work:
-    """Counter of the plans, and of the ways to share devices, that one search has examined."""
+class PlanCounter:
+    """Counts the plans, and the ways to share devices, that one search has examined."""
 
     def __init__(self, plans_max: int = PLANS_MAX) -> None:
         self.looked = 0
         self._plans_max = plans_max
 
-    def look(self, count: int = 1) -> None:
-        """Add to the count. Raises TooManyPlans beyond the limit."""
+    def count_examined(self, count: int = 1) -> None:
+        """Add `count` to the examined plans. Raises TooManyPlans beyond the limit."""
         if self.looked + count > self._plans_max:
             raise TooManyPlans(
                 "too many plans to choose from",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.memory.calibration.calibrate import select_newest
+from orchestrator.memory.calibration.calibrate import select_observations_to_keep
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
@@ -350,7 +350,7 @@ def _live_attempt(job: Job) -> Attempt | None:
 
 def _with_observations(state: State, observed: Sequence[Observation]) -> State:
     return (
-        replace(state, observations=select_newest((*state.observations, *observed)))
+        replace(state, observations=select_observations_to_keep((*state.observations, *observed)))
         if observed
         else state
     )

@@ -16,7 +16,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # users, tokens, the audit log, the end of the service
 
     def may(self, needed: Role) -> bool:
-        """Return whether this role includes the rights of `needed`."""
+        """Return whether this role includes all rights of the role `needed`."""
         return _RANKS[self] >= _RANKS[needed]
 
 

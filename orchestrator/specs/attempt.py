@@ -61,7 +61,11 @@ class Restart(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """Lack of what may come later: the job waits without devices, twice as long each time, and uses no budget."""
+    """A lack that may end by itself, as of disk space: the job waits without devices, each time
+    twice as long.
+
+    It uses up no restart budget.
+    """
 
     missing: str  # a noun without article, as in "waits 60 s for space"
     first_s: float = 60.0
@@ -70,7 +74,9 @@ class Shortage(NamedTuple):
 
 
 class FailureKind(StrEnum):
-    """Why an attempt did not finish, and how its job goes on. A kind with neither `restart` nor `shortage` is final."""
+    """Why an attempt failed, and how its job continues; a kind with neither `restart` nor
+    `shortage` ends the job.
+    """
 
     _value_: str
     restart: Restart | None
@@ -151,7 +157,9 @@ class Phase(StrEnum):
 
 @frozen
 class Ending:
-    """Features of an unexplained end of an attempt, by which a later end of the same cause is recognised."""
+    """Features of an unexplained end of an attempt, by which later ends with the same cause are
+    recognised.
+    """
 
     signature: str  # `KeyError in train.py:step, forward`, or `exit code 3, startup`
     step: int | None  # optimizer steps completed before it; None: the program reports none
@@ -162,7 +170,9 @@ class Ending:
 
 @frozen
 class Verdict:
-    """How a job goes on after an end that nothing explains, or after a shortage."""
+    """How a job continues after an unexplained end or a shortage: whether, when and where it runs
+    again.
+    """
 
     row: int  # of the tables in docs/reference/failures-and-retries.md
     wait_s: float | None  # before the next attempt; None: there is none
@@ -178,8 +188,10 @@ class Extent(StrEnum):
     NODE = "node"
 
 
-class About(StrEnum):
-    """The thing that an exception or an exit code names as wrong, by which advice is chosen."""
+class FaultSubject(StrEnum):
+    """The thing that an exception or an exit code names as wrong; it selects the advice to the
+    user.
+    """
 
     MODULE = "module"  # a library that is missing, or of another version
     DATA = "data"  # a sample, a file or a checkpoint that is broken
@@ -208,7 +220,7 @@ class Failure:
     broken: Extent | None = None  # what the hardware or its driver named as broken
     # nothing explains the end, and memory was nearly full, or had run out in the step that it ended in
     near_limit: bool = False
-    about: About | None = None  # None where it names nothing but the program
+    about: FaultSubject | None = None  # None where it names nothing but the program
 
 
 @frozen
@@ -427,17 +439,19 @@ class Attempt:
     failure: Failure | None = None
 
     def end_or(self, otherwise_s: float) -> float:
-        """Return the time at which the attempt ended, in seconds since 1970; `otherwise_s` while it has not ended."""
+        """Return when the attempt ended, in seconds since 1970; `otherwise_s` while it has not
+        ended.
+        """
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
     def facts(self) -> Evidence:
-        """The evidence that it left; one that says nothing while there is none."""
+        """The evidence that the attempt left at its end; empty evidence before."""
         return self.evidence or NO_EVIDENCE
 
     @property
     def heartbeats(self) -> tuple[Heartbeat, ...]:
-        """The last heartbeats of its ranks, as its evidence has them; () while it has none."""
+        """The last heartbeats of the attempt's ranks, from its evidence; () before it has ended."""
         return self.facts.heartbeats
 
     @property
@@ -446,14 +460,18 @@ class Attempt:
 
     @property
     def outcome(self) -> str:
-        """How it ended, as its status while it has not: `running`, `succeeded`, or the kind of its failure."""
+        """How the attempt ended, `succeeded` or the kind of its failure; before its end, its status
+        as `running`.
+        """
         if self.status is not AttemptStatus.ENDED:
             return self.status.value
         return self.failure.kind.value if self.failure else "succeeded"
 
     @property
     def peak_bytes(self) -> int | None:
-        """The allocated peak of the worst rank; None where no rank reported one, or it failed before it trained."""
+        """The largest allocated peak of any rank; None where no rank reported one, or it failed
+        before training.
+        """
         if self.facts.unwatched:
             return None
         beats = self.heartbeats
@@ -465,7 +483,9 @@ class Attempt:
 
     @property
     def forward_bytes(self) -> int:
-        """The most that was allocated at the end of a forward pass of the first steps; 0 where no rank reported it."""
+        """The most bytes allocated at the end of a forward pass in the first steps; 0 where no rank
+        reported it.
+        """
         return max((beat.forward_bytes for beat in self.heartbeats), default=0)
 
     @property
@@ -475,17 +495,19 @@ class Attempt:
 
     @property
     def measured_step_s(self) -> float | None:
-        """Measured seconds per optimizer step of the slowest rank; None where no rank reported any."""
+        """Measured seconds per optimizer step on the slowest rank; None where no rank reported any."""
         return max((beat.step_s for beat in self.heartbeats if beat.step_s), default=None)
 
     @property
     def torch_version(self) -> str:
-        """Version of torch under which the ranks ran; "" where no rank reported it."""
+        """The torch version that the ranks reported; "" where none did."""
         return self.versions.get("torch_version", "")
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions under which the ranks ran, and the model of their devices; without what no rank reported."""
+        """{program or device: version or model} as the ranks reported them; unreported ones are
+        left out.
+        """
         newest = {
             name: max((getattr(beat, name) for beat in self.heartbeats), default="")
             for name in VERSIONS

@@ -127,7 +127,7 @@ class ParallelLayout:
         return rank // (self.cp * self.tp) % self.dp
 
 
-class Micro(StrEnum):
+class MicroBatchChoice(StrEnum):
     """How a comparison of strategies chooses a micro-batch size where the user gives none."""
 
     COMMON = "common"  # the largest with which all of them fit

@@ -24,8 +24,10 @@ _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
 
 
 @frozen
-class Window:
-    """Daily hours, such as 22:00-08:00, optionally of some weekdays. `days` are the weekdays on which they begin."""
+class DailyHours:
+    """Daily hours, such as 22:00-08:00, optionally of some weekdays: `days` are those on which they
+    begin.
+    """
 
     opens_min: int  # minutes since midnight
     closes_min: int  # at most DAY_MIN; not after `opens_min`: on the next day
@@ -33,18 +35,18 @@ class Window:
     zone: str | None = None  # of the IANA database; None: not given yet, counts as UTC
 
     def __str__(self) -> str:
-        """Return the window as a job file has it."""
+        """Return the hours as a job file has them."""
         zone = "" if self.zone is None else f" {self.zone}"
         days = "" if len(self.days) == len(DAYS) else " " + ",".join(DAYS[day] for day in self.days)
-        return f"{_clock(self.opens_min)}-{_clock(self.closes_min)}{zone}{days}"
+        return f"{_format_clock(self.opens_min)}-{_format_clock(self.closes_min)}{zone}{days}"
 
     def holds(self, at_s: float) -> bool:
-        """Return whether the local time at `at_s` (seconds since 1970) is within the window.
+        """Return whether the local time at `at_s` (seconds since 1970) is within these hours.
 
-        Where clocks go back, both passes of the repeated hour count alike. The hour that is skipped when they go
-        forward belongs to no window.
+        Where clocks go back, both passes of the repeated hour count alike. The hour that is skipped
+        when they go forward belongs to no window.
         """
-        local = datetime.fromtimestamp(at_s, _zone(self.zone))
+        local = datetime.fromtimestamp(at_s, _load_zone(self.zone))
         minute = local.hour * 60 + local.minute
         if self.closes_min > self.opens_min:
             return local.weekday() in self.days and self.opens_min <= minute < self.closes_min
@@ -54,22 +56,26 @@ class Window:
             is_early and (local.weekday() - 1) % 7 in self.days
         )
 
-    def counted_from(self, at_s: float) -> Window:
-        """Return the same window on a clock that shows 0 at `at_s`, to the minute. Later clock changes are ignored."""
-        local = datetime.fromtimestamp(at_s, _zone(self.zone))
+    def counted_from(self, at_s: float) -> DailyHours:
+        """Return the same hours on a clock that shows 0 at `at_s`, to the minute; later clock
+        changes are ignored.
+        """
+        local = datetime.fromtimestamp(at_s, _load_zone(self.zone))
         epoch = datetime.fromtimestamp(0.0, UTC)
         days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
         later = days + epoch.weekday() - local.weekday()
-        return Window(
+        return DailyHours(
             opens_min=opens_min,
             closes_min=(opens_min + self.closes_min - self.opens_min) % DAY_MIN or DAY_MIN,
             days=tuple(sorted((day + later) % len(DAYS) for day in self.days)),
         )
 
     def span(self, from_s: float) -> tuple[float, float]:
-        """Return (begin, end) of the first opening that ends after `from_s`, in seconds since 1970."""
-        today = datetime.fromtimestamp(from_s, _zone(self.zone)).date()
-        return next(span for span in _spans(self, today) if span[1] > from_s)
+        """Return (begin, end) of the first opening that ends after `from_s`, all in seconds since
+        1970.
+        """
+        today = datetime.fromtimestamp(from_s, _load_zone(self.zone)).date()
+        return next(span for span in _list_openings(self, today) if span[1] > from_s)
 
 
 @frozen
@@ -89,7 +95,7 @@ class Deadline:
 
     def due_s(self, after_s: float) -> float:
         """Return when a job submitted at `after_s` is due, in seconds since 1970. With a `day`, it may be past."""
-        zone = _zone(self.zone)
+        zone = _load_zone(self.zone)
         today = datetime.fromtimestamp(after_s, zone).date()
         days = (
             [today, today + timedelta(days=1)]
@@ -107,7 +113,7 @@ class Deadline:
 def parse_deadline(text: object) -> Deadline:
     """Return the deadline in text: `08:00`, `08:00 Europe/Berlin` or an ISO date and time. Raises ValueError."""
     parts = text.split() if isinstance(text, str) else []
-    zone = check_zone(parts[1]) if len(parts) == 2 else None
+    zone = check_time_zone(parts[1]) if len(parts) == 2 else None
     try:
         if not 1 <= len(parts) <= 2:
             raise ValueError
@@ -137,8 +143,10 @@ def _seconds_since_midnight(moment: time) -> float:
     return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
-def parse_window(text: object) -> Window:
-    """Return the window in a text such as `22:00-08:00 Europe/Berlin mon-fri`, in any order. Raises ValueError."""
+def parse_window(text: object) -> DailyHours:
+    """Return the hours in a text such as `22:00-08:00 Europe/Berlin mon-fri`, in any order. Raises
+    ValueError.
+    """
     parts = text.split() if isinstance(text, str) else []
     spans = [match for word in parts if (match := _SPAN.fullmatch(word))]
     if len(spans) != 1:
@@ -153,12 +161,12 @@ def parse_window(text: object) -> Window:
         if word[:3].lower() in DAYS and _DAY_LIST.fullmatch(word.lower()):
             if days is not None:
                 raise ValueError(f"days are said twice: {word!r}; write mon-fri, or sat,sun")
-            days = _days(word.lower())
+            days = _parse_days(word.lower())
         elif zone is not None:
             raise ValueError(f"expected one time zone, not {zone!r} and {word!r}")
         else:
-            zone = check_zone(word)
-    window = Window(opens_min=opens_min, closes_min=closes_min, zone=zone)
+            zone = check_time_zone(word)
+    window = DailyHours(opens_min=opens_min, closes_min=closes_min, zone=zone)
     if opens_min == closes_min or (
         days in (None, window.days) and closes_min - opens_min == DAY_MIN
     ):
@@ -168,12 +176,14 @@ def parse_window(text: object) -> Window:
     return (
         window
         if days is None
-        else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
+        else DailyHours(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
     )
 
 
-def check_zone(name: str) -> str:
-    """Return `name` unchanged. Raises ValueError where this machine's IANA database has no such time zone."""
+def check_time_zone(name: str) -> str:
+    """Return the time zone's name unchanged. Raises ValueError if this machine's IANA database
+    lacks it.
+    """
     try:
         ZoneInfo(name)
     except (KeyError, OSError, ValueError):
@@ -185,10 +195,10 @@ def check_zone(name: str) -> str:
 
 def local_text(at_s: float, zone: str | None) -> str:
     """Return a time (seconds since 1970) as text for people: `Tue 22:00 Europe/Berlin`."""
-    return f"{datetime.fromtimestamp(at_s, _zone(zone)):%a %H:%M} {zone or 'UTC'}"
+    return f"{datetime.fromtimestamp(at_s, _load_zone(zone)):%a %H:%M} {zone or 'UTC'}"
 
 
-def _days(word: str) -> tuple[int, ...]:
+def _parse_days(word: str) -> tuple[int, ...]:
     days = set[int]()
     for part in word.split(","):
         names = part.split("-")
@@ -201,27 +211,29 @@ def _days(word: str) -> tuple[int, ...]:
     return tuple(sorted(days))
 
 
-def _clock(minutes: int) -> str:
+def _format_clock(minutes: int) -> str:
     return f"{minutes // 60:02}:{minutes % 60:02}"
 
 
-def _zone(name: str | None) -> ZoneInfo:
+def _load_zone(name: str | None) -> ZoneInfo:
     return ZoneInfo(name or "UTC")  # which remembers its zones
 
 
 @lru_cache(maxsize=1024)
-def _spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
-    """Return when the window opens and closes, from about yesterday on, in order.
+def _list_openings(window: DailyHours, today: date) -> tuple[tuple[float, float], ...]:
+    """Return (opening, closing) times of the hours, from about yesterday on, in seconds since 1970.
 
-    It opens and closes only where clocks show one of its two times, or are put forward or back.
+    They open and close only where clocks show one of their two times, or are put forward or back.
     """
     # as far back as an open window may have begun
-    zone = _zone(window.zone)
+    zone = _load_zone(window.zone)
     first = today - timedelta(days=8)
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
-    bounds = {at_s for day in dates for at_s in _bounds(window, day, zone)}
+    bounds = {at_s for day in dates for at_s in _list_bounds(window, day, zone)}
     bounds |= {
-        at_s for day, after in pairwise(dates) if (at_s := _change_s(day, after, zone)) is not None
+        at_s
+        for day, after in pairwise(dates)
+        if (at_s := _clock_change_s(day, after, zone)) is not None
     }
     spans: list[tuple[float, float]] = []
     for begin_s, end_s in pairwise(sorted(bounds)):
@@ -234,8 +246,10 @@ def _spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
     return tuple(spans)
 
 
-def _bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
-    """The moments at which clocks show the opening or the closing time; both, where they show it twice."""
+def _list_bounds(window: DailyHours, day: date, zone: ZoneInfo) -> set[float]:
+    """Return the moments at which clocks show the opening or closing time on this day; both, if
+    twice.
+    """
     midnight = datetime(day.year, day.month, day.day)
     return {
         (midnight + timedelta(minutes=minutes)).replace(tzinfo=zone, fold=fold).timestamp()
@@ -244,22 +258,24 @@ def _bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
     }
 
 
-def _change_s(day: date, after: date, zone: ZoneInfo) -> float | None:
-    """Return when clocks are put forward or back on this day; None where they are not."""
+def _clock_change_s(day: date, after: date, zone: ZoneInfo) -> float | None:
+    """Return when clocks are put forward or back on this day, in seconds since 1970; None if they
+    are not.
+    """
     low, high = (
         int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp())
         for bound in (day, after)
     )  # seconds: the IANA database knows no parts of them
-    offset = _offset(low, zone)
-    if _offset(high, zone) == offset:
+    offset = _utc_offset(low, zone)
+    if _utc_offset(high, zone) == offset:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _offset(middle, zone) == offset else (low, middle)
+        low, high = (middle, high) if _utc_offset(middle, zone) == offset else (low, middle)
     return float(high)
 
 
-def _offset(at_s: float, zone: ZoneInfo) -> timedelta:
+def _utc_offset(at_s: float, zone: ZoneInfo) -> timedelta:
     offset = datetime.fromtimestamp(at_s, UTC).astimezone(zone).utcoffset()
     assert offset is not None, zone
     return offset

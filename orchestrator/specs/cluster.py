@@ -18,7 +18,7 @@ from pydantic import (
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.fields import Bandwidth, Bytes, Name, Seconds, UserName
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
@@ -92,15 +92,17 @@ DeviceName = Annotated[
 ]
 
 
-def _from_catalogue(device: object) -> Any:
-    """Return the catalogue's description of a name, with the price beside it; another description stays as it is."""
+def _fill_from_catalogue(device: object) -> Any:
+    """Return the catalogue's fields for a device given by name, with a price beside it; other
+    values unchanged.
+    """
     if isinstance(device, dict) and set(device) == {"name", "price_per_hour"}:
-        return _from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
+        return _fill_from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
     if not isinstance(device, str):
         return device
     devices = load_devices()
     if device not in devices:
-        near = closest(device.lower(), devices)
+        near = find_closest_word(device.lower(), devices)
         raise SpecError(
             "the catalogue has no such device",
             got=device,
@@ -113,8 +115,8 @@ def _from_catalogue(device: object) -> Any:
 
 
 def catalogue_device(name: str) -> DeviceSpec:
-    """Return the catalogue's device of this name. Raises SpecError where there is none."""
-    return DeviceSpec.model_validate(_from_catalogue(name))
+    """Return the catalogue's device with this name. Raises SpecError where there is none."""
+    return DeviceSpec.model_validate(_fill_from_catalogue(name))
 
 
 def _check_device_id(device_id: DeviceId) -> DeviceId:
@@ -138,7 +140,8 @@ class NodeSpec(SpecModel):
         ...,
     ] = ()
     device: Annotated[
-        DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)
+        DeviceSpec,
+        BeforeValidator(_fill_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec),
     ]
     host_memory: Bytes
     rack: str = ""
@@ -164,14 +167,19 @@ class NodeSpec(SpecModel):
 
 
 def _check_nodes(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
-    """Refuse a cluster without nodes, after each was read: `min_length` counts a node with a mistake as missing."""
+    """Return the nodes of a cluster file; raise ValueError where there are none.
+
+    `min_length` is no check: it counts a node with a mistake as missing.
+    """
     if not nodes:
         raise ValueError("a cluster has at least one node")
     return nodes
 
 
 def _refuse_number(moment: object) -> object:
-    """Refuse a bare number, which pydantic takes for seconds since 1970."""
+    """Return the value; raise ValueError for a bare number, which pydantic would read as seconds
+    since 1970.
+    """
     if isinstance(moment, int | float):
         raise ValueError(
             "a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00"
@@ -246,7 +254,7 @@ class ClusterSpec(SpecModel):
         names = {name for node in self.nodes for name in node.names} if self.maintenance else set()
         for maintenance in self.maintenance:
             for name in set(maintenance.nodes) - names:
-                near = closest(name, names)
+                near = find_closest_word(name, names)
                 raise SpecError(
                     "the cluster has no such node",
                     path="maintenance",
@@ -314,7 +322,7 @@ class Node:
 
 
 def describe_unreadable(nodes: Iterable[Node]) -> str:
-    """Return which devices cannot be read, each with the driver's text, three of them at most; "" where all can."""
+    """Return text on which devices cannot be read and why, at most three; "" where all can be read."""
     places = []
     for node in nodes:
         errors = node.unreadable
@@ -327,7 +335,7 @@ def describe_unreadable(nodes: Iterable[Node]) -> str:
     return join_first(places, 3)
 
 
-def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
+def make_idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
     """Return all nodes of the cluster file as live nodes with all of their memory free."""
     return tuple(
         Node(

@@ -1,4 +1,4 @@
-"""What a job adds to the DeepSpeed file of its plans, and the buffers that this file asks for."""
+"""The part of a DeepSpeed config that a job file sets itself, and the buffer sizes that result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Buckets:
     group: int = 1_000_000_000
 
     def overlaps(self, stage: ZeroStage) -> bool:
-        """Return whether a second bucket fills during a reduction."""
+        """Return whether DeepSpeed fills a second bucket while it reduces the first at this stage."""
         return stage is ZeroStage.PARAMETERS if self.overlap is None else self.overlap
 
 
@@ -71,11 +71,13 @@ SIZES = {
 }
 
 
-def _read_keys(raw: object) -> object:
-    """Return the keys as JSON text, which can be hashed. Raises SpecError for a key that a plan decides."""
+def _read_deepspeed_keys(raw: object) -> object:
+    """Return the job's DeepSpeed keys as JSON text, which can be hashed. Raises SpecError for a key
+    that plans set.
+    """
     if not isinstance(raw, Mapping):
         return raw
-    keys = dict(leaves(raw))
+    keys = dict(list_leaf_keys(raw))
     for key in keys:
         if key in KEYS_OF_PLAN or key.rpartition(".")[0] in KEYS_OF_PLAN:
             raise SpecError(
@@ -106,25 +108,28 @@ def _is_size(size: object) -> bool:
     )
 
 
-def leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of everything that is no mapping."""
+def list_leaf_keys(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every value that is not a mapping."""
     for name, value in keys.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from list_leaf_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
 DeepSpeedKeys = Annotated[
     str,
-    BeforeValidator(_read_keys),
+    BeforeValidator(_read_deepspeed_keys),
     PlainSerializer(json.loads, return_type=dict[str, Any]),
     WithJsonSchema({"type": "object"}),
 ]
 
 
-def buckets_of(keys: str | None, *, virtual: bool) -> Buckets:
-    """Return the buffers of a job's DeepSpeed file: its own sizes, and ours where it has none or `auto`."""
+def find_bucket_sizes(keys: str | None, *, virtual: bool) -> Buckets:
+    """Return DeepSpeed's buffer sizes: those in the job's `keys` (JSON), else ours.
+
+    `virtual` selects our small sizes for virtual devices.
+    """
     buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
     zero = json.loads(keys or "{}").get(ZERO, {})
     sizes: dict[str, Any] = {
@@ -135,12 +140,14 @@ def buckets_of(keys: str | None, *, virtual: bool) -> Buckets:
     return replace(buckets, **sizes)
 
 
-def merge(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan's DeepSpeed configuration with a job's keys, which win but for `auto`."""
+def merge_config(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan's DeepSpeed configuration with the job's keys merged in; a key that is `auto`
+    is ignored.
+    """
     merged = dict(config)
     for name, value in keys.items():
         if isinstance(value, Mapping) and isinstance(merged.get(name), dict):
-            merged[name] = merge(merged[name], value)
+            merged[name] = merge_config(merged[name], value)
         elif value != AUTO or name not in merged:
             merged[name] = value
     return merged

@@ -1,6 +1,6 @@
-"""What each kind of device is, said once. Every consumer asks the traits, never the name of a kind.
+"""The traits of each kind of device. Code asks for a trait, and never compares the name of a kind.
 
-A kind cannot be defined before it says every trait: no trait has a default. Standard library only.
+A kind cannot be defined without every trait, since no trait has a default. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DeviceId = int | str  # of a device, as its driver counts, or its UUID
 
 @frozen
 class DeviceTraits:
-    """The traits of a kind of device, as memory, cost, placement and launches use them."""
+    """The traits of a kind of device, on which memory, cost, placement and launch depend."""
 
     # The reader of its memory and use (backends/devices/readers.py). "": nobody reads it; the guard
     # caps what a rank allocates, and that memory is the host's.
@@ -47,7 +47,9 @@ class DeviceTraits:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether its memory is the host's, capped by the guard, since no driver reads it."""
+        """Whether its memory is host memory with a limit that the guard enforces, since no driver
+        reads it.
+        """
         return not self.driver
 
 

@@ -17,7 +17,7 @@ DeviceFields = Mapping[str, str | float | int]  # of a DeviceSpec, as a cluster 
 
 @lru_cache(maxsize=1)
 def load_devices() -> Mapping[str, DeviceFields]:
-    """Return the fields of each device of the catalogue, by its name."""
+    """Return {name: fields} of the devices in the catalogue."""
     table = load_table(__package__, "devices")
     devices = dict[str, DeviceFields]()
     for name, row in table["devices"].items():
@@ -28,31 +28,32 @@ def load_devices() -> Mapping[str, DeviceFields]:
 
 @lru_cache(maxsize=1)
 def load_nvml_names() -> Mapping[str, str]:
-    """Return the catalogue's name of each card by the one that NVML gives it, without brands."""
+    """Return {name that NVML gives a card, without brands: name in the catalogue}."""
     names: dict[str, str] = load_table(__package__, "devices")["nvml_names"]
     return names
 
 
-def match_devices(text: str) -> tuple[str, ...]:
-    """Return the catalogue's names that match a text such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
+def find_matching_devices(text: str) -> tuple[str, ...]:
+    """Return the catalogue's names that match a text such as "RTX 3090", "a100-80gb" or "NVIDIA
+    H100 80GB HBM3".
 
-    A full catalogue name or NVML name matches that device alone. Other texts match as a prefix of a name, up to one of
-    its hyphens, with or without "rtx". Returns () where nothing matches.
+    A full catalogue name or NVML name matches that device alone. Other texts match as a prefix of a
+    name, up to one of its hyphens, with or without "rtx". Returns () where nothing matches.
     """
-    name = _normalise(text)
-    whole = {_normalise(device): device for device in load_devices()} | {
-        _normalise(nvml): device for nvml, device in load_nvml_names().items()
+    name = _normalise_device_name(text)
+    whole = {_normalise_device_name(device): device for device in load_devices()} | {
+        _normalise_device_name(nvml): device for nvml, device in load_nvml_names().items()
     }
     if name in whole:
         return (whole[name],)
-    return tuple(device for device in load_devices() if name in _beginnings(device))
+    return tuple(device for device in load_devices() if name in _list_prefixes(device))
 
 
-def _normalise(name: str) -> str:
+def _normalise_device_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|generation", "", name.lower())
 
 
-def _beginnings(name: str) -> set[str]:
+def _list_prefixes(name: str) -> set[str]:
     parts = name.split("-")
     long = {"".join(parts[:count]) for count in range(1, len(parts) + 1)}
     return long | {text.removeprefix("rtx") for text in long}

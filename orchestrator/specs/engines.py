@@ -169,12 +169,12 @@ def _why_not_in_bf16(plan: PlanFields, engine: EngineFacts) -> str | None:
 
 
 def _is_reduced_by_fsdp2(plan: PlanFields) -> bool:
-    """Whether every micro-batch's gradients are reduced into shards of FSDP2."""
+    """Return whether FSDP2 reduces the gradients of every micro-batch into shards."""
     return isinstance(plan.mechanics, Fsdp2) and not plan.mechanics.once_a_step
 
 
 def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
-    """Return why this number of micro-batches leaves pipeline stages idle, as text; None where it does not."""
+    """Return text on why so few micro-batches leave pipeline stages idle; None where they do not."""
     if micro_batches < pp:
         return f"{micro_batches} micro-batches cannot fill a pipeline of {pp} ranks: gradient_accumulation_steps >= pp"
     if stages_per_rank > 1 and micro_batches % (micro_batches // pp):

@@ -51,7 +51,9 @@ class SpecError(OrchestratorError, ValueError):
         return self.text()
 
     def text(self, *, with_allowed: bool = True) -> str:
-        """Return the error as lines for a terminal. `with_allowed=False` leaves out the allowed values."""
+        """Return the error as lines for a terminal; `with_allowed=False` leaves out the allowed
+        values.
+        """
         where = ": ".join(part for part in (self.source, self.path) if part)
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
@@ -67,7 +69,7 @@ class SpecError(OrchestratorError, ValueError):
 
 
 def _wrap_line(text: str) -> str:
-    """Return a long line as several lines of whole words, as a terminal of 80 columns shows them."""
+    """Return a long line wrapped at whole words to 80 columns."""
     lines = text.splitlines()
     if len(lines) != 1 or len(text) <= LINE - INDENT:
         return text
@@ -114,12 +116,12 @@ def error_view(error: OrchestratorError) -> dict[str, str]:
     return view | {name: text for name, text in parts.items() if text}
 
 
-def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate closest to `word` in spelling; None where none is close."""
+def find_closest_word(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that is spelled most like `word`; None where none is similar."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def refuse_unknown(value: NoReturn) -> NoReturn:
-    """Raise AssertionError for a value that no branch handles. mypy proves that there is none."""
+    """Raise AssertionError for a value that no branch handles; mypy proves that this never happens."""
     raise AssertionError(f"no branch here says what follows from {value!r}")

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from orchestrator.specs import units
-from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
+from orchestrator.specs.clock import DailyHours, Deadline, parse_deadline, parse_window
 
 DEVICES_MAX = 2**22  # of a cluster: 65,536 nodes of 64 devices
 PRIORITY_MAX = 10**9
@@ -29,8 +29,8 @@ Bandwidth = Annotated[
 ]
 
 
-def _digits(number: float) -> str:
-    """Return all of a float's digits, without an exponent."""
+def _format_all_digits(number: float) -> str:
+    """Return all digits of a float as text, without an exponent."""
     shortest = repr(number)
     return f"{Decimal(shortest):f}" if "e" in shortest else shortest
 
@@ -40,7 +40,9 @@ Seconds = Annotated[
     Field(le=units.SECONDS_MAX),
     BeforeValidator(units.parse_seconds),
     # every digit, and never an exponent: what is read back is the same float
-    PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
+    PlainSerializer(
+        lambda seconds: _format_all_digits(seconds).removesuffix(".0") + "s", return_type=str
+    ),
     WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
 ]
 
@@ -58,7 +60,7 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
     BeforeValidator(_speed_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
-        lambda speeds: {str(count): f"{_digits(step_s)}s" for count, step_s in speeds},
+        lambda speeds: {str(count): f"{_format_all_digits(step_s)}s" for count, step_s in speeds},
         return_type=dict[str, str],
     ),
     WithJsonSchema(
@@ -67,8 +69,8 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
 ]
 
 Hours = Annotated[
-    Window,
-    BeforeValidator(lambda raw: raw if isinstance(raw, Window) else parse_window(raw)),
+    DailyHours,
+    BeforeValidator(lambda raw: raw if isinstance(raw, DailyHours) else parse_window(raw)),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
 ]

@@ -1,4 +1,4 @@
-"""Reads nouns back from the JSON form of `dataclasses.asdict`. Standard library only."""
+"""Builds objects from the JSON form that `dataclasses.asdict` gives. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ Noun = TypeVar("Noun")
 
 
 def from_json(kind: type[Noun], data: JsonObject) -> Noun:
-    """Return the noun of this kind, with its enumerations, tuples and inner nouns."""
+    """Return an object of the class `kind` from its JSON, with enumerations, tuples and nested
+    objects restored.
+    """
     kinds = get_type_hints(kind)
-    return kind(**{name: _value(kinds[name], value) for name, value in data.items()})
+    return kind(**{name: _parse_field_value(kinds[name], value) for name, value in data.items()})
 
 
-def _value(kind: Any, value: Any) -> Any:
-    """Return the value of a field of this kind, or of one of the kinds in its union."""
+def _parse_field_value(kind: Any, value: Any) -> Any:
+    """Return a field's value of type `kind`, or of one of the types in a union, from its JSON."""
     for part in (kind, *get_args(kind)):
         if isinstance(value, list) and get_origin(part) is tuple:
-            return tuple(_value(get_args(part)[0], item) for item in value)
+            return tuple(_parse_field_value(get_args(part)[0], item) for item in value)
         if isinstance(value, dict) and isinstance(part, type) and is_dataclass(part):
             return from_json(part, value)
         if value is not None and isinstance(part, type) and issubclass(part, Enum):

@@ -1,4 +1,4 @@
-"""The one way to define an immutable noun whose fields are given by name. Standard library only."""
+"""The decorator for immutable classes whose fields are given by name. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the interpreter of a script may be Python 3.10, which lacks
 
     @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
     def frozen(kind: type[Noun], /) -> type[Noun]:
-        """Return the class as a frozen dataclass with slots, whose fields are all given by name."""
+        """Return the class as a frozen dataclass with slots and keyword-only fields."""
 
 else:
     frozen = dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ _MATCHES_NOTHING = fnmatch.translate("[b-a]")
 
 
 def parse_glob(pattern: str) -> tuple[str, ...]:
-    """Return the parts of a pattern between its slashes; `/` comes first where it is absolute.
+    """Return the parts of a pattern between its slashes; the first part is `/` for an absolute
+    pattern.
 
     Raises ValueError for a pattern that no file can match.
     """
@@ -43,8 +44,8 @@ def parse_glob(pattern: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def compile_name(part: str) -> re.Pattern[str] | None:
-    """Return the pattern of a name; None for a part that is a name itself."""
+def compile_glob_part(part: str) -> re.Pattern[str] | None:
+    """Return the compiled pattern for one part; None for a part without wildcards."""
     has_wildcard = any(character in part for character in "*?[")
     return re.compile(fnmatch.translate(part)) if has_wildcard else None
 

@@ -1,4 +1,4 @@
-"""The one way to put values together by a key. Standard library only."""
+"""Groups values by key. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of each key; keys and values in the order in which they come."""
+    """Return {key: list of its values}; keys and values are in the order in which they come."""
     groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""Job: a submitted job with its status, its attempts and its dependencies."""
+"""Job: a submitted job with its status, attempts and dependencies."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The job's name across home folders. Ids alone start anew in each home."""
+        """The job's name across home folders; ids alone start from 1 in each home."""
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
     def user(self) -> str:
-        """The owner of the job; "" where none was named."""
+        """The owner of the job; "" where none was given."""
         return self.spec.user or ""
 
     @property
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def ran_s(self) -> float:
-        """Seconds of all attempts that ended."""
+        """Seconds that all ended attempts took."""
         return sum(
             attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s
             for attempt in self.attempts

@@ -71,14 +71,16 @@ class Jobs(Mapping[str, "Job"]):
         return _jobs(chunks, self._indexed(job_id, {}), self._count - 1)
 
     def changed_since(self, earlier: Jobs) -> Iterator[Job]:
-        """Yield each job that is not the same object in `earlier`; shared chunks are skipped."""
+        """Yield each job that is not the same object in `earlier`; chunks shared by both are
+        skipped.
+        """
         for number, chunk in self._chunks.items():
             before = earlier._chunks.get(number, {})
             if chunk is not before:
                 yield from (job for job_id, job in chunk.items() if before.get(job_id) is not job)
 
     def _indexed(self, job_id: str, entry: dict[str, int]) -> tuple[dict[str, int], ...]:
-        """Return the index with this entry in the place of the id's old one."""
+        """Return the index with this entry in place of the id's earlier one."""
         number = hash(job_id) % BUCKETS
         bucket = {
             other: order for other, order in self._orders[number].items() if other != job_id

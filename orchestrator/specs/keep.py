@@ -12,7 +12,9 @@ from orchestrator.specs.spec_model import SpecModel
 
 
 class PartKind(StrEnum):
-    """The kind of a part of an ended job's folder, in the order of deletion when the home exceeds its limit."""
+    """Parts of an ended job's folder, in the order in which they are deleted when the home is too
+    large.
+    """
 
     SUPERSEDED = "superseded"  # older checkpoints, those that were never complete, and tokens
     LOGS = "logs"  # logs, curves and telemetry of all attempts
@@ -29,10 +31,10 @@ class KeepSpec(SpecModel):
     results: Seconds | None = Field(default=None, ge=86_400)
     budget: Bytes | None = None
 
-    def words(self, name: str) -> str:
+    def format_setting(self, name: str) -> str:
         """Return one setting as text of the cluster file, such as `keep.logs: 90d`."""
         pattern = units.SIZE_PATTERN if name == "budget" else units.DURATION_PATTERN
-        return f"keep.{name}: {units.in_words(getattr(self, name), pattern)}"
+        return f"keep.{name}: {units.format_in_largest_unit(getattr(self, name), pattern)}"
 
 
 UNLIMITED = KeepSpec()

@@ -45,7 +45,9 @@ class _Units:
 
     @property
     def once_a_step(self) -> bool:
-        """Whether only the first micro-batch of a step gathers weights, and only the last one reduces gradients."""
+        """Whether a step gathers weights only for its first micro-batch and reduces gradients only
+        after its last.
+        """
         return self.stage is ZeroStage.OPTIMIZER
 
 
@@ -88,7 +90,7 @@ Mechanics = Replicated | Fsdp | Zero
 
 
 @lru_cache(maxsize=4096)
-def mechanics_of(
+def find_mechanics(
     engine: Engine,
     zero_stage: ZeroStage,
     sharding: Sharding,
@@ -96,7 +98,8 @@ def mechanics_of(
     copies: int,
     is_pipelined: bool,
 ) -> Mechanics:
-    """Return how these settings shard the state, whether legal or not. Raises AssertionError for an unknown engine.
+    """Return how these settings shard the state, even if illegal. Raises AssertionError for an
+    unknown engine.
 
     `ranks` is the number of ranks that would hold the same parameters without sharding.
     """

@@ -1,4 +1,6 @@
-"""Reads a line of metrics or samples that a training wrote: bounded, typed and finite. Standard library only."""
+"""Parser for a line of metrics or samples written by a training: bounded, typed and finite.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ NUMBER_MAX = 1e30  # of a metric: sums and squares of it are finite
 SECONDS_MAX = 1e11  # of a time since 1970: the year 5138
 
 
-def parse_row(line: str) -> Mapping[str, int | float]:
-    """Return the numbers of a JSON object by name, without those that are out of range.
+def parse_metric_row(line: str) -> Mapping[str, int | float]:
+    """Return {name: number} of a line with a JSON object, without numbers out of range.
 
-    A metric may be infinite or NaN, since trainings diverge; a time may not. A line that is too long or no object, such
-    as the last one of a killed writer, has no numbers.
+    A metric may be infinite or NaN, since trainings diverge; a time may not. A line that is too
+    long or no object, such as the last one of a killed writer, has no numbers.
     """
     if len(line) > LINE_CHARACTERS_MAX:
         return {}
@@ -36,7 +38,9 @@ def _is_kept(name: str, value: object) -> bool:
 
 
 def is_bounded_number(name: str, value: object) -> bool:
-    """Return whether a value is a finite number within the bounds of its unit, by which its name ends."""
+    """Return whether a value is a finite number within the bounds of the unit in its name's last
+    part.
+    """
     if type(value) is int:
         maximum: float = SECONDS_MAX if name.endswith("_s") else INTEGER_MAX
         return abs(value) <= maximum

@@ -27,8 +27,12 @@ class NoticeKind(StrEnum):
     REPORT = "report"  # the morning report
 
 
-def _variable(name: object) -> object:
-    """Refuse what is no name; the error does not repeat an address, which is a secret."""
+def _check_variable_name(name: object) -> object:
+    """Return the name of an environment variable; raise SpecError for other text, without repeating
+    it.
+
+    The text may be an address, which is a secret.
+    """
     if not isinstance(name, str) or not re.fullmatch(VARIABLE, name):
         raise SpecError(
             "a secret is named, not written",
@@ -38,7 +42,9 @@ def _variable(name: object) -> object:
 
 
 Variable = Annotated[
-    str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})
+    str,
+    BeforeValidator(_check_variable_name),
+    WithJsonSchema({"type": "string", "pattern": VARIABLE}),
 ]
 
 

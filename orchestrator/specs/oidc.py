@@ -41,7 +41,7 @@ class OidcSpec(SpecModel):
     roles: dict[str, Role] = Field(default={})
     session: Annotated[Seconds, Field(gt=0, le=86_400)] = 8 * 3600.0
 
-    def role(self, claims: Mapping[str, Any]) -> Role | None:
+    def highest_role(self, claims: Mapping[str, Any]) -> Role | None:
         """Return the highest role that the claims grant; None where they grant none."""
         claim = claims.get(self.roles_claim) if self.roles_claim else None
         groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
@@ -50,8 +50,8 @@ class OidcSpec(SpecModel):
         ]
         return max(roles, key=list(Role).index, default=None)
 
-    def user(self, claims: Mapping[str, Any]) -> str:
-        """Return the user name in the claims. Raises SignInError without a valid one."""
+    def user_name(self, claims: Mapping[str, Any]) -> str:
+        """Return the user name in the claims. Raises SignInError where they have no valid one."""
         if self.user_claim == "email" and claims.get("email_verified") is not True:
             raise SignInError("the address is not verified")
         claim = claims.get(self.user_claim)

@@ -1,4 +1,4 @@
-"""Tables that are data of the package: YAML files beside the module that reads them."""
+"""Loads tables that are part of the package: YAML files beside the module that reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.specs.yaml_text import read_document
 
 
 def load_table(package: str | None, name: str) -> JsonObject:
-    """Return the plain data of a package's file `NAME.yaml`, read anew by each call."""
+    """Return the content of the file `NAME.yaml` in a package; each call reads it anew."""
     assert package is not None, "a script, not a module of a package"
     path = files(package) / f"{name}.yaml"
     return read_document(path.read_text(), str(path)).data

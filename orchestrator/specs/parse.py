@@ -1,4 +1,6 @@
-"""Parser of job and cluster files: from YAML text to immutable specs, or to one SpecError that lists every problem."""
+"""Parses job and cluster files from YAML text to immutable specs; one SpecError lists every
+problem.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,33 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job.array import (
     INDEX,
     expand_array,
     fill_placeholders,
-    placeholders,
+    list_placeholders,
     read_max_concurrent,
-    with_family,
+    with_array_family,
 )
-from orchestrator.specs.job.frameworks import take_flag
+from orchestrator.specs.job.frameworks import remove_flag
 from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.sections import Remedy
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
+from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, list_template_parts
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_unstorable
 from orchestrator.specs.preset_file import with_preset_file
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
-from orchestrator.specs.synonyms import instead_of
+from orchestrator.specs.synonyms import advise_key
 from orchestrator.specs.yaml_text import (
     DEPTH_MAX,
     TEXT_LENGTH_MAX,
     Document,
     Path,
-    dotted,
+    format_key_path,
     read_document,
     read_value,
 )
@@ -96,7 +98,7 @@ def parse_jobs(
     text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
 ) -> list[JobSpec]:
     """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = with_preset_file(_override(read_document(text, source), overrides), read_text)
+    document = with_preset_file(_override_values(read_document(text, source), overrides), read_text)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
             what = (
@@ -106,26 +108,26 @@ def parse_jobs(
     if "sweep" in document.data:
         return [_first_trial(document)]
     if "array" not in document.data:
-        return [validate(JobSpec, document)]
+        return [validate_document(JobSpec, document)]
     return [
-        validate(JobSpec, replace(document, data=data))
+        validate_document(JobSpec, replace(document, data=data))
         for data in expand_array(document.data, source)
     ]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
     """Return the cluster in a cluster file's text. Raises one SpecError that lists every problem."""
-    return validate(ClusterSpec, read_document(text, source))
+    return validate_document(ClusterSpec, read_document(text, source))
 
 
-def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
+def parse_node_data(data: Mapping[str, Any], source: str) -> NodeSpec:
     """Return the NodeSpec from the output of `NodeSpec.model_dump(mode="json")`. Raises SpecError."""
-    return validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
+    return validate_document(NodeSpec, Document(source=source, data=dict(data), lines={}))
 
 
-def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
+def parse_job_data(data: Mapping[str, Any], source: str) -> JobSpec:
     """Return the JobSpec from the output of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
-    spec = validate(JobSpec, Document(source=source, data=dict(data), lines={}))
+    spec = validate_document(JobSpec, Document(source=source, data=dict(data), lines={}))
     if (
         spec.known_model is not None
         and spec.known_model.factory
@@ -138,43 +140,49 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     return spec
 
 
-def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
-    """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises SpecError."""
-    return validate(
+def apply_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
+    """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises
+    SpecError.
+    """
+    return validate_document(
         JobSpec,
-        _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides),
+        _override_values(
+            Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides
+        ),
     )
 
 
-def with_remedy(spec: JobSpec, remedy: Remedy) -> JobSpec:
-    """Return the job as one of its `remedies` changes it. Raises SpecError for a wrong key or value.
+def apply_remedy(spec: JobSpec, remedy: Remedy) -> JobSpec:
+    """Return the job with one of its `remedies` applied. Raises SpecError for a wrong key or value.
 
     A word KEY=VALUE or an option takes the place of an earlier one of the same name in `command`.
     """
-    changed = with_overrides(spec, remedy.set, f"the remedy {remedy.label!r}")
+    changed = apply_overrides(spec, remedy.set, f"the remedy {remedy.label!r}")
     if changed.command is None:
         return changed
     command = changed.command
     for word in remedy.arguments:
         name, equals, _ = word.partition("=")
         if word.startswith("-"):
-            _, command = take_flag(command, name)
+            _, command = remove_flag(command, name)
         elif equals:
             command = tuple(argument for argument in command if not argument.startswith(f"{name}="))
     return changed.model_copy(update={"command": (*command, *remedy.arguments)})
 
 
 class _WithSweep(SpecModel):
-    """The part of a job file that says a sweep."""
+    """The part of a job file that declares a sweep."""
 
     sweep: Sweep
 
 
 def _first_trial(document: Document) -> JobSpec:
-    """Return the first trial of a sweep. Raises SpecError where the job is wrong with an extreme of a parameter."""
+    """Return the first trial of a sweep. Raises SpecError if the job is illegal with an extreme
+    parameter.
+    """
     source = document.source
     data = document.data
-    sweep = validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
+    sweep = validate_document(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
         raise SpecError(
             "a file says `array` or `sweep`",
@@ -182,11 +190,11 @@ def _first_trial(document: Document) -> JobSpec:
             path="array",
             hint="put it in `parameters`",
         )
-    rest = with_family(
+    rest = with_array_family(
         {key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")}
     )
     names = {name for name, _ in sweep.parameters}
-    if unused := sorted(names - set(placeholders(rest))):
+    if unused := sorted(names - set(list_placeholders(rest))):
         raise SpecError(
             "no part of the job says this parameter",
             source=source,
@@ -194,10 +202,14 @@ def _first_trial(document: Document) -> JobSpec:
             got=unused[0],
             hint=f"write {{{unused[0]}}} where it belongs, such as in `command`",
         )
-    template = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
+    template = list_template_parts(
+        rest, lambda part: not {*names, INDEX}.isdisjoint(list_placeholders(part))
+    )
     parts = [(keys, json.dumps(part)) for keys, part in template]
     specs = [
-        validate(JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row})))
+        validate_document(
+            JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row}))
+        )
         for row in sweep.to_check()
     ]
     trial = {
@@ -205,15 +217,17 @@ def _first_trial(document: Document) -> JobSpec:
         "max_concurrent": read_max_concurrent(data, TRIALS_AT_ONCE, source),
         "template": parts,
     }
-    return validate(
+    return validate_document(
         JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial})
     )
 
 
-def trial_of(
+def make_trial(
     first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]
 ) -> JobSpec:
-    """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal parameters."""
+    """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal
+    parameters.
+    """
     assert first.trial is not None, first.name
     data: JsonObject = first.model_dump(mode="json")
     row = {INDEX: number, **parameters}
@@ -223,15 +237,15 @@ def trial_of(
             place[key] = place = dict(place.get(key) or {})
         place[keys[-1]] = fill_placeholders(json.loads(text), row)
     data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
-    return validate(
+    return validate_document(
         JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={})
     )
 
 
 def join_problems(problems: Sequence[SpecError], source: str, unexplained: int = 0) -> SpecError:
-    """Return one SpecError that lists all `problems`. Repeated lists of allowed values appear once.
+    """Return one SpecError that lists all `problems`; equal lists of allowed values appear once.
 
-    `unexplained` counts further problems.
+    `unexplained` is the number of further problems.
     """
     assert problems, "an error without a problem"
     if len(problems) == 1:
@@ -248,8 +262,8 @@ def join_problems(problems: Sequence[SpecError], source: str, unexplained: int =
     return SpecError(f"{len(problems) + unexplained} problems\n{listed}", source=source)
 
 
-def _override(document: Document, overrides: Sequence[Override]) -> Document:
-    """Return the document after `--set key=value`, each of which replaces the value at its dotted path."""
+def _override_values(document: Document, overrides: Sequence[Override]) -> Document:
+    """Return the document with the value at each dotted path of `--set key=value` replaced."""
     data = dict(document.data)
     lines = dict(document.lines)
     for key, text in overrides:
@@ -264,7 +278,9 @@ def _override(document: Document, overrides: Sequence[Override]) -> Document:
             place[section] = place = dict(inner or {})
         place[last] = read_value(text, f"--set {key}")
         lines = {
-            path: line for path, line in lines.items() if dotted(path[: len(sections) + 1]) != key
+            path: line
+            for path, line in lines.items()
+            if format_key_path(path[: len(sections) + 1]) != key
         }
         lines[tuple(key.split("."))] = 0
     return Document(source=document.source, data=data, lines=lines)
@@ -273,12 +289,13 @@ def _override(document: Document, overrides: Sequence[Override]) -> Document:
 # ----------------------------------------------------------------------------------------------- plain data to nouns
 
 
-def check_plain(
+def check_storable(
     data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf
 ) -> None:
     """Raise SpecError at the first value that a journal, a process or a path cannot hold.
 
-    Such values are NaN and infinities, integers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
+    Such values are NaN and infinities, integers beyond 2**53, lone surrogates, NUL, very long texts
+    and deep nesting.
     """
     left: list[tuple[Path, object]] = [((), data)]
     visited = length = 0
@@ -329,11 +346,17 @@ def check_plain(
 def _not_plain(
     what: str, path: Path, got: object, allowed: str, source: str, lines: Mapping[Path, int] | None
 ) -> SpecError:
-    where = source if lines is None else _where(Document(source=source, data={}, lines=lines), path)
-    return SpecError(what, source=where, path=printable(dotted(path)), got=got, allowed=allowed)
+    where = (
+        source
+        if lines is None
+        else _describe_position(Document(source=source, data={}, lines=lines), path)
+    )
+    return SpecError(
+        what, source=where, path=escape_unprintable(format_key_path(path)), got=got, allowed=allowed
+    )
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return the text with unprintable characters escaped."""
     return (
         text
@@ -342,55 +365,63 @@ def printable(text: str) -> str:
     )
 
 
-def validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
-    """Return a noun from a document. Raises one SpecError that lists every problem."""
-    check_plain(document.data, document.source, document.lines, TEXT_LENGTH_MAX)
+def validate_document(noun: type[AnyNoun], document: Document) -> AnyNoun:
+    """Return an object of the class `noun` from a document. Raises one SpecError that lists every
+    problem.
+    """
+    check_storable(document.data, document.source, document.lines, TEXT_LENGTH_MAX)
     try:
         return noun.model_validate(document.data)
     except ValidationError as error:
         problems: dict[tuple[str, str], SpecError] = {}
-        places = _Places(noun)
+        places = _KeyPaths(noun)
         details = error.errors(include_url=False)
         for number, detail in enumerate(details):
             if len(problems) == PROBLEMS_MAX:  # each explanation takes a millisecond
                 raise join_problems(
                     list(problems.values()), document.source, len(details) - number
                 ) from None
-            problem = _problem(noun, detail, document, places)
+            problem = _make_problem(noun, detail, document, places)
             problems.setdefault((problem.path, problem.what), problem)
         raise join_problems(list(problems.values()), document.source) from None
 
 
-class _Places:
-    """The paths that a file of a noun may have, listed once, when the first unknown key asks for them."""
+class _KeyPaths:
+    """All key paths that a file of a class may have, listed when the first unknown key asks for
+    them.
+    """
 
     def __init__(self, noun: type[BaseModel]) -> None:
         self._noun = noun
         self._paths: tuple[Path, ...] = ()
 
     def list_paths(self) -> tuple[Path, ...]:
-        """Return every path, the shortest first."""
-        self._paths = self._paths or tuple(_places(self._noun))
+        """Return every key path, the shortest first."""
+        self._paths = self._paths or tuple(_list_key_paths(self._noun))
         return self._paths
 
 
-def _problem(noun: type[BaseModel], detail: Any, document: Document, places: _Places) -> SpecError:
+def _make_problem(
+    noun: type[BaseModel], detail: Any, document: Document, places: _KeyPaths
+) -> SpecError:
     kind = detail["type"]
     got = detail["input"]
     context = detail.get("ctx", {})
-    path, place = _locate(noun, detail["loc"], document.data)
-    source = _where(document, path)
+    path, place = _locate_error(noun, detail["loc"], document.data)
+    source = _describe_position(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(places.list_paths(), place, path, source)
     if kind in ("missing", "missing_keyword_only_argument", "missing_argument"):
-        return SpecError("this key is required, and missing", source=source, path=dotted(path))
+        return SpecError(
+            "this key is required, and missing", source=source, path=format_key_path(path)
+        )
     cause = context.get("error")
     if isinstance(cause, SpecError):
         inner = tuple(part for part in cause.path.split(".") if part)
         return SpecError(
             cause.what,
-            source=_where(document, (*path, *inner)),
-            path=dotted((*path, *inner)),
+            source=_describe_position(document, (*path, *inner)),
+            path=format_key_path((*path, *inner)),
             got=cause.got,
             allowed=cause.allowed,
             hint=cause.hint,
@@ -407,15 +438,15 @@ def _problem(noun: type[BaseModel], detail: Any, document: Document, places: _Pl
     return SpecError(
         what,
         source=source,
-        path=dotted(path),
+        path=format_key_path(path),
         got=got,
         allowed=allowed,
-        hint=_hint(kind, got, context),
+        hint=_make_hint(kind, got, context),
     )
 
 
-def _where(document: Document, path: Path) -> str:
-    """Return the line of the nearest path that stands in the file, such as `job.yaml:12`."""
+def _describe_position(document: Document, path: Path) -> str:
+    """Return the position of the nearest key in the file, such as `job.yaml:12`."""
     while path and path not in document.lines:
         path = path[:-1]
     line = document.lines.get(path)
@@ -442,10 +473,10 @@ def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tu
     return message, ""
 
 
-def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
+def _make_hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
     if kind in ("enum", "literal_error") and isinstance(got, str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        near = closest(got, choices)
+        near = find_closest_word(got, choices)
         return f"did you mean {near!r}?" if near else ""
     if kind == "string_type" and isinstance(got, (int, float, bool)):
         return f'write it in quotes: "{got}"'
@@ -456,7 +487,7 @@ def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
 
 def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
     key = str(path[-1])
-    fields = _fields(place)
+    fields = _list_keys_of(place)
     if place is JobSpec:
         fields |= {
             "array": str,
@@ -477,10 +508,10 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
         hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
     elif place is JobSpec and key == "max_concurrent":
         hint = "it belongs to an `array` or a `sweep`, and this file has none"
-    elif place is JobSpec and (instead := instead_of(key)):
+    elif place is JobSpec and (instead := advise_key(key)):
         hint = f"instead write {instead}"
     elif elsewhere:
-        section = dotted(elsewhere[:-1])
+        section = format_key_path(elsewhere[:-1])
         hint = (
             f"did you mean to put it under `{section}:`?"
             if section
@@ -489,13 +520,13 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
     elif near:
         hint = f"did you mean {near!r}?"
     elif distant:
-        hint = f"did you mean `{dotted(by_name[distant])}`?"
+        hint = f"did you mean `{format_key_path(by_name[distant])}`?"
     else:
         hint = ""
     return SpecError(
         "unknown key",
         source=source,
-        path=dotted(path),
+        path=format_key_path(path),
         got=key,
         allowed=", ".join(fields),
         hint=hint,
@@ -505,13 +536,15 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
 # ------------------------------------------------------------------------------------------------ the tree of nouns
 
 
-def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
-    """Return the part of a pydantic location that is a path of the file, and the noun that has its last key."""
+def _locate_error(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
+    """Return (key path in the file, class that has the last key) for a location in pydantic's
+    error.
+    """
     path: list[str | int] = []
     place = noun
     kind = noun
     for part in loc:
-        fields = _fields(kind)
+        fields = _list_keys_of(kind)
         if isinstance(part, int) and isinstance(
             data, dict
         ):  # words are validated as pairs: this one by its number
@@ -529,16 +562,20 @@ def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type
     return tuple(path), place
 
 
-def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterator[Path]:
-    """Yield every path that a file of this noun may have, the shortest first; a noun inside itself comes once."""
-    fields = {name: kind for name, kind in _fields(noun).items() if kind not in (*above, noun)}
+def _list_key_paths(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterator[Path]:
+    """Yield every key path that a file of this class may have, shortest first; a recursive class
+    comes once.
+    """
+    fields = {
+        name: kind for name, kind in _list_keys_of(noun).items() if kind not in (*above, noun)
+    }
     yield from ((*path, name) for name in fields)
     for name, kind in fields.items():
-        yield from _places(kind, (*path, name), (*above, noun))
+        yield from _list_key_paths(kind, (*path, name), (*above, noun))
 
 
-def _fields(noun: type) -> dict[str, type]:
-    """Return the keys that a file may have of a noun, with the type of each; empty for what is no noun."""
+def _list_keys_of(noun: type) -> dict[str, type]:
+    """Return {key: type} of the keys that a file may have for a class; {} for a type without keys."""
     if issubclass(noun, BaseModel):
         fields = {
             field.alias or name: field
@@ -553,7 +590,7 @@ def _fields(noun: type) -> dict[str, type]:
 
 
 def _noun_of(annotation: Any) -> type:
-    """Return the noun inside `Annotated`, `X | None` and `tuple[X, ...]`; str where there is none."""
+    """Return the class inside `Annotated`, `X | None` or `tuple[X, ...]`; str where there is none."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
         inner = (_noun_of(part) for part in get_args(annotation) if part is not Ellipsis)
         return next((noun for noun in inner if _is_noun(noun)), str)

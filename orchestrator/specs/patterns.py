@@ -20,7 +20,9 @@ _OPTIONS.log_errors = False
 
 
 def compile_pattern(pattern: str) -> Any:
-    """Return the compiled pattern. Raises ValueError with the engine's reason for one that it refuses."""
+    """Return the compiled pattern. Raises ValueError with RE2's reason where it refuses the
+    pattern.
+    """
     if len(pattern) > PATTERN_CHARACTERS_MAX:
         raise ValueError(f"the pattern has more than {PATTERN_CHARACTERS_MAX} characters")
     try:
@@ -57,7 +59,9 @@ class LinePattern:
         return [match.group(1) or "" for match in self._compiled.finditer(line)]
 
 
-def count_of(text: str) -> int | None:
-    """Return the number that decimal digits of ASCII write; None for another text, or one beyond COUNT_DIGITS_MAX."""
+def parse_count(text: str) -> int | None:
+    """Return the number that ASCII digits write; None for another text or more than
+    COUNT_DIGITS_MAX digits.
+    """
     is_count = text.isascii() and text.isdecimal() and len(text) <= COUNT_DIGITS_MAX
     return int(text) if is_count else None

@@ -1,4 +1,4 @@
-"""Codes for why a job waits. Sentences for people are made where they are shown; nothing searches them."""
+"""Codes for why a job waits. Sentences are made of them where they are shown, and never parsed."""
 
 from __future__ import annotations
 

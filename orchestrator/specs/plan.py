@@ -22,10 +22,12 @@ class Plan(PlanFields):
             raise IllegalPlan(reason)
 
 
-def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
-    """Return whether context-parallel ranks can split the attention heads of a tensor-parallel rank.
+def can_share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
+    """Return whether context-parallel ranks can split the attention heads of a tensor-parallel
+    rank.
 
-    They must divide the query heads evenly. They must also divide the key-value heads, or be a multiple of them.
+    They must divide the query heads evenly. They must also divide the key-value heads, or be a
+    multiple of them.
     """
     queries = heads // layout.tp
     kv = kv_heads // layout.tp

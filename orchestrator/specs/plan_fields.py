@@ -31,7 +31,7 @@ from orchestrator.specs.mechanics import (
     Replicated,
     ScriptFsdp,
     Zero,
-    mechanics_of,
+    find_mechanics,
 )
 
 
@@ -46,7 +46,11 @@ def _declare(
     alias: str = "",
     least: int = 1,
 ) -> dict[str, Any]:
-    """Return the metadata of a field of `PlanFields`; `Setting` describes each part."""
+    """Return the `metadata=` of a dataclass field of `PlanFields`: how its setting is degraded,
+    shown and parsed.
+
+    `specs.settings.Setting` has a field for each argument.
+    """
     declaration = {
         "degradation": degradation,
         "short": short,
@@ -322,7 +326,7 @@ class PlanFields:
     def mechanics(self) -> Mechanics:
         """How the plan's ranks shard or replicate training state."""
         is_pipelined = self.layout.pp > 1
-        return mechanics_of(
+        return find_mechanics(
             self.engine,
             self.zero_stage,
             self.sharding,

@@ -91,12 +91,14 @@ class PolicySpec(SpecModel):
         return self
 
     def team_of(self, user: str) -> TeamSpec:
-        """Return the team of a user, or OTHERS, which has one share unless the policy sets more."""
+        """Return the user's team; OTHERS, with one share unless the policy sets more, for users
+        without one.
+        """
         return self._teams.get(user, self._others)
 
     @property
     def is_shared(self) -> bool:
-        """Whether the policy names teams. Otherwise users share alike."""
+        """Whether the policy names teams; without teams, users share the cluster equally."""
         return bool(self.teams)
 
     @property

@@ -1,12 +1,14 @@
-"""Trainer presets that users write: a file with part of a job file, which `trainer` of other job files names."""
+"""Trainer presets that users write: files with part of a job file, named by `trainer` of other job
+files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import get_args
 
-from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job.frameworks import Framework, with_preset
+from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.job.frameworks import Framework, merge_preset
 from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import Document, read_document
 
@@ -46,7 +48,7 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
     preset = read_document(text, trainer).data
     for key in preset:
         if key not in KEYS:
-            nearest = closest(key, KEYS)
+            nearest = find_closest_word(key, KEYS)
             hint = f"did you mean `{nearest}`?" if nearest else "say it in the job file"
             raise SpecError(
                 "unknown key of a preset",
@@ -65,4 +67,4 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
             allowed=", ".join(get_args(Framework)),
         )
     data = {key: value for key, value in document.data.items() if key != "trainer"}
-    return replace(document, data=with_preset({**data, "trainer": base}, preset))
+    return replace(document, data=merge_preset({**data, "trainer": base}, preset))

@@ -13,7 +13,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @frozen
 class LossChunks:
-    """Memory of a loss that is computed in chunks of tokens, on top of its segment's saved bytes."""
+    """Memory of a loss that is computed in chunks of tokens, beside the saved bytes of its segment."""
 
     chunk_tokens: int
     sample_tokens: int
@@ -34,7 +34,9 @@ Product = tuple[int, int, int]  # of matrices: rows, inner, columns
 
 
 class BackwardPeak(NamedTuple):
-    """A candidate for the memory peak in a backward pass. Gradients in elements, activations in bytes per sample."""
+    """A moment of a backward pass that may be the memory peak: gradients in elements, activations
+    in bytes per sample.
+    """
 
     own: int  # elements of its gradients that exist
     fresh: int  # part of `own` just made, and not yet where the engine stores gradients
@@ -113,7 +115,9 @@ class Segment:
 
     @property
     def is_unit(self) -> bool:
-        """Whether the parts are layers, which are sharded separately. All other parts are sharded together."""
+        """Whether the parts are layers, which are sharded one by one; all other parts are sharded
+        together.
+        """
         return self.unit or self.count > 1
 
     @property
@@ -122,7 +126,9 @@ class Segment:
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Elements of each gradient of one part, in the order in which the backward pass makes them."""
+        """Elements of each gradient of one part, in the order in which the backward pass makes
+        them.
+        """
         return self.tensors or ((self.trained_parameters,) if self.trained_parameters else ())
 
     @property
@@ -136,7 +142,9 @@ class Segment:
         return max(self.tensors, default=min(self.largest_parameter, self.trained_parameters))
 
     def weight_bytes(self, width: int) -> int:
-        """Return the weights' bytes at `width` bytes each. Frozen weights in a narrower format count as stored."""
+        """Return the bytes of the weights at `width` bytes each; frozen ones in a narrower format
+        count as stored.
+        """
         frozen = width * (self.parameters - self.trained_parameters)
         return width * self.trained_parameters + (
             min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen
@@ -172,7 +180,7 @@ class TracedMoment(NamedTuple):
 
 
 class Source(StrEnum):
-    """The origin of a profile, which decides how far it can be trusted."""
+    """Where a profile comes from, which decides how far it can be trusted."""
 
     CLOSED_FORM = "closed form"
     TRACED = "traced"
@@ -196,7 +204,9 @@ WITHOUT_SECONDS = (
 
 @frozen
 class MeasuredLine:
-    """Measured memory of a script's rank as a line: bytes = fixed_bytes + sample_bytes x micro-batch size."""
+    """A script's measured memory per rank as a line: bytes = fixed_bytes + sample_bytes x
+    micro-batch size.
+    """
 
     fixed_bytes: int
     sample_bytes: int
@@ -205,7 +215,9 @@ class MeasuredLine:
 
 @frozen
 class OwnSettings:
-    """Settings that a script uses by default. Assumptions about its memory are relative to them."""
+    """The settings that a script uses by default; assumptions about its memory are relative to
+    them.
+    """
 
     micro_batch_size: int
     sequence_length: int | None  # None: it has no knob for it
@@ -214,7 +226,9 @@ class OwnSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Memory and compute cost of a model at one precision and sequence length. The search for plans reads only this."""
+    """Memory and compute cost of a model at one precision and sequence length, as the plan search
+    reads it.
+    """
 
     family: str
     precision: Precision
@@ -244,7 +258,8 @@ class ModelProfile:
         return self._hash
 
     def fragmentation_of(self, mode: ActivationCheckpointing | None) -> float:
-        """Return the allocator's fragmentation factor under one kind of checkpointing; 1.0 where none is known.
+        """Return the allocator's fragmentation factor under this kind of checkpointing; 1.0 where
+        unknown.
 
         None as `mode` returns the least factor over all kinds.
         """
@@ -271,20 +286,24 @@ class ModelProfile:
     def trained_parameters(self) -> int:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
-    def gathered(self, segment: Segment) -> int:
-        """Return how many parameters of one part a rank computes with. Experts of other ranks do not count."""
+    def count_gathered_parameters(self, segment: Segment) -> int:
+        """Return the parameters of one part with which a rank computes; experts of other ranks do
+        not count.
+        """
         return segment.parameters - segment.experts + segment.experts // self.expert_parallel
 
-    def made(self, segment: Segment) -> int:
-        """Return for how many trained parameters of one part a rank makes gradients."""
+    def count_gradient_parameters(self, segment: Segment) -> int:
+        """Return the trained parameters of one part for which a rank makes gradients."""
         return (
             segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
         )
 
     @cached_property
     def gathered_parameters(self) -> int:
-        """Number of parameters in all parts that a rank computes with."""
-        return sum(segment.count * self.gathered(segment) for segment in self.segments)
+        """Number of parameters in all parts with which a rank computes."""
+        return sum(
+            segment.count * self.count_gathered_parameters(segment) for segment in self.segments
+        )
 
     @cached_property
     def largest_trained(self) -> int:
@@ -337,7 +356,7 @@ class MomentBytes:
 
 @frozen
 class MemoryEstimate:
-    """Predicted peak memory of the rank that needs most, in bytes."""
+    """Predicted peak memory, in bytes, of the rank that needs most."""
 
     moment: str  # when the peak comes: "forward head", "optimizer step", ...
     by_cause: tuple[

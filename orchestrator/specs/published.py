@@ -28,7 +28,7 @@ class PublishedModel(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load_published() -> Mapping[str, PublishedModel]:
-    """Return the models of `published.yaml` by their names on the hub."""
+    """Return {hub name: model} of the models in `published.yaml`."""
     models = dict[str, PublishedModel]()
     for family in load_table(__package__, "published")["families"]:
         columns = family["columns"]
@@ -53,54 +53,59 @@ PROJECT_JOBS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def project_job(text: str) -> str | None:
-    """Return the repository's job file of the project that a model or a command names; None where there is none."""
+def find_project_job(text: str) -> str | None:
+    """Return the example job file for the project that a model or command names; None where there
+    is none.
+    """
     return next((path for word, path in PROJECT_JOBS.items() if word in text.lower()), None)
 
 
-def nearest_models(name: str) -> list[str]:
-    """Return three models of the table, those with the most similar names first."""
+def find_nearest_models(name: str) -> list[str]:
+    """Return the three models in the table whose names are most similar, most similar first."""
     models = load_published()
     likeness = {
-        entry: SequenceMatcher(None, _plain(name), _plain(entry)).ratio() for entry in models
+        entry: SequenceMatcher(None, _strip_name_endings(name), _strip_name_endings(entry)).ratio()
+        for entry in models
     }
     return sorted(models, key=lambda entry: -likeness[entry])[:3]
 
 
-def published_sizes(name: str) -> JsonObject:
+def find_published_config(name: str) -> JsonObject:
     """Return the stored configuration of a hub repository; {} where the table has none.
 
     The lookup ignores case and the endings -Instruct, -it and -hf.
     """
-    plain = {_plain(entry): model for entry, model in load_published().items()}
-    model = plain.get(_plain(name))
+    plain = {_strip_name_endings(entry): model for entry, model in load_published().items()}
+    model = plain.get(_strip_name_endings(name))
     return {} if model is None else dict(model.config)
 
 
-def smaller_siblings(name: str) -> list[str]:
+def list_smaller_siblings(name: str) -> list[str]:
     """Return the names of smaller models of the same model line, largest first."""
-    line = _line(name)
+    line = _model_line(name)
     parameters = next(
         (
             model.parameters
             for entry, model in load_published().items()
-            if _plain(entry) == _plain(name)
+            if _strip_name_endings(entry) == _strip_name_endings(name)
         ),
         0,
     )
     siblings = {
-        entry: model.parameters for entry, model in load_published().items() if _line(entry) == line
+        entry: model.parameters
+        for entry, model in load_published().items()
+        if _model_line(entry) == line
     }
     smaller = [entry for entry, count in siblings.items() if count < parameters]
     return sorted(smaller, key=lambda entry: -siblings[entry])
 
 
-def _line(name: str) -> str:
-    """The name without its size, such as google/gemma-2."""
-    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _plain(name))
+def _model_line(name: str) -> str:
+    """Return the model's name without its size, such as google/gemma-2."""
+    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _strip_name_endings(name))
 
 
-def _plain(name: str) -> str:
+def _strip_name_endings(name: str) -> str:
     text = name.lower()
     for ending in ("-instruct", "-it", "-hf"):
         text = text.removesuffix(ending)

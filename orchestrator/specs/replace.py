@@ -1,4 +1,4 @@
-"""The one way to copy an immutable object with some fields changed. Standard library only."""
+"""Copies an immutable object with some fields changed. Standard library only."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ Judge = Callable[[object], None]
 def _slots_of(
     kind: type,
 ) -> tuple[Sequence[tuple[Read, Write]], dict[str, Write], Judge | None] | None:
-    """Return what reads and writes each field, what writes it by name, and `__post_init__`; None without slots."""
+    """Return how to copy a class with slots, or None for a class without slots.
+
+    The parts are (reader and writer of each field, writers by name, `__post_init__` or None).
+    """
     fields = dataclasses.fields(kind)
     if not all(
         field.init and hasattr(getattr(kind, field.name, None), "__set__") for field in fields

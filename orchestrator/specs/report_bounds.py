@@ -1,4 +1,6 @@
-"""Bounds of what a rank reports: each field is typed, finite, and within the range of its unit."""
+"""Bounds for a rank's reports: each field must have its type, be finite, and lie in the range of
+its unit.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ LONG_TEXTS = {"message": 64 * 1024, "traceback": 64 * 1024}  # whose ends are ke
 Report = TypeVar("Report")
 
 
-def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
-    """Return the values of a report's fields that are typed and in range, and reasons for those that are not.
+def split_bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
+    """Return (values of a report's fields that are typed and in range, reasons for the fields that
+    are not).
 
     A loss that is infinite or NaN is left out without a reason: trainings diverge.
     """
     hashable: Any = kind  # mypy takes no type for one
     values = JsonObject()
     reasons = list[str]()
-    for name, adapter in field_adapters(hashable).items():
+    for name, adapter in make_field_validators(hashable).items():
         if name not in data:
             continue
         raw = tuple(data[name]) if isinstance(data[name], list) else data[name]
@@ -40,12 +43,12 @@ def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[JsonObject
             value = None
             problem = f"{name} has a wrong type"
         if isinstance(value, tuple):
-            value = tuple(bounded_text(name, entry) for entry in value[:TEXTS_MAX])
+            value = tuple(cut_text(name, entry) for entry in value[:TEXTS_MAX])
         elif not problem and not isinstance(value, str) and not is_in_range(name, value):
             value = None
             problem = f"{name} is out of range"
         if not problem:
-            values[name] = bounded_text(name, value) if isinstance(value, str) else value
+            values[name] = cut_text(name, value) if isinstance(value, str) else value
         elif name in OPTIONAL:
             values[name] = None
         if problem and not (name == "loss" and isinstance(data[name], float)):
@@ -54,7 +57,9 @@ def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[JsonObject
 
 
 def is_in_range(name: str, value: object) -> bool:
-    """Return whether a report's value lies within what its unit allows. Only a loss may be negative."""
+    """Return whether a report's value is in the range that its unit allows; only a loss may be
+    negative.
+    """
     if value is None or isinstance(value, bool):
         return True
     if not is_bounded_number(name, value) or not isinstance(value, int | float):
@@ -67,25 +72,29 @@ def is_in_range(name: str, value: object) -> bool:
     return name == "loss" or value >= smallest
 
 
-def bounded_text(name: str, text: str) -> str:
-    """Return the text that is kept of a report's field: the end of a long one, the beginning of a short one."""
+def cut_text(name: str, text: str) -> str:
+    """Return the part of a report's text that is kept: the end of a long field, the beginning of a
+    short one.
+    """
     text = text.encode(errors="replace").decode()
     return text[-LONG_TEXTS[name] :] if name in LONG_TEXTS else text[:TEXT_CHARACTERS_MAX]
 
 
 @functools.lru_cache(maxsize=8)
-def field_adapters(kind: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """Return the strict validator of each field of a dataclass, made once."""
+def make_field_validators(kind: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """Return {field: strict validator} of a dataclass; cached."""
     hints = get_type_hints(kind)
     config = ConfigDict(strict=True)
     return {entry.name: TypeAdapter(hints[entry.name], config=config) for entry in fields(kind)}
 
 
-def bounded_report(report: Report) -> Report:
-    """Return a report that an earlier version kept, within today's bounds; a required number becomes 0."""
+def bound_report(report: Report) -> Report:
+    """Return a report that an earlier version stored, within today's bounds; a required number
+    becomes 0.
+    """
     kind = type(report)
     stored = {entry.name: getattr(report, entry.name) for entry in fields(kind)}  # type: ignore[arg-type]
-    values, _ = bounded_values(kind, stored)
+    values, _ = split_bounded_values(kind, stored)
     if values == stored:
         return report
     zeros = {

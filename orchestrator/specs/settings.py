@@ -42,8 +42,8 @@ class Setting:
     def choices(self) -> JsonObject:
         """Allowed values by their text; {} where the setting is a number."""
         if self.kind is bool:
-            return {text_of(value): value for value in (False, True)}
-        return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
+            return {format_value(value): value for value in (False, True)}
+        return {format_value(value): value for value in self.kind} if _is_enum(self.kind) else {}
 
 
 def _is_enum(kind: Any) -> bool:
@@ -79,18 +79,18 @@ class Change:
 
 
 def settings(plan: Plan) -> dict[str, str]:
-    """Return the plan's settings as {name: text}, in display order."""
+    """Return {name: value as text} of the plan's settings, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
         value = getattr(plan, setting.name)
         if setting.rows is not None:
             flat |= setting.rows(plan)
         elif not (setting.hides_default and value == setting.usual):
-            flat[setting.name] = text_of(value)
+            flat[setting.name] = format_value(value)
     return flat | {"global_batch_size": str(plan.global_batch_size)}
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a setting's value as one word of text."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -98,7 +98,7 @@ def text_of(value: Any) -> str:
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Return each setting in which two plans differ; () where they are equal."""
+    """Return each setting in which two plans differ, with both values; () for equal plans."""
     old = settings(before)
     new = settings(after)
     return tuple(
@@ -108,8 +108,10 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     )
 
 
-def degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
-    """Return the strongest class among the plan's changes against `request` (values by name); EXACT without any."""
+def strongest_degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
+    """Return the strongest class of the plan's changes against `request` ({setting: value}); EXACT
+    for none.
+    """
     changed = (
         setting
         for setting in SETTINGS

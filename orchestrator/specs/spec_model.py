@@ -126,7 +126,9 @@ Number = Annotated[
 
 
 def json_schema_of(noun: type[SpecModel]) -> JsonObject:
-    """Return the JSON Schema (2020-12) of a file of this type. Defaults appear as in a file: `10min`, not 600.0."""
+    """Return the JSON Schema (2020-12) of a file of this type; defaults appear as in a file
+    (`10min`, not 600.0).
+    """
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
     for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():
@@ -137,7 +139,7 @@ def json_schema_of(noun: type[SpecModel]) -> JsonObject:
 
 
 def _add_meanings(schema: Any, sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give each key of each section in a schema its description and its example, by the section's title."""
+    """Add to each key in a schema its description and example, found by the section's title."""
     parts = schema.values() if isinstance(schema, dict) else schema
     for part in parts:
         if isinstance(part, dict | list):
@@ -155,4 +157,4 @@ def _default_in_file(default: object, key: JsonObject) -> object:
         return {}
     if isinstance(default, bool) or not isinstance(default, int | float):
         return default
-    return units.in_words(default, str(key.get("pattern")))
+    return units.format_in_largest_unit(default, str(key.get("pattern")))

@@ -1,4 +1,4 @@
-"""The assignment of layers to pipeline stages, for training and for planning."""
+"""How many layers each pipeline stage has, for training and for planning."""
 
 from __future__ import annotations
 

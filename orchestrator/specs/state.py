@@ -1,4 +1,4 @@
-"""State: the scheduler's whole input, rebuilt from the journal of events."""
+"""State: everything on which the scheduler decides, rebuilt from the journal of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 @frozen
 class Reservation:
-    """Devices promised to a waiting job, for the time that it is expected to need them."""
+    """Devices reserved for a waiting job, from its expected start to its expected end."""
 
     job_id: str
     start_s: float
@@ -28,7 +28,7 @@ class Reservation:
 
 @frozen
 class Demand:
-    """Device-seconds of recently submitted jobs, grouped by job length, decayed to `at_s`."""
+    """Device-seconds of recently submitted jobs by the jobs' duration, decayed to `at_s`."""
 
     since_s: float  # time of the first submission counted
     at_s: float
@@ -46,7 +46,7 @@ class Usage:
 
 @frozen
 class RunLength:
-    """How long an attempt took that ended. Lengths that nobody told are predicted from these."""
+    """How long an ended attempt took; unknown durations of other jobs are predicted from these."""
 
     family: str
     device: str  # DeviceSpec.name
@@ -58,7 +58,9 @@ class RunLength:
 
 @frozen
 class Credit:
-    """Device-seconds that may be spent, as of a time; below zero in debt. See scheduling/base/credit.py."""
+    """Device-seconds that may be spent, as of a time; negative in debt. See
+    scheduling/base/credit.py.
+    """
 
     fund: str  # name of a Fund
     device_s: float
@@ -76,9 +78,9 @@ class UnreadableDevice:
 
 @frozen
 class State:
-    """Everything that a scheduler decision reads. It is immutable: each event makes a new one.
+    """Everything that a scheduler decision reads. It is immutable: each event makes a new state.
 
-    A job that has ended and released all its devices is dropped (see Archive).
+    A job that has ended and released all its devices is removed (see Archive).
     """
 
     jobs: InstanceOf[Jobs] = field(default_factory=Jobs)

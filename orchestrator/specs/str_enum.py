@@ -1,6 +1,6 @@
-"""Enumerations of strings, as enum.StrEnum, which interpreters before Python 3.11 do not have.
+"""A StrEnum as in enum, which interpreters before Python 3.11 lack.
 
-Standard library only: the guard brings these into the process of a script, whose interpreter is its own.
+Standard library only: the guard imports it in the process of a script, whatever its interpreter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class StrEnum(str, Enum):  # noqa: UP042 - Python 3.10 has no other
-    """String enumeration whose members print as their values."""
+    """Enumeration of strings whose members print as their values."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # of typeshed: as enum.StrEnum

@@ -19,8 +19,11 @@ DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
 
 
 def parse_bytes(text: object) -> int:
-    """Return the bytes of `1.5GiB` or, in decimal units, `1.5GB`. Raises ValueError with the allowed units."""
-    number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
+    """Return the bytes of a text such as `1.5GiB`, or `1.5GB` in decimal units. Raises ValueError.
+
+    The error names the allowed units.
+    """
+    number, unit = _split_unit(text, "a size such as 1.5GiB", BINARY_UNITS)
     sizes = DECIMAL_UNITS | BINARY_UNITS
     if unit in sizes:
         return round(number * sizes[unit])
@@ -31,7 +34,7 @@ def parse_bytes(text: object) -> int:
 
 def parse_bandwidth(text: object) -> int:
     """Return the bytes per second of `450GB/s` (decimal, as data sheets write it). Raises ValueError."""
-    number, unit = _split(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
+    number, unit = _split_unit(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
     if unit.endswith("/s") and unit[:-2] in DECIMAL_UNITS:
         return round(number * DECIMAL_UNITS[unit[:-2]])
     raise ValueError(
@@ -41,7 +44,7 @@ def parse_bandwidth(text: object) -> int:
 
 def parse_seconds(text: object) -> float:
     """Return the seconds of `90s`, `10min` or `2h`. Raises ValueError with the allowed units."""
-    number, unit = _split(text, "a duration such as 10min", SECOND_UNITS)
+    number, unit = _split_unit(text, "a duration such as 10min", SECOND_UNITS)
     if unit in SECOND_UNITS:
         return number * SECOND_UNITS[unit]
     raise ValueError(f"durations take one of {', '.join(SECOND_UNITS)}, not {unit or 'no unit'!r}")
@@ -54,7 +57,7 @@ _UNITS_OF = {
 }
 
 
-def in_words(number: float, pattern: str) -> str | float:
+def format_in_largest_unit(number: float, pattern: str) -> str | float:
     """Return the number in the largest unit that needs at most one decimal, such as `12.5GB/s`.
 
     A number whose pattern has no known unit is returned unchanged.
@@ -70,7 +73,7 @@ def in_words(number: float, pattern: str) -> str | float:
     return f"{number / size:g}{unit}"
 
 
-def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
+def _split_unit(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
     match = (
         re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip())
         if isinstance(text, str)
@@ -106,7 +109,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_probability(probability: float) -> str:
-    """Return a probability as text, such as `98.7 %`. It never shows certainty, since the probability is a model's."""
+    """Return a probability as text, such as `98.7 %`; never 0 or 100 %, since it comes from a
+    model.
+    """
     if probability > 0.999:
         return "> 99.9 %"
     return "< 0.1 %" if 0 < probability < 0.001 else f"{100 * probability:.1f} %"

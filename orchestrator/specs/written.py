@@ -1,4 +1,4 @@
-"""Writer of plain data as YAML that `specs.parse.read_document` reads back unchanged."""
+"""Formats plain data as YAML that `specs.parse.read_document` reads back unchanged."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import Any
 
 import yaml
 
-from orchestrator.specs.yaml_text import plain_scalar
+from orchestrator.specs.yaml_text import parse_plain_scalar
 
 WIDTH = 10**6  # no line is folded
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes every string which our reader, of YAML 1.2, takes for something else: `1e-3`."""
+    """SafeDumper that quotes every string which our YAML 1.2 reader would take for a number, as
+    `1e-3`.
+    """
 
 
-def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if plain_scalar(text) == text else "'"
+def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if parse_plain_scalar(text) == text else "'"
     if not text.replace("\n", "").isprintable():
         style = '"'  # escapes; the emitter writes U+0085 as a line's end otherwise
     elif "\n" in text:
@@ -24,11 +26,11 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _string)
+_Dumper.add_representer(str, _represent_string)
 
 
 def as_yaml(data: Any) -> str:
-    """Return plain data as YAML, one key per line, in their order."""
+    """Return plain data as YAML text, with one key per line in the given order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
 
 

@@ -39,7 +39,9 @@ class Document:
 
 
 def read_document(text: str, source: str) -> Document:
-    """Return the parsed YAML document (1.2 core schema, no tags). Raises SpecError on bad syntax or a repeated key."""
+    """Return the parsed YAML document (1.2 core schema, no tags). Raises SpecError on bad syntax or
+    a repeated key.
+    """
     if len(text) > TEXT_LENGTH_MAX:
         raise SpecError(
             "the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB"
@@ -57,7 +59,7 @@ def read_document(text: str, source: str) -> Document:
             "the file is empty", source=source, hint="`orc schema` prints what it may say"
         )
     lines: dict[Path, int] = {}
-    data = _plain(root, (), source, lines)
+    data = _plain_data_of_node(root, (), source, lines)
     if not isinstance(data, dict):
         is_script = text.startswith("#!") or "\n#SBATCH" in text
         hint = (
@@ -75,7 +77,9 @@ def read_document(text: str, source: str) -> Document:
 
 
 def read_value(text: str, source: str) -> Any:
-    """Return plain data from the YAML text of one value, such as `{min: 1, max: 2}`. Raises SpecError."""
+    """Return plain data from the YAML text of one value, such as `{min: 1, max: 2}`. Raises
+    SpecError.
+    """
     return read_document(f"value: {text}", source).data["value"]
 
 
@@ -90,41 +94,49 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     return SpecError(f"not readable as YAML: {what}", source=where, hint=hint)
 
 
-def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
+def _plain_data_of_node(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     where = f"{source}:{line}"
     if len(path) > DEPTH_MAX or len(lines) > NODES_MAX:
         raise SpecError(
-            "too large or nested too deeply", source=where, path=dotted(path), allowed=SIZES
+            "too large or nested too deeply",
+            source=where,
+            path=format_key_path(path),
+            allowed=SIZES,
         )
     if node.tag not in _PLAIN_TAGS:
-        raise SpecError("YAML tags are not read", source=where, path=dotted(path), got=node.tag)
+        raise SpecError(
+            "YAML tags are not read", source=where, path=format_key_path(path), got=node.tag
+        )
     if isinstance(node, yaml.ScalarNode):
-        return plain_scalar(node.value) if node.style is None else node.value
+        return parse_plain_scalar(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
         return [
-            _plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)
+            _plain_data_of_node(value, (*path, index), source, lines)
+            for index, value in enumerate(node.value)
         ]
     data: JsonObject = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise SpecError("a key must be a word", source=f"{source}:{line}", path=dotted(path))
+            raise SpecError(
+                "a key must be a word", source=f"{source}:{line}", path=format_key_path(path)
+            )
         key = key_node.value
         if key in data:
             raise SpecError(
                 "the key stands here a second time",
                 source=f"{source}:{line}",
-                path=dotted((*path, key)),
+                path=format_key_path((*path, key)),
                 hint=f"keep one of lines {lines[(*path, key)]} and {line}",
             )
         lines[(*path, key)] = line
-        data[key] = _plain(value, (*path, key), source, lines)
+        data[key] = _plain_data_of_node(value, (*path, key), source, lines)
     return data
 
 
-def plain_scalar(text: str) -> Any:
+def parse_plain_scalar(text: str) -> Any:
     """Return the value of an unquoted YAML scalar: None, a boolean, a number, or the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -133,7 +145,7 @@ def plain_scalar(text: str) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def dotted(path: Path) -> str:
+def format_key_path(path: Path) -> str:
     """Return a key path as text, such as `nodes[0].device.memory`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(
         "."

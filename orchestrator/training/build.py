@@ -11,71 +11,80 @@ from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training.checkpoint.checkpoint import Saved
+from orchestrator.training.checkpoint.checkpoint import SavedCheckpoint
 from orchestrator.training.contract.engine import Engine
 from orchestrator.training.contract.recipe import Recipe, from_factory
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.alternating import AlternatingEngine
-from orchestrator.training.engines.batch_norm import RunningStatistics, batch_norms
-from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
-from orchestrator.training.engines.recompute import compile_layers, keep_inputs_on_host, recompute
+from orchestrator.training.engines.batch_norm import (
+    RunningStatistics,
+    list_batch_norms,
+    prepare_batch_norms,
+)
+from orchestrator.training.engines.recompute import (
+    apply_checkpointing,
+    compile_layers,
+    offload_layer_inputs,
+)
 from orchestrator.training.engines.torch_engine import TorchEngine
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 
 
 def build_recipe(run: TrainingRun) -> Recipe:
-    """Return the model, loss and data of a run. Raises SpecError where the job names none that can be built."""
+    """Return the model, loss and data of a run. Raises SpecError where the job names nothing that
+    can be built.
+    """
     if run.model.decoder is not None:
         dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
-        return decoder_recipe(run.model.decoder, dataset, run.training.seed)
+        return make_decoder_recipe(run.model.decoder, dataset, run.training.seed)
     if run.model.hf is not None:
         # Only here: importing transformers takes seconds, and it comes with the extra `finetune`.
         try:
-            from orchestrator.training.models.hf_model import hf_recipe
+            from orchestrator.training.models.hf_model import make_hf_recipe
         except ImportError as error:
             raise SpecError(
                 f"not installed here: {error.name}",
                 path="model.hf",
                 hint="pip install 'orchestrator[finetune]'",
             ) from None
-        return hf_recipe(run)
+        return make_hf_recipe(run)
     assert run.model.factory is not None, "a job names a decoder, a transformers model or a factory"
     torch.manual_seed(run.training.seed)
     return from_factory(run.model.factory, run.model.config)
 
 
 def build_engine(
-    run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None
+    run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: SavedCheckpoint | None
 ) -> Engine:
-    """Return the plan's engine on this rank, with the state of the checkpoint `resume_from` if any. Collective.
+    """Return the plan's engine on this rank, with the state of the checkpoint `resume_from`, if
+    any. Collective.
 
-    Its optimizer is the plan's: a restart may use another one than the job's.
-
-    It trains the parameters that are unfrozen at that checkpoint's step. Where more unfreeze later, the next engine is
-    built then.
+    Its optimizer is the plan's: a restart may use another one than the job's. It trains the
+    parameters that are unfrozen at that checkpoint's step. Where more unfreeze later, the next
+    engine is built then.
     """
     recipes = (recipe, *recipe.then)
-    norms = [layer for part in recipes for layer in batch_norms(part.module)]
+    norms = [layer for part in recipes for layer in list_batch_norms(part.module)]
     prepare_batch_norms(norms, run.plan, run.training)
     plan = run.plan
     for part in recipes:
         stages: tuple[range, ...] = ()
         if part.stages and plan.layout.pp > 1:
             from orchestrator.training.engines.pipeline import (
-                plan_ranges,
+                list_stage_ranges,
             )  # only here: as in torch_engine
 
-            stages = plan_ranges(len(part.layers), plan)
-        recompute(
+            stages = list_stage_ranges(len(part.layers), plan)
+        apply_checkpointing(
             part.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages
         )
         if run.plan.compiled:
             compile_layers(part.layers)
         if plan.activation_offload:
-            keep_inputs_on_host(part.layers)
+            offload_layer_inputs(part.layers)
 
     def build(part: Recipe, training: TrainingSpec) -> Engine:
-        engine = _engine(part, run, training, device, resume_from)
+        engine = _build_one_engine(part, run, training, device, resume_from)
         own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
         return RunningStatistics(engine, norms) if own_statistics else engine
 
@@ -85,12 +94,12 @@ def build_engine(
     )
 
 
-def _engine(
+def _build_one_engine(
     recipe: Recipe,
     run: TrainingRun,
     training: TrainingSpec,
     device: torch.device,
-    resume_from: Saved | None,
+    resume_from: SavedCheckpoint | None,
 ) -> Engine:
     match run.plan.engine:
         case choices.Engine.DEEPSPEED:

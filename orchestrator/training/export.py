@@ -24,22 +24,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.data.tokenised import read_tokenizer, tokenizer_source
-from orchestrator.training.models.hf_adapters import lora_config
-from orchestrator.training.models.hf_model import Built, build, read_config
-from orchestrator.training.models.hf_weights import found_file
+from orchestrator.training.data.tokenised import find_tokenizer_source, read_tokenizer
+from orchestrator.training.models.hf_adapters import make_lora_config
+from orchestrator.training.models.hf_model import BuiltModule, build_module, read_config
+from orchestrator.training.models.hf_weights import find_file
 
 SHARD_BYTES = 4 * 2**30  # of a file of weights; at most this much is in host memory at a time
 ADAPTER = ".default"  # peft's name of the only adapter; its files omit it
 
 
-def export(run: TrainingRun) -> None:
-    """Write the trained transformers model, or its adapters, to the job's output folder, atomically.
+def export_model(run: TrainingRun) -> None:
+    """Write the trained transformers model, or its adapters, to the job's output folder,
+    atomically.
 
-    One process calls it. Does nothing if the output exists already.
+    One process calls it. It does nothing if the output exists already.
     """
     output = Path(run.job_folder) / "output"
-    saved = checkpoint_folder.latest_complete(Path(run.job_folder) / "checkpoints")
+    saved = checkpoint_folder.find_latest_complete(Path(run.job_folder) / "checkpoints")
     assert saved is not None, "a finished training has a checkpoint"
     if output.is_dir() and any(output.iterdir()):
         return
@@ -49,7 +50,7 @@ def export(run: TrainingRun) -> None:
         _write_adapters(writing, run, saved)
     else:
         _write_model(writing, run, saved)
-    tokenizer = tokenizer_source(run)
+    tokenizer = find_tokenizer_source(run)
     if tokenizer is not None and not run.data.tokens:
         read_tokenizer(tokenizer).save_pretrained(writing)
     writing.replace(output)
@@ -68,12 +69,12 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
         and ".lora_" in name
         and isinstance(about, TensorStorageMetadata)
     }
-    values = _read(saved, {name: torch.empty(size) for name, size in sizes.items()})
+    values = _fill_from_checkpoint(saved, {name: torch.empty(size) for name, size in sizes.items()})
     files = {
         f"base_model.model.{name.replace(ADAPTER, '')}": tensor for name, tensor in values.items()
     }
     save_file(files, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = lora_config(
+    config = make_lora_config(
         lora,
         encoder_decoder=read_config(hf).is_encoder_decoder,
         base=hf if isinstance(hf, str) else None,
@@ -83,16 +84,16 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
 
 
 def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
-    built = build(run)
+    built = build_module(run)
     config = built.module.config
     config.dtype = built.stored_dtype
     config.architectures = [type(built.module).__name__]
     config.save_pretrained(folder)
-    shards = list(_shards(built))
+    shards = list(_group_into_shards(built))
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(_values(shard, built, saved), folder / file, metadata={"format": "pt"})
+        save_file(_load_shard_values(shard, built, saved), folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shard, file)
     total = (
         sum(tensor.numel() for shard in shards for tensor in shard.values())
@@ -101,16 +102,17 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     generation = (
-        found_file(run.model.hf, "generation_config.json")
-        if isinstance(run.model.hf, str)
-        else None
+        find_file(run.model.hf, "generation_config.json") if isinstance(run.model.hf, str) else None
     )
     if generation is not None:
         shutil.copyfile(generation, folder / "generation_config.json")
 
 
-def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
-    """Parameters and stored buffers by name, shared ones once, in groups of at most SHARD_BYTES or one tensor."""
+def _group_into_shards(built: BuiltModule) -> Iterator[dict[str, Tensor]]:
+    """Yield {name: parameter or stored buffer} in groups of at most SHARD_BYTES, or of one tensor.
+
+    Shared tensors appear once.
+    """
     written: set[int] = set()
     shard: dict[str, Tensor] = {}
     size = 0
@@ -127,15 +129,19 @@ def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
     yield shard
 
 
-def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str, Tensor]:
-    """The values of a shard: from the checkpoint, and untrained ones from the model's source."""
+def _load_shard_values(
+    shard: Mapping[str, Tensor], built: BuiltModule, saved: Path
+) -> dict[str, Tensor]:
+    """Return the values of a shard: from the checkpoint, and untrained ones from the model's
+    source.
+    """
     stored = FileSystemReader(saved).read_metadata().state_dict_metadata
     values = {
         name: torch.empty(tensor.shape)
         for name, tensor in shard.items()
         if f"model.{name}" in stored
     }
-    _read(saved, values)
+    _fill_from_checkpoint(saved, values)
     for name, tensor in shard.items():
         if name not in values:
             values[name] = torch.empty(tensor.shape)
@@ -143,8 +149,8 @@ def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str,
     return {name: tensor.to(built.stored_dtype).contiguous() for name, tensor in values.items()}
 
 
-def _read(saved: Path, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Fill tensors by whole-model name from a checkpoint; not collective."""
+def _fill_from_checkpoint(saved: Path, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Fill tensors by whole-model name from a checkpoint, and return them; not collective."""
     tree = {f"model.{name}": tensor for name, tensor in values.items()}
     state_dict_loader.load(tree, storage_reader=FileSystemReader(saved), no_dist=True)
     return values

@@ -19,12 +19,12 @@ from orchestrator.training import progress
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor, Saved
-from orchestrator.training.checkpoint.resume import newest_intact
-from orchestrator.training.checkpoint.saver import Saver
+from orchestrator.training.checkpoint.checkpoint import SavedCheckpoint, TrainingProgress
+from orchestrator.training.checkpoint.resume import find_newest_intact
+from orchestrator.training.checkpoint.saver import CheckpointSaver
 from orchestrator.training.contract.engine import Engine
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.data.dataset import global_batch, micro_batches
+from orchestrator.training.data.dataset import list_global_batch, split_micro_batches
 from orchestrator.training.engines import freezing
 
 SAVING_TIMEOUT = timedelta(
@@ -35,7 +35,7 @@ LAST_SAVE_S = 30.0
 
 
 @frozen
-class Ranks:
+class RankContext:
     """The position of this process among the ranks, and its device."""
 
     rank: int
@@ -44,8 +44,9 @@ class Ranks:
     device: torch.device
 
 
-def train(run: TrainingRun, ranks: Ranks) -> bool:
-    """Train from the newest intact checkpoint to the last step; False if SIGTERM ended it early, after a save.
+def run_training(run: TrainingRun, ranks: RankContext) -> bool:
+    """Train from the newest intact checkpoint to the last step; False if SIGTERM ended it early,
+    after a save.
 
     Raises StaleAttempt on every rank if a newer attempt exists when a checkpoint is published.
     """
@@ -55,29 +56,37 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
         checkpoints.mkdir(parents=True, exist_ok=True)
         checkpoint_folder.remove_unfinished(checkpoints, run.epoch)
     background = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
-    saver = Saver(run, ranks.device, background)
-    newest = newest_intact(checkpoints, background)
-    saved = checkpoint.open_saved(newest) if newest else None
-    cursor = saved.cursor if saved else Cursor()
+    saver = CheckpointSaver(run, ranks.device, background)
+    newest = find_newest_intact(checkpoints, background)
+    saved = checkpoint.open_checkpoint(newest) if newest else None
+    cursor = saved.cursor if saved else TrainingProgress()
     stopped = False
     while cursor.step < run.training.max_steps and not stopped:
         try:
-            cursor, stopped = _phase(run, ranks, saver, saved, stop)
+            cursor, stopped = _train_until_thaw(run, ranks, saver, saved, stop)
         except Exception:  # the next attempt resumes from the save in flight
-            saver.let_finish(LAST_SAVE_S)
+            saver.wait_at_most(LAST_SAVE_S)
             raise
-        saved = Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor)
+        saved = SavedCheckpoint(
+            path=checkpoint_folder.complete_checkpoint_path(checkpoints, cursor.step), cursor=cursor
+        )
         gc.collect()  # engines are in reference cycles, and the next engine needs their memory
     return cursor.step >= run.training.max_steps
 
 
-def _phase(
-    run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]
-) -> tuple[Cursor, bool]:
-    """Train to the next thaw step or the end, and save; also returns whether any rank received SIGTERM."""
-    cursor = saved.cursor if saved else Cursor()
+def _train_until_thaw(
+    run: TrainingRun,
+    ranks: RankContext,
+    saver: CheckpointSaver,
+    saved: SavedCheckpoint | None,
+    stop: list[int],
+) -> tuple[TrainingProgress, bool]:
+    """Train to the next thaw step or the end, and save; return (progress, whether any rank received
+    SIGTERM).
+    """
+    cursor = saved.cursor if saved else TrainingProgress()
     stopping = False
-    thaw = freezing.next_thaw(cursor.step, run.training.freeze)
+    thaw = freezing.next_thaw_step(cursor.step, run.training.freeze)
     last = run.training.max_steps
     if thaw is not None:
         last = min(thaw, last)
@@ -85,19 +94,19 @@ def _phase(
     engine = build_engine(run, recipe, ranks.device, saved)
     saver.prepare(engine.state())
     while cursor.step < last and not stopping:
-        cursor, stopping = _step(run, ranks, recipe, engine, saver, cursor, stop)
+        cursor, stopping = _run_step(run, ranks, recipe, engine, saver, cursor, stop)
         if (
             stopping
             or cursor.step == last
             or cursor.step % run.training.checkpoint_every_steps == 0
         ):
             saver.save(engine.state(), cursor)
-    saver.release()
+    saver.free_host_memory()
     return cursor, stopping
 
 
 def _listen_for_stop() -> list[int]:
-    """A list that becomes non-empty on SIGTERM."""
+    """Return a list that becomes non-empty on SIGTERM."""
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
@@ -107,28 +116,34 @@ def _listen_for_stop() -> list[int]:
     return received
 
 
-def _step(
+def _run_step(
     run: TrainingRun,
-    ranks: Ranks,
+    ranks: RankContext,
     recipe: Recipe,
     engine: Engine,
-    saver: Saver,
-    cursor: Cursor,
+    saver: CheckpointSaver,
+    cursor: TrainingProgress,
     stop: list[int],
-) -> tuple[Cursor, bool]:
-    """Make an optimizer step; return the cursor after it, and whether any rank received SIGTERM.
+) -> tuple[TrainingProgress, bool]:
+    """Run an optimizer step; return (progress after it, whether any rank received SIGTERM).
 
     Raises on every rank if any rank failed to save a checkpoint.
     """
     began_s = time.monotonic()
     plan = run.plan
     dataset = recipe.dataset
-    samples = global_batch(cursor.samples, plan.global_batch_size, len(dataset), run.training.seed)
+    samples = list_global_batch(
+        cursor.samples, plan.global_batch_size, len(dataset), run.training.seed
+    )
     tokens = sum(dataset.token_count(sample) for sample in samples)
     dp_rank = plan.layout.dp_rank(ranks.rank)
     together = plan.layout.dp if run.training.sync_batch_norm else 1
-    mine = micro_batches(
-        samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together
+    mine = split_micro_batches(
+        samples,
+        dp_rank,
+        plan.micro_batch_size,
+        plan.gradient_accumulation_steps,
+        normalised_ranks=together,
     )
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
     status = [result.loss, float(bool(stop)), float(saver.failed)]
@@ -139,7 +154,7 @@ def _step(
     if failed:
         saver.wait()
         raise RuntimeError("another rank could not save its part of a checkpoint")
-    cursor = Cursor(step=cursor.step + 1, samples=cursor.samples + plan.global_batch_size)
+    cursor = TrainingProgress(step=cursor.step + 1, samples=cursor.samples + plan.global_batch_size)
     if ranks.rank == 0:
         line = {
             "step": cursor.step,

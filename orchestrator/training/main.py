@@ -25,11 +25,13 @@ COLLECTIVE_TIMEOUT = timedelta(
 
 
 def main(arguments: list[str]) -> int:
-    """Run this rank; returns 0 (finished) or STALE_EXIT_CODE. After SIGTERM the process ends by that signal."""
+    """Run this rank; return 0 (finished) or STALE_EXIT_CODE. After SIGTERM the process ends by that
+    signal.
+    """
     run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
-    ranks = _join(run)
+    ranks = _join_process_group(run)
     try:
-        finished = loop.train(run, ranks)
+        finished = loop.run_training(run, ranks)
     except StaleAttempt:
         print(
             f"attempt {run.epoch} is stale: a newer one exists; nothing was published",
@@ -37,17 +39,17 @@ def main(arguments: list[str]) -> int:
         )
         return STALE_EXIT_CODE
     if finished and ranks.rank == 0 and run.model.hf is not None:
-        from orchestrator.training.export import export  # late: it imports transformers
+        from orchestrator.training.export import export_model  # late: it imports transformers
 
-        export(run)
+        export_model(run)
     if not finished:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     return 0  # the process group is not destroyed: tearing gloo down may abort (see guard._leave)
 
 
-def _join(run: TrainingRun) -> loop.Ranks:
-    """Join the process group that the environment describes."""
+def _join_process_group(run: TrainingRun) -> loop.RankContext:
+    """Join the process group that the environment describes, and return this process's place in it."""
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -67,7 +69,7 @@ def _join(run: TrainingRun) -> loop.Ranks:
         if cuda and world_size > 1
         else None,  # one rank alone needs NCCL for shards only
     )
-    return loop.Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+    return loop.RankContext(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(threads: int) -> None:
         second = os.fork()
         rank = 0 if second else 1
         try:
-            rates = _rates(threads, rank, Path(folder))
+            rates = _measure_rates(threads, rank, Path(folder))
         except BaseException:  # a forked child returns to no caller
             if rank:
                 os._exit(1)
@@ -48,8 +48,10 @@ def main(threads: int) -> None:
         os._exit(0)
 
 
-def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
-    """FLOP/s and bytes/s of this rank; both ranks measure at once, as a job's ranks compute."""
+def _measure_rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
+    """Return the FLOP/s and bytes/s of this rank; both ranks measure at once, as a job's ranks
+    compute.
+    """
     signal.alarm(LIMIT_S)
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -59,16 +61,18 @@ def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
     target = torch.ones(COPIED // 4)
     operations = 2.0 * SIDE**3 * threads
     return {
-        "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),
-        "bf16_flops": operations / _best_s(lambda: bf16 @ bf16),
-        "memory_bandwidth": 2.0 * COPIED * threads / _best_s(lambda: target.copy_(source)),
+        "fp32_flops": operations / _best_time_s(lambda: fp32 @ fp32),
+        "bf16_flops": operations / _best_time_s(lambda: bf16 @ bf16),
+        "memory_bandwidth": 2.0 * COPIED * threads / _best_time_s(lambda: target.copy_(source)),
         "link_bandwidth": SENT
-        / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
+        / _best_time_s(lambda: dist.all_reduce(message)),  # each of two sends that many
     }
 
 
-def _best_s(work: Callable[[], object]) -> float:
-    """Minimum processor seconds of all threads over several repetitions, after one warm-up."""
+def _best_time_s(work: Callable[[], object]) -> float:
+    """Return the least processor seconds of all threads over several repetitions, after one
+    warm-up.
+    """
     taken_s = []
     for _ in range(REPETITIONS + 1):
         began_s = time.process_time()

@@ -13,9 +13,9 @@ import pytest
 from jobs.audio.run import CLUSTER, FOLDER, LEAST_RECOVERIES, PROMISES
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.frontier import Candidate, list_fitting
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.service.client import lifecycle
 from orchestrator.service.demo.promises import has_recovered
 from orchestrator.service.intake.intake import read_cluster, read_job
@@ -42,7 +42,9 @@ def fit(spec: JobSpec) -> list[Candidate]:
     where = Hardware(
         device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=bandwidth
     )
-    return list(fitting(frontier(read_request(spec), where), node.device.memory, UNMEASURED))
+    return list(
+        list_fitting(find_frontier(read_plan_request(spec), where), node.device.memory, UNMEASURED)
+    )
 
 
 @pytest.mark.parametrize("name", PROMISES)

@@ -55,7 +55,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.report_bounds import bounded_report
+from orchestrator.specs.report_bounds import bound_report
 from orchestrator.specs.state import State
 from tests.backends.postgres import Server
 
@@ -172,7 +172,7 @@ for report in (
     OomReport,
     ErrorReport,
 ):  # what ranks report is within its bounds before it is an event
-    st.register_type_strategy(report, st.builds(report).map(bounded_report))
+    st.register_type_strategy(report, st.builds(report).map(bound_report))
 st.register_type_strategy(PolicySpec, st.just(POLICY))
 
 

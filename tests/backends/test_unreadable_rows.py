@@ -21,7 +21,7 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.specs.access import Role
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, Evidence
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import ReadOnlyError, ServiceError
 from orchestrator.specs.events import (
     Event,
@@ -44,7 +44,7 @@ class Endless:
     """Starts every attempt at once, and ends those alone that it is asked to end."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = [NodesSeen(nodes=idle_nodes(LOCAL), at_s=1.0)]
+        self._events: list[Event] = [NodesSeen(nodes=make_idle_nodes(LOCAL), at_s=1.0)]
 
     def launch(self, action: Launch) -> None:
         self._events.append(Started(job_id=action.job.id, number=action.attempt.number, at_s=1.0))
@@ -297,7 +297,7 @@ def test_an_account_that_cannot_be_read_admits_nobody_and_hides_no_other(path: P
     with journal_of(path) as journal:
         accounts = Accounts(journal.database.transaction, lambda: 2.0)
         assert accounts.find_principal_by_token(secrets["ada"]) is None
-        assert accounts.find_principal_by_token(secrets["bob"]).role is Role.MEMBER
+        assert accounts.find_principal_by_token(secrets["bob"]).highest_role is Role.MEMBER
         assert [user.name for user in accounts.list_users()] == ["bob"]
         accounts.remove_user("ada")
 

@@ -9,12 +9,12 @@ import yaml
 
 from benchmarks.__main__ import main
 from benchmarks.published_rows import FOLDER, read_rows
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import parse_plan
-from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.cluster import make_idle_nodes
+from orchestrator.specs.parse import parse_job_data
 
 HEADER = "{source: s, url: u, looked_at: true, rows: [%s]}"
 ROW = "{id: a, at: b, job: {}, plan: {}, cluster: %s, measured: {%s: 1}, outcome: %s}"
@@ -28,10 +28,10 @@ def test_there_are_eighty_rows_and_each_is_one() -> None:
 
 def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
     for row in read_rows()[::4]:
-        spec = job_from_data({"name": row.name, **row.job}, row.source)
+        spec = parse_job_data({"name": row.name, **row.job}, row.source)
         plan = parse_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
-        (group,) = group_equal_nodes(idle_nodes(row.cluster))
-        assert plan in set(list_plans(read_request(spec), group.hardware)), row.name
+        (group,) = group_equal_nodes(make_idle_nodes(row.cluster))
+        assert plan in set(list_plans(read_plan_request(spec), group.hardware)), row.name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from benchmarks.tuned import Answered, half_figures, source_figures
 from benchmarks.tuned_rows import FILE, HALVES, half_of, read_rows
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import parse_plan
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 
 
 def test_there_are_forty_rows_each_is_one_and_each_half_has_a_third() -> None:
@@ -24,7 +24,7 @@ def test_there_are_forty_rows_each_is_one_and_each_half_has_a_third() -> None:
 def test_the_plan_of_a_row_takes_all_devices_of_its_cluster() -> None:
     for row in read_rows():
         plan = parse_plan(row.spec, [(key, str(value)) for key, value in row.plan.items()])
-        (group,) = group_equal_nodes(idle_nodes(row.cluster))
+        (group,) = group_equal_nodes(make_idle_nodes(row.cluster))
         assert plan.world_size == group.devices, row.name
 
 

@@ -97,7 +97,7 @@ def nodes_of(job: Mapping[str, Any]) -> list[set[str]]:
 
 def saves(cluster: Cluster, job_id: str) -> None:
     folder = JobFolder(cluster.home, job_id).checkpoints
-    until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
+    until(lambda: checkpoint_folder.find_latest_complete(folder), f"a checkpoint of {job_id}")
 
 
 def logged_s(cluster: Cluster, node: str, text: str) -> float:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
-from orchestrator.memory.engines.overhead import supposed_overhead_bytes
+from orchestrator.memory.engines.overhead import assumed_overhead_bytes
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -86,12 +86,12 @@ class Measurement:
             data=DataSpec(text=("x",), sequence_length=self.sequence_length),
             training=self.training,
         )
-        profile = profile_of(
+        profile = find_rank_profile(
             read_model_request(job),
-            Share(
+            RankShare(
                 precision=self.plan.precision,
                 sequence_length=self.sequence_length,
-                autocast=autocasts(self.plan),
+                autocast=uses_autocast(self.plan),
                 cuda=kind is DeviceKind.CUDA,
             ),
         )
@@ -105,7 +105,7 @@ class Measurement:
     def allocator_bytes(self, kind: DeviceKind) -> int:
         """Return the bytes that PyTorch's allocator may hold, as if the device had `capacity_bytes`."""
         return self.capacity_bytes - (
-            supposed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0
+            assumed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0
         )
 
     def fits(self, kind: DeviceKind) -> bool:

@@ -16,7 +16,7 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.contract.engine import Engine as RunningEngine
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.data.dataset import global_batch, micro_batches
+from orchestrator.training.data.dataset import list_global_batch, split_micro_batches
 from tests.training.gang import ragged_text
 
 SMALL = DecoderSpec(
@@ -92,9 +92,9 @@ def take_step(
 ) -> tuple[float, int]:
     """Train one step; returns its loss and its tokens. The loss is read from the device: the step has ended."""
     size = run.plan.global_batch_size
-    samples = global_batch(step * size, size, len(recipe.dataset), run.training.seed)
+    samples = list_global_batch(step * size, size, len(recipe.dataset), run.training.seed)
     tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
-    mine = micro_batches(
+    mine = split_micro_batches(
         samples, 0, run.plan.micro_batch_size, run.plan.gradient_accumulation_steps
     )
     batches = (recipe.dataset.batch(indices) for indices in mine)

@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchao")
 
-from orchestrator.memory.engines.optimizers import temporaries  # noqa: E402
+from orchestrator.memory.engines.optimizers import update_temporary_bytes  # noqa: E402
 from orchestrator.specs.choices import Optimizer  # noqa: E402
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.training.build import build_engine, build_recipe  # noqa: E402
 from orchestrator.training.checkpoint import checkpoint  # noqa: E402
-from orchestrator.training.checkpoint.checkpoint import Cursor, Saved  # noqa: E402
+from orchestrator.training.checkpoint.checkpoint import SavedCheckpoint, TrainingProgress  # noqa: E402
 from orchestrator.training.checkpoint.fragment import Narrow  # noqa: E402
-from orchestrator.training.engines.optimizers import Updates  # noqa: E402
+from orchestrator.training.engines.optimizers import OptimizerUpdates  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 
 EIGHT_BIT = plan(optimizer=Optimizer.ADAMW_8BIT)
@@ -39,8 +39,10 @@ def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(
     assert eight.losses == pytest.approx(full.losses, abs=2e-2, rel=0)
     state = eight.engine.state()
     assert any(isinstance(value, Narrow) for value in state.values())
-    saved = Saved(path=tmp_path / "checkpoint", cursor=Cursor(step=TRAINING.max_steps))
-    checkpoint.save(saved.path, state, saved.cursor)
+    saved = SavedCheckpoint(
+        path=tmp_path / "checkpoint", cursor=TrainingProgress(step=TRAINING.max_steps)
+    )
+    checkpoint.save_state(saved.path, state, saved.cursor)
     again = build_engine(run, build_recipe(run), device, saved).state()
     for name, value in state.items():
         torch.testing.assert_close(_values(again[name]), _values(value), rtol=0.01, atol=0)
@@ -71,7 +73,7 @@ def test_a_compiled_update_is_that_of_single_operations(device: torch.device) ->
 def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -> None:
     size = 16 * 2**20
     weight = torch.nn.Parameter(torch.ones(4096, size // 4096, device=cuda))
-    updates = Updates(
+    updates = OptimizerUpdates(
         [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0
     )
     updates.allocate()
@@ -84,4 +86,4 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
         updates.update()
         peaks_bytes.append(torch.cuda.max_memory_allocated() - before_bytes)
     print(f"bytes of an element: {[peak_bytes / size for peak_bytes in peaks_bytes]}")
-    assert peaks_bytes[-1] <= 1.05 * temporaries(EIGHT_BIT, size, cuda=True)
+    assert peaks_bytes[-1] <= 1.05 * update_temporary_bytes(EIGHT_BIT, size, cuda=True)

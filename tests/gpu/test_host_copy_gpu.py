@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 import torch.distributed as dist  # noqa: E402
 
 from orchestrator.training.checkpoint import checkpoint  # noqa: E402
-from orchestrator.training.checkpoint.checkpoint import Cursor  # noqa: E402
+from orchestrator.training.checkpoint.checkpoint import TrainingProgress  # noqa: E402
 from orchestrator.training.checkpoint.host_copy import HostCopy  # noqa: E402
 
 ELEMENTS = 2**24
@@ -36,17 +36,17 @@ def test_a_copy_has_the_values_of_its_moment_in_pinned_memory_and_takes_no_devic
         before = torch.cuda.memory_allocated()
         for turn in range(3):  # the same memory each time
             weight.fill_(turn)
-            copy.take(state)
+            copy.copy_state(state)
             weight.fill_(-1.0)  # queued behind the copy
             copy.wait()
             stored = copy.state["model.w"].parts[(0,)]
             assert stored.is_pinned()
             assert stored.eq(turn).all()
         assert torch.cuda.max_memory_allocated() == before
-        checkpoint.save(tmp_path / "a", copy.state, Cursor(step=3))
+        checkpoint.save_state(tmp_path / "a", copy.state, TrainingProgress(step=3))
         copy.release()
         weight.zero_()
-        checkpoint.load(tmp_path / "a", {"model.w": weight})
+        checkpoint.load_state(tmp_path / "a", {"model.w": weight})
         assert weight.eq(2).all()
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ pytest.importorskip("pydantic", reason="the planner reads job files with pydanti
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.cluster import catalogue_device
 from orchestrator.specs.device_kind import DeviceKind
@@ -102,7 +102,7 @@ def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
         nodes=1,
         network_bandwidth=1,
     )
-    assert step_s(measurement.profile(DeviceKind.CUDA), plan, here) == pytest.approx(
+    assert predict_step_s(measurement.profile(DeviceKind.CUDA), plan, here) == pytest.approx(
         step["step_s"], rel=STEP_TOLERANCE
     )
 
@@ -155,7 +155,7 @@ def test_a_compiled_training_peaks_no_higher_than_its_prediction(training: dict[
     (case,) = (case for case in cases if f"compiled: {case.name}" == training["name"])
     measured_bytes = training["measured"]["allocated_bytes"]
     predicted_bytes = case.predict(DeviceKind.CUDA).allocated_bytes
-    predicted_s = step_s(case.profile(DeviceKind.CUDA), case.plan, H200_HARDWARE)
+    predicted_s = predict_step_s(case.profile(DeviceKind.CUDA), case.plan, H200_HARDWARE)
     assert 0.84 <= predicted_s / training["measured"]["step_s"] <= 1.27
     if case.plan.compiled:
         assert measured_bytes <= predicted_bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -522,16 +522,16 @@ def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) ->
 
 def predict_bytes(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
     """Allocated bytes of the plan, by the closed form."""
-    profile = profile_of(
+    profile = find_rank_profile(
         read_model_request(spec),
-        Share(
+        RankShare(
             precision=plan.precision,
             sequence_length=plan.sequence_length,
             context_parallel=plan.layout.cp,
             tensor_parallel=plan.layout.tp,
             expert_parallel=plan.expert_parallel,
             uneven=uneven,
-            autocast=autocasts(plan),
+            autocast=uses_autocast(plan),
         ),
     )
     assert profile is not None

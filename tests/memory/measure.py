@@ -159,7 +159,7 @@ def _peak_bytes(request: Run, folder: Path) -> int:
     import torch.distributed as dist
 
     from orchestrator.training.build import build_engine, build_recipe
-    from orchestrator.training.data.dataset import global_batch, micro_batches
+    from orchestrator.training.data.dataset import list_global_batch, split_micro_batches
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
     plan = request.plan
@@ -183,12 +183,12 @@ def _peak_bytes(request: Run, folder: Path) -> int:
         recipe = build_recipe(run)
         engine = build_engine(run, recipe, torch.device("cpu"), None)
         for step in range(STEPS):
-            samples = global_batch(
+            samples = list_global_batch(
                 step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0
             )
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
             dp_rank = plan.layout.dp_rank(dist.get_rank())
-            mine = micro_batches(
+            mine = split_micro_batches(
                 samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps
             )
             engine.step(step, (recipe.dataset.batch(indices) for indices in mine), tokens)

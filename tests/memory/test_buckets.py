@@ -7,7 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
+from orchestrator.memory.engines.deepspeed_buckets import (
+    BucketReduction,
+    largest_shard_elements,
+    simulate_bucket,
+)
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
@@ -51,7 +55,7 @@ def test_every_gradient_is_reduced_once_and_no_bucket_holds_more_than_it_can(
     parts: list[tuple[int, list[int]]], bucket: int
 ) -> None:
     profile = model(parts)
-    buckets, largest = filling(profile, bucket), max(in_order(profile))
+    buckets, largest = simulate_bucket(profile, bucket), max(in_order(profile))
     reduced = [
         reduction.elements for reductions in buckets.reduced.values() for reduction in reductions
     ]
@@ -65,7 +69,7 @@ def test_at_the_start_of_a_backward_pass_nothing_was_reduced(
     parts: list[tuple[int, list[int]]],
 ) -> None:
     profile = model(parts)
-    buckets, last = filling(profile, 50), len(profile.segments) - 1
+    buckets, last = simulate_bucket(profile, 50), len(profile.segments) - 1
     assert not buckets.has_begun((last, 0), 0)
     first = next(iter(buckets.reduced), None)
     if first is not None:
@@ -77,7 +81,9 @@ def test_only_one_reduction_of_a_backward_pass_is_the_first(
     parts: list[tuple[int, list[int]]],
 ) -> None:
     reductions = [
-        reduction for group in filling(model(parts), 50).reduced.values() for reduction in group
+        reduction
+        for group in simulate_bucket(model(parts), 50).reduced.values()
+        for reduction in group
     ]
     assert [reduction.is_first for reduction in reductions] == [
         number == 0 for number in range(len(reductions))
@@ -89,11 +95,11 @@ def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_wer
 ):
     layer = replace(model([(2, [3, 20, 30, 4, 5])]).segments[0], leaf=(4, 30, 20), leaf_until=57)
     profile = replace(model([]), segments=(layer,))
-    assert filling(profile, 40, leaves=True).reduced == {
-        (0, 0): (Reduction(56, 37, waiting=20, is_first=True),),
-        (0, 1): (Reduction(56, 32, waiting=50), Reduction(56, 30, waiting=20)),
+    assert simulate_bucket(profile, 40, leaves=True).reduced == {
+        (0, 0): (BucketReduction(56, 37, waiting=20, is_first=True),),
+        (0, 1): (BucketReduction(56, 32, waiting=50), BucketReduction(56, 30, waiting=20)),
     }
-    as_made = filling(profile, 40).reduced[0, 0]
+    as_made = simulate_bucket(profile, 40).reduced[0, 0]
     assert [(reduction.gradients, reduction.waiting) for reduction in as_made] == [(23, 0)]
 
 
@@ -114,4 +120,4 @@ def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
         sum(sizes[tensor] for tensor in set(owners[begin : begin + share]))
         for begin in range(0, len(owners), share)
     ]
-    assert largest_share(profile, shares) == max(loads)
+    assert largest_shard_elements(profile, shares) == max(loads)

@@ -19,20 +19,20 @@ from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     WINDOW,
     Calibration,
-    Errors,
-    _student,
+    PredictionErrors,
+    _student_cdf,
     _student_quantile,
-    calibration,
+    calibrate,
+    correction_of_step_time,
     plan_fit_probability,
     plan_needed_bytes,
-    select_newest,
-    step_factor,
-    step_kind,
+    select_observations_to_keep,
+    step_kind_of,
 )
 from orchestrator.memory.calibration.correction import (
-    corrected_bytes,
-    observed_correction,
-    worst_moments,
+    corrected_device_bytes,
+    observed_activation_factor,
+    select_worst_moments,
 )
 from orchestrator.specs.choices import Engine, Offload, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
@@ -72,11 +72,11 @@ def estimate(
 
 
 def learn(stored: list[Observation], job: str = "") -> Calibration:
-    return calibration(select_newest(stored), device=DEVICE.name, family="lm", job=job)
+    return calibrate(select_observations_to_keep(stored), device=DEVICE.name, family="lm", job=job)
 
 
 def margin_of(stored: list[Observation]) -> float:
-    return learn(stored).errors_of(Engine.TORCH, Source.DECLARED).margin
+    return learn(stored).errors_of_engine(Engine.TORCH, Source.DECLARED).margin
 
 
 def observe(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
@@ -102,8 +102,8 @@ def sample(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
 
 def test_without_outcomes_the_margin_is_the_documented_one() -> None:
     assert SUPPOSED.margin == pytest.approx(MARGIN)
-    assert SUPPOSED.within(MARGIN) == pytest.approx(CONFIDENCE)
-    assert SUPPOSED.within(1.0) == pytest.approx(0.5)
+    assert SUPPOSED.probability_within(MARGIN) == pytest.approx(CONFIDENCE)
+    assert SUPPOSED.probability_within(1.0) == pytest.approx(0.5)
 
 
 @given(outcomes)
@@ -113,9 +113,9 @@ def test_the_margin_is_the_least_that_covers_the_stated_share(
 ) -> None:
     beliefs = learn(sample(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
-        errors = beliefs.errors_of(engine, Source.DECLARED)
-        assert errors.within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
-        assert errors.within(errors.margin * (1 - 1e-6)) < CONFIDENCE
+        errors = beliefs.errors_of_engine(engine, Source.DECLARED)
+        assert errors.probability_within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
+        assert errors.probability_within(errors.margin * (1 - 1e-6)) < CONFIDENCE
 
 
 @given(
@@ -162,7 +162,10 @@ def test_no_outcome_shrinks_an_estimate(
     rows: list[tuple[float, float, bool, Plan]], activations: int
 ) -> None:
     prediction = estimate(activations=activations)
-    assert corrected_bytes(prediction, learn(sample(rows)).correction) >= prediction.device_bytes
+    assert (
+        corrected_device_bytes(prediction, learn(sample(rows)).correction)
+        >= prediction.device_bytes
+    )
 
 
 @given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
@@ -186,9 +189,9 @@ def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
     ]
     beliefs = learn([failed, *sample(rows), *after])
     assert plan_fit_probability(PLAN, prediction, beliefs, burst_bytes) == 0.0
-    assert beliefs.refutes(PLAN, prediction, burst_bytes)
+    assert beliefs.has_run_out(PLAN, prediction, burst_bytes)
     lighter = estimate(counted=prediction.allocated_bytes - 40 * MIB - 1)
-    assert not learn([failed]).refutes(PLAN, lighter, burst_bytes), (
+    assert not learn([failed]).has_run_out(PLAN, lighter, burst_bytes), (
         "a smaller model of the family is another matter"
     )
 
@@ -207,13 +210,13 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     needed = plan_needed_bytes(plan, prediction, beliefs)
     assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
     assert plan_fit_probability(plan, prediction, beliefs, needed) >= CONFIDENCE
-    assert corrected_bytes(prediction, beliefs.correction_of(plan, prediction)) == pytest.approx(
-        took_bytes, abs=1
-    )
+    assert corrected_device_bytes(
+        prediction, beliefs.activation_factor_of(plan, prediction)
+    ) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
-    assert beliefs.errors_for(plan, larger) == beliefs.errors_of(plan.engine, larger.source), (
-        "another training"
-    )
+    assert beliefs.errors_of_plan(plan, larger) == beliefs.errors_of_engine(
+        plan.engine, larger.source
+    ), "another training"
 
 
 def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
@@ -249,7 +252,7 @@ def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
         for number, factor in enumerate(mixed)
     ]
     expected = [
-        observed_correction(outcome.moments, outcome.measured_bytes)
+        observed_activation_factor(outcome.moments, outcome.measured_bytes)
         for outcome in stored
         if outcome.number != place
     ]
@@ -285,7 +288,7 @@ def test_more_outcomes_of_the_same_spread_never_widen_the_margin(
     """Each outcome came twice at least: alone, one might be an outlier."""
     some, more = learn(sample(rows * 2)), learn(sample(rows * 4))
     assert more.correction == some.correction
-    assert more.errors_of(Engine.TORCH, Source.DECLARED).margin <= some.errors_of(
+    assert more.errors_of_engine(Engine.TORCH, Source.DECLARED).margin <= some.errors_of_engine(
         Engine.TORCH, Source.DECLARED
     ).margin * (1 + 1e-12)
 
@@ -295,7 +298,7 @@ def test_fit_probabilities_are_nearly_the_observed_frequencies(spread: float) ->
     """Drawn from a seed: errors that are as precise as supposed, more precise, and far less."""
     draw, fits, families = random.Random(7), 0, 1000
     for _ in range(families):
-        errors = Errors(tuple(math.exp(draw.gauss(0.0, spread)) for _ in range(16)))
+        errors = PredictionErrors(tuple(math.exp(draw.gauss(0.0, spread)) for _ in range(16)))
         fits += math.exp(draw.gauss(0.0, spread)) <= errors.margin
     assert fits / families >= 0.965
 
@@ -305,7 +308,7 @@ def test_fit_probabilities_are_nearly_the_observed_frequencies(spread: float) ->
 )
 def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
     assert _student_quantile(freedom) == pytest.approx(quantile, abs=5e-4)
-    assert _student(-quantile, freedom) == pytest.approx(0.01, abs=2e-5)
+    assert _student_cdf(-quantile, freedom) == pytest.approx(0.01, abs=2e-5)
 
 
 def test_the_margin_falls_with_precise_outcomes_and_rises_with_others() -> None:
@@ -328,7 +331,7 @@ def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_do
     None
 ):
     precise = learn(observe(PRECISE * 3))
-    assert precise.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert precise.errors_of_engine(Engine.TORCH, Source.DECLARED).margin < MARGIN
     prediction = estimate(overhead=2)
     assert plan_needed_bytes(PLAN, prediction, precise) >= MARGIN * prediction.device_bytes
 
@@ -339,25 +342,30 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
     stored = [observation(correction=2.0, number=number, at_s=float(number)) for number in range(3)]
     beliefs = learn(stored)
     assert beliefs.correction == pytest.approx(2.0)
-    assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
-    assert beliefs.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
+    assert beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert beliefs.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(
+        MARGIN
+    )
     far = [
         observation(correction=2.0, ratio=1.5, number=number, at_s=9.0, plan=OTHER_ENGINE)
         for number in (7, 8)
     ]
     after = learn([*stored, *far])
-    assert after.errors_of(Engine.TORCH, Source.DECLARED) == beliefs.errors_of(
+    assert after.errors_of_engine(Engine.TORCH, Source.DECLARED) == beliefs.errors_of_engine(
         Engine.TORCH, Source.DECLARED
     )
-    assert after.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
+    assert after.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
     beliefs = learn([observation(correction=4.0, ran_out=True)])
-    assert (beliefs.correction, beliefs.errors_of(Engine.TORCH, Source.DECLARED)) == (4.0, Errors())
+    assert (beliefs.correction, beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED)) == (
+        4.0,
+        PredictionErrors(),
+    )
     beliefs = learn([observation(correction=4.0)])
     assert beliefs.correction == 4.0
-    assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
+    assert beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
 
 
 def test_a_trace_needs_a_smaller_margin_than_other_profiles_on_virtual_devices_only() -> None:
@@ -390,7 +398,7 @@ def test_an_outcome_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_o
     assert (
         of_job.correction
         > of_job.belief.least
-        == observed_correction(failed.moments, failed.measured_bytes)
+        == observed_activation_factor(failed.moments, failed.measured_bytes)
         > 300
     )
     assert learn([*stored, *observe(PRECISE)]).correction < 1.1
@@ -420,14 +428,14 @@ def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
         observation(number=number, at_s=float(number), step_ratio=ratio)
         for number, ratio in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
     ]
-    assert learn(taken).step_factors == {step_kind(PLAN): 1.3}
+    assert learn(taken).step_factors == {step_kind_of(PLAN): 1.3}
 
 
 def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
     offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
     factors = learn([observation(plan=offloaded, step_ratio=3.0)]).step_factors
-    assert step_factor(replace(offloaded, micro_batch_size=2), factors) == 3.0
-    assert step_factor(replace(offloaded, offload=Offload.NONE), factors) == 1.0
+    assert correction_of_step_time(replace(offloaded, micro_batch_size=2), factors) == 3.0
+    assert correction_of_step_time(replace(offloaded, offload=Offload.NONE), factors) == 1.0
 
 
 def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> (
@@ -445,17 +453,17 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
         ]
     )
     factors = family.step_factors
-    assert [step_factor(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [
+    assert [correction_of_step_time(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [
         1.2,
         1.6,
         pytest.approx(1.4),
     ]
-    assert step_factor(SHARDED, {step_kind(whole): 0.9}, factors) == 0.9
-    assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}, factors) == 5.0
-    assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}) == 0.9, (
+    assert correction_of_step_time(SHARDED, {step_kind_of(whole): 0.9}, factors) == 0.9
+    assert correction_of_step_time(OTHER_ENGINE, {step_kind_of(whole): 0.9}, factors) == 5.0
+    assert correction_of_step_time(OTHER_ENGINE, {step_kind_of(whole): 0.9}) == 0.9, (
         "no engine is faster for not being measured"
     )
-    assert step_factor(PLAN, {}) == 1.0
+    assert correction_of_step_time(PLAN, {}) == 1.0
 
 
 @given(outcomes, st.integers(0, 2**32))
@@ -464,10 +472,13 @@ def test_neither_order_nor_repetition_of_outcomes_matters(
     rows: list[tuple[float, float, bool, Plan]], seed: int
 ) -> None:
     stored = sample(rows * 4)
-    newest = select_newest(stored)
+    newest = select_observations_to_keep(stored)
     shuffled = random.Random(seed).sample(stored, len(stored))
-    assert select_newest([*shuffled, *newest]) == newest
-    assert select_newest([*select_newest(shuffled[::2]), *shuffled]) == newest
+    assert select_observations_to_keep([*shuffled, *newest]) == newest
+    assert (
+        select_observations_to_keep([*select_observations_to_keep(shuffled[::2]), *shuffled])
+        == newest
+    )
 
 
 def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> None:
@@ -481,7 +492,7 @@ def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> No
         for number in range(30)
     ]
     late = observe((1.0,) * 100, first=100)
-    newest = select_newest([*early, *late])
+    newest = select_observations_to_keep([*early, *late])
     assert len(newest) == WINDOW + 3
     assert newest[-WINDOW:] == tuple(late[-WINDOW:])
     assert {outcome.plan for outcome in newest if outcome.ran_out} == {
@@ -506,4 +517,4 @@ def test_the_lasting_moments_reach_every_peak(
         MomentBytes(name=str(number), counted_bytes=counted, activation_bytes=activations)
         for number, (counted, activations) in enumerate(moments)
     )
-    assert peak(worst_moments(every)) == peak(every)
+    assert peak(select_worst_moments(every)) == peak(every)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import CHUNK_TOKENS, profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import CHUNK_TOKENS, find_rank_profile
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision
 from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, VIRTUAL_BUCKETS
@@ -51,7 +51,7 @@ from tests.memory.matrix import (
 from tests.memory.measure import Run, measure_peaks
 from tests.training.gang import needs_torch_2_12
 
-SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+SHARE = RankShare(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
@@ -259,7 +259,7 @@ def test_an_update_in_the_backward_pass_saves_most_of_the_bytes_of_all_gradients
     *_, inside = in_backward_plans(1, (1,), Precision.FP32)
     outside = dataclasses.replace(inside, optimizer_in_backward=False)
     less, more = rows(DEEP, [inside, outside], tmp_path)
-    profile = profile_of(
+    profile = find_rank_profile(
         read_model_request(job(ModelSpec(decoder=DEEP))),
         SHARE,
     )

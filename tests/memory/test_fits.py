@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -132,14 +132,14 @@ def _needed(name: str, plan: Plan) -> int:
 
 def _profile(name: str, plan: Plan) -> ModelProfile:
     if name not in CLOSED_FORM:
-        return _traced(name)[plan.precision, autocasts(plan)]
-    profile = profile_of(
+        return _traced(name)[plan.precision, uses_autocast(plan)]
+    profile = find_rank_profile(
         read_model_request(job(KNOWN[name])),
-        Share(
+        RankShare(
             precision=plan.precision,
             sequence_length=SEQUENCE_LENGTH,
             tensor_parallel=plan.layout.tp,
-            autocast=autocasts(plan),
+            autocast=uses_autocast(plan),
         ),
     )
     assert profile is not None

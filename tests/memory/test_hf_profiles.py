@@ -14,10 +14,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
+from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models import experts
-from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.models.hf import DEFAULTS, find_decoder_shape
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -31,7 +31,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.guard.virtual_device import VirtualDevice
-from orchestrator.training.models.hf_adapters import adapt
+from orchestrator.training.models.hf_adapters import add_adapters
 from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
@@ -97,9 +97,9 @@ def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any
         model=ModelSpec(hf=config, lora=lora),
         data=DataSpec(text=("text.txt",), sequence_length=LENGTHS[0]),
     )
-    derived = profile_of(
+    derived = find_rank_profile(
         read_model_request(spec),
-        Share(**{"precision": Precision.FP32, "sequence_length": None, **changes}),
+        RankShare(**{"precision": Precision.FP32, "sequence_length": None, **changes}),
     )
     assert derived is not None
     return derived
@@ -127,7 +127,7 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
 def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...]) -> None:
     lora = LoraSpec(rank=4, target_modules=targets)
     with init_empty_weights():
-        made = adapt(model(CONFIGS["qwen3"], real=False), lora)
+        made = add_adapters(model(CONFIGS["qwen3"], real=False), lora)
     derived = profile(CONFIGS["qwen3"], lora)
     trained = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
     frozen = sum(
@@ -151,7 +151,7 @@ def saved_bytes_per_token(
 ) -> float:
     """Return the bytes that a further layer keeps for its backward pass, as the slope over a sample's tokens."""
     made = model(config, real=True)
-    layers = (adapt(made, lora) if lora else made).model.layers
+    layers = (add_adapters(made, lora) if lora else made).model.layers
     dtype, autocast = (
         torch.bfloat16 if precision == "cast" else torch.float32,
         precision == "autocast",
@@ -323,7 +323,7 @@ def test_no_setting_of_a_family_is_overlooked(family: str) -> None:
                 made = model(changed, real=False)
             except (SpecError, StrictDataclassError, ValueError, TypeError, KeyError):
                 continue  # transformers refuses it, or it says nothing of the model
-            if decoder_shape(ModelSpec(hf=changed), LENGTHS[0]) is not None:
+            if find_decoder_shape(ModelSpec(hf=changed), LENGTHS[0]) is not None:
                 derived = profile(changed)
                 assert derived.parameters == sum(
                     parameter.numel() for parameter in made.parameters()
@@ -351,30 +351,33 @@ def test_there_is_no_closed_form_where_it_would_not_hold() -> None:
         {"model_type": "gemma", **SIZES, "head_dim": 512},
         {"model_type": "mistral", **SIZES, "sliding_window": LENGTHS[0] - 1},
     ]
-    assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 7
+    assert [find_decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [
+        None
+    ] * 7
     assert (
-        decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0]) is not None
+        find_decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0])
+        is not None
     )
     for targets in (
         ("embed_tokens", "q_proj"),
         ("nothing",),
     ):  # adapters that only a trace knows, or refuses
         lora = LoraSpec(rank=4, target_modules=targets)
-        assert decoder_shape(ModelSpec(hf=CONFIGS["llama"], lora=lora), LENGTHS[0]) is None
+        assert find_decoder_shape(ModelSpec(hf=CONFIGS["llama"], lora=lora), LENGTHS[0]) is None
     mixture = MIXTURES["qwen3_moe"]
     without_width = {name: size for name, size in mixture.items() if name != "intermediate_size"}
-    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(
+    assert find_decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == find_decoder_shape(
         ModelSpec(hf=without_width), LENGTHS[0]
     )
-    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) is not None
+    assert find_decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) is not None
     without_width = {
         name: size for name, size in MIXTURES["mixtral"].items() if name != "intermediate_size"
     }
-    assert decoder_shape(ModelSpec(hf=without_width), LENGTHS[0]) is None
+    assert find_decoder_shape(ModelSpec(hf=without_width), LENGTHS[0]) is None
     for change in (
         {"mlp_only_layers": [0]},
         {"decoder_sparse_step": 2},
         {"output_router_logits": True},
     ):
-        assert decoder_shape(ModelSpec(hf=mixture | change), LENGTHS[0]) is None
-    assert decoder_shape(ModelSpec(hf=mixture, lora=LoraSpec(rank=4)), LENGTHS[0]) is None
+        assert find_decoder_shape(ModelSpec(hf=mixture | change), LENGTHS[0]) is None
+    assert find_decoder_shape(ModelSpec(hf=mixture, lora=LoraSpec(rank=4)), LENGTHS[0]) is None

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.specs.choices import Engine, Offload, Optimizer, Precision
 from orchestrator.specs.job.model import ModelSpec
 from tests.memory.matrix import ADAPTED, DEEP, DEVICE, SEQUENCE_LENGTH, job, plan
 
-SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+SHARE = RankShare(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
 
 
 def host_bytes(model: ModelSpec, engine: Engine, stage: int, dp: int, **fields: Any) -> int:
-    profile = profile_of(
+    profile = find_rank_profile(
         read_model_request(job(model)),
         SHARE,
     )
@@ -33,7 +33,7 @@ def host_bytes(model: ModelSpec, engine: Engine, stage: int, dp: int, **fields: 
 def test_the_ranks_together_copy_what_is_trained_and_its_states_once(
     engine: Engine, stage: int, optimizer: Optimizer, width: int, model: ModelSpec
 ) -> None:
-    profile = profile_of(
+    profile = find_rank_profile(
         read_model_request(job(model)),
         SHARE,
     )

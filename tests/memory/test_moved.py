@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from orchestrator.memory.model_request import Share, read_model_request
+from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models.adapters import AdaptedLayer
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.planning.kernels import GRADIENT_TRAFFIC_BYTES, LOGIT_TRAFFIC_BYTES
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
@@ -177,9 +177,9 @@ def test_operators_move_what_is_said(
         model=ModelSpec(**model),
         data=DataSpec(text=("x",), sequence_length=TOKENS),
     )
-    profile = profile_of(
+    profile = find_rank_profile(
         read_model_request(job),
-        Share(precision=precision, sequence_length=TOKENS, autocast=False, cuda=True),
+        RankShare(precision=precision, sequence_length=TOKENS, autocast=False, cuda=True),
     )
     assert profile is not None
     (segment,) = (candidate for candidate in profile.segments if candidate.name == "layer")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.profiles import decoder_profile
+from orchestrator.memory.profiles import make_decoder_profile
 from orchestrator.service.commands.plan import CandidateView, estimate_plan, parse_plan
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.specs.choices import Optimizer, Precision
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.profile import TracedProfile
 
 LLAMA = {
@@ -54,7 +54,7 @@ def answer(plan: dict[str, str], command: str = "python train.py", **more: Any) 
     }
     node = {"name": "node", "devices": 2, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "two", "nodes": [node]})
-    return estimate_plan(job_from_data(job, "test"), list(plan.items()), idle_nodes(cluster))
+    return estimate_plan(parse_job_data(job, "test"), list(plan.items()), make_idle_nodes(cluster))
 
 
 TRACED = {
@@ -93,7 +93,7 @@ def answer_of_folder(
     spec = read_job(file, home=folder, to_run=False, trace_scope=scope)
     node = {"name": "node", "devices": 1, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
-    return estimate_plan(spec, list(plan.items()), idle_nodes(cluster))
+    return estimate_plan(spec, list(plan.items()), make_idle_nodes(cluster))
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_a_script_completes_the_configuration_of_its_published_model(tmp_path: P
 
 def test_weights_in_bf16_count_for_a_traced_profile_too() -> None:
     decoder = {name: size for name, size in LLAMA.items() if name != "model_type"}
-    profile = decoder_profile(DecoderSpec(**decoder), "script", Precision.BF16, 2048, 1, False)
+    profile = make_decoder_profile(DecoderSpec(**decoder), "script", Precision.BF16, 2048, 1, False)
     traced = [
         TracedProfile(sequence_length=2048, autocast=autocast, cuda=True, profile=profile)
         for autocast in (False, True)
@@ -272,7 +272,7 @@ def test_weights_are_fp32_or_as_the_job_computes(weights: str) -> None:
 
 def test_our_own_models_keep_fp32_masters() -> None:
     with pytest.raises(SpecError, match="weights"):
-        job_from_data(
+        parse_job_data(
             {
                 "name": "ours",
                 "global_batch_size": 1,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import autocasts, is_known, profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile, is_memory_known, uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -28,7 +28,7 @@ from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import Run, measure_peaks, peaks
 from tests.memory.models import DECODER, MODELS, WIDE, WITH_LARGE_TABLES
 
-SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+SHARE = RankShare(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -67,13 +67,13 @@ def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: 
 def rows(name: str, tried: Sequence[Plan], folder: Path) -> list[Row]:
     """Every plan of the model, predicted and measured."""
     traces = trace_profiles(
-        MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried)
+        MODELS[name], *dict.fromkeys((plan.precision, uses_autocast(plan)) for plan in tried)
     )
     return [
         Row(
             plan=plan,
             predicted_bytes=estimate(
-                traces[plan.precision, autocasts(plan)], plan, DEVICE
+                traces[plan.precision, uses_autocast(plan)], plan, DEVICE
             ).allocated_bytes,
             measured_bytes=measured,
         )
@@ -171,7 +171,7 @@ def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path
     ]
     peaks = dict(zip(chosen, measure_peaks(runs, tmp_path), strict=True))
     for moment, (name, plan) in chosen.items():
-        (profile,) = trace_profiles(models[name], (plan.precision, autocasts(plan))).values()
+        (profile,) = trace_profiles(models[name], (plan.precision, uses_autocast(plan))).values()
         predicted = estimate(profile, plan, DEVICE).allocated_bytes
         assert predicted == pytest.approx(peaks[moment], rel=MOMENT_ERROR_MAX), moment
 
@@ -260,7 +260,7 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
     training = TrainingSpec(freeze=tuple(Freeze(parameters=name) for name in names))
     traces = trace_profiles(
         LLAMA,
-        *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried),
+        *dict.fromkeys((plan.precision, uses_autocast(plan)) for plan in tried),
         training=training,
     )
     runs = [
@@ -270,7 +270,7 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
         Row(
             plan=plan,
             predicted_bytes=estimate(
-                traces[plan.precision, autocasts(plan)], plan, DEVICE
+                traces[plan.precision, uses_autocast(plan)], plan, DEVICE
             ).allocated_bytes,
             measured_bytes=peak,
         )
@@ -328,21 +328,25 @@ def full(folder: Path) -> dict[str, list[Row]]:
 
 def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_of_it() -> None:
     spec = job(LLAMA)
-    assert is_known(spec)
+    assert is_memory_known(spec)
     for_some_steps = TrainingSpec(freeze=(Freeze(parameters="model.layers.*", until_step=10),))
-    assert is_known(spec.model_copy(update={"training": for_some_steps}))
+    assert is_memory_known(spec.model_copy(update={"training": for_some_steps}))
     frozen = spec.model_copy(
         update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))}
     )
-    assert not is_known(frozen)
-    closed_form = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
+    assert not is_memory_known(frozen)
+    closed_form = find_rank_profile(read_model_request(spec), RankShare(precision=Precision.FP32))
     assert closed_form is not None
     less = dataclasses.replace(closed_form, source=Source.TRACED)
     trace = TracedProfile(sequence_length=SEQUENCE_LENGTH, autocast=False, profile=less)
     frozen = frozen.model_copy(update={"traced": (trace,)})
-    assert profile_of(read_model_request(frozen), Share(precision=Precision.FP32)) == less
+    assert (
+        find_rank_profile(read_model_request(frozen), RankShare(precision=Precision.FP32)) == less
+    )
     for cut in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}):
-        whole = profile_of(read_model_request(frozen), Share(precision=Precision.FP32, **cut))
+        whole = find_rank_profile(
+            read_model_request(frozen), RankShare(precision=Precision.FP32, **cut)
+        )
         assert whole is not None
         assert whole.source is Source.CLOSED_FORM
 
@@ -352,7 +356,7 @@ def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_c
     None
 ):
     (trace,) = trace_profiles(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
-    closed = profile_of(
+    closed = find_rank_profile(
         read_model_request(job(ModelSpec(decoder=DECODER))),
         SHARE,
     )

@@ -11,12 +11,12 @@ import pytest
 
 from orchestrator.planning.cost import busy_share
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import estimate_plan
-from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.cluster import make_idle_nodes
+from orchestrator.specs.parse import parse_job_data
 from tests.gpu.configurations import MODELS
 from tests.gpu.kit.plans import PLAIN
 
@@ -34,9 +34,9 @@ def predicted(model: Any, tokens: int, samples: int) -> float:
         "model": {"hf": dict(model)},
         "data": {"text": ["corpus.txt"], "sequence_length": tokens},
     }
-    (group,) = group_equal_nodes(idle_nodes(parse_cards(CARD)))
+    (group,) = group_equal_nodes(make_idle_nodes(parse_cards(CARD)))
     plan = replace(PLAIN, micro_batch_size=samples)
-    profile = find_profile(read_request(job_from_data(job, "test")), group.hardware, plan)
+    profile = find_profile(read_plan_request(parse_job_data(job, "test")), group.hardware, plan)
     share = busy_share(profile, plan, group.hardware)
     assert share is not None
     return share
@@ -60,6 +60,6 @@ def test_a_larger_micro_batch_keeps_a_device_busier() -> None:
 
 def test_nothing_is_said_of_a_script_whose_seconds_nobody_knows() -> None:
     job = {"name": "job", "command": "python train.py", "global_batch_size": 8}
-    nodes = idle_nodes(parse_cards(CARD))
-    view = estimate_plan(job_from_data(job, "test"), [("micro_batch_size", "8")], nodes)
+    nodes = make_idle_nodes(parse_cards(CARD))
+    view = estimate_plan(parse_job_data(job, "test"), [("micro_batch_size", "8")], nodes)
     assert view["busy_share"] is None

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.planning.collectives import ring, send_s
-from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
+from orchestrator.planning.collectives import find_ring, send_s
+from orchestrator.planning.cost import Hardware, predict_step_s
+from orchestrator.planning.kernels import (
+    matmul_s,
+    predict_micro_batch,
+    product_flops,
+    product_rates,
+)
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -86,7 +91,9 @@ def plan(
 
 def seconds(candidate: Plan, here: Hardware | None = None, spec: JobSpec | None = None) -> float:
     here = here or machine()
-    return step_s(find_profile(read_request(spec or job()), here, candidate), candidate, here)
+    return predict_step_s(
+        find_profile(read_plan_request(spec or job()), here, candidate), candidate, here
+    )
 
 
 PLANS = [
@@ -274,7 +281,7 @@ def test_gradients_hide_behind_the_last_micro_batch_only_where_the_engine_lets_t
         plan(dp=8, micro=8, steps=1, engine=Engine.DEEPSPEED, zero_stage=1),
     )
     alone = seconds(plan(micro=8, steps=1), here)
-    moved_s = 2 * 7 / 8 * 4 * find_profile(read_request(job()), here, ddp).parameters / 20e9
+    moved_s = 2 * 7 / 8 * 4 * find_profile(read_plan_request(job()), here, ddp).parameters / 20e9
     assert seconds(ddp, here) - alone < 0.5 * moved_s
     assert seconds(zero, here) - alone > 0.5 * moved_s
 
@@ -290,17 +297,17 @@ def test_adapters_cost_no_gradients_of_the_frozen_matrices() -> None:
 
 @given(st.integers(2, 8), st.integers(0, 6), st.floats(1, 1e11))
 def test_messages_obey_their_volumes(ranks: int, doubled: int, count: float) -> None:
-    across = ring(ranks << doubled, 1, machine(10**11))
+    across = find_ring(ranks << doubled, 1, machine(10**11))
     assert across.gather_s(count) < across.all_reduce_s(count) <= 2 * across.gather_s(count)
     assert across.all_reduce_s(2 * count) <= 2 * across.all_reduce_s(count)
     share = (across.ranks - 1) / across.ranks
     assert across.gather_s(count) > share * count / 300e9
-    assert ring(1, 1, machine(10**11)).all_reduce_s(count) == 0
+    assert find_ring(1, 1, machine(10**11)).all_reduce_s(count) == 0
 
 
 def test_a_large_all_reduce_on_a_node_takes_what_nccl_was_measured_to_take() -> None:
     """8.193 ms for 1 GiB, 0.58 ms for 64 MiB, 0.093 ms for 1 MiB on 8 A100 (VIA-Research/vTrain trace/a100)."""
-    node = ring(8, 1, machine(10**11))
+    node = find_ring(8, 1, machine(10**11))
     for mib, measured_s in ((1024, 8.193e-3), (64, 0.58e-3), (1, 0.093e-3)):
         assert node.all_reduce_s(mib * 2**20) == pytest.approx(
             measured_s, rel=0.4 if mib == 1 else 0.1
@@ -308,8 +315,8 @@ def test_a_large_all_reduce_on_a_node_takes_what_nccl_was_measured_to_take() -> 
 
 
 def test_rings_between_the_same_nodes_share_the_network() -> None:
-    alone, beside = (ring(4, stride, machine(10**11)) for stride in (8, 4))
-    assert ring(2, 4, machine(10**11)).nodes == 1
+    alone, beside = (find_ring(4, stride, machine(10**11)) for stride in (8, 4))
+    assert find_ring(2, 4, machine(10**11)).nodes == 1
     assert (alone.nodes, beside.nodes) == (4, 2)
     assert beside.bandwidth == 2 * alone.bandwidth
     crossing, within = (send_s(10**9, device(), bandwidth) for bandwidth in (10**11 / 8, math.inf))
@@ -317,8 +324,8 @@ def test_rings_between_the_same_nodes_share_the_network() -> None:
 
 
 def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one() -> None:
-    cut = find_profile(read_request(job()), machine(), plan(tp=8))
-    assert micro_batch(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
+    cut = find_profile(read_plan_request(job()), machine(), plan(tp=8))
+    assert predict_micro_batch(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
 
 
 def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_would_do() -> None:
@@ -326,7 +333,7 @@ def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_wou
     stage_3: dict[str, Any] = {"zero_stage": ZeroStage.PARAMETERS, "steps": 4}
     assert all(
         seconds(candidate, here) > 0
-        for candidate in list_plans(read_request(job(gpus={"min": 1, "max": 8})), here)
+        for candidate in list_plans(read_plan_request(job(gpus={"min": 1, "max": 8})), here)
     )
     assert seconds(plan(dp=8, **stage_3), here) < seconds(
         plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here
@@ -375,9 +382,9 @@ def test_every_plan_compiles_as_the_job_says_unless_a_pin_says_otherwise(pin: bo
         plan={} if pin is None else {"compiled": pin},
     )
     hardware = machine(nodes=1)
-    candidates = list(list_plans(read_request(spec), hardware))
+    candidates = list(list_plans(read_plan_request(spec), hardware))
     assert {plan.compiled for plan in candidates} == {pin is not False}
     for plan in candidates[:: max(1, len(candidates) // 5)]:
-        profile = find_profile(read_request(spec), hardware, plan)
-        as_written = step_s(profile, replace(plan, compiled=False), hardware)
-        assert step_s(profile, replace(plan, compiled=True), hardware) <= as_written
+        profile = find_profile(read_plan_request(spec), hardware, plan)
+        as_written = predict_step_s(profile, replace(plan, compiled=False), hardware)
+        assert predict_step_s(profile, replace(plan, compiled=True), hardware) <= as_written

@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.backends.attempts.workdir import rewrite_config
-from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
+from orchestrator.planning.render import (
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
+)
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.choices import Engine, ZeroStage
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.deepspeed_file import KEYS_OF_PLAN
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import ParallelLayout, Plan
 
 WIDTH = 2  # bytes of a bf16 gradient
@@ -62,7 +66,7 @@ def script(**changed: Any) -> JobSpec:
         "trains": {"hf": MODEL},
         "data": {"sequence_length": 64},
     }
-    return job_from_data(fields | changed, "test")
+    return parse_job_data(fields | changed, "test")
 
 
 def script_plan(stage: int) -> Plan:
@@ -77,7 +81,7 @@ def script_plan(stage: int) -> Plan:
 def answer(stage: int, **changed: Any) -> CandidateView:
     cluster = ClusterSpec.model_validate({"name": "cluster", "nodes": [NODE]})
     settings = [("dp", "2"), ("micro_batch_size", "4"), ("zero_stage", str(stage))]
-    return estimate_plan(script(**changed), settings, idle_nodes(cluster))
+    return estimate_plan(script(**changed), settings, make_idle_nodes(cluster))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -106,8 +110,8 @@ def test_a_plans_file_has_every_key_of_the_script_and_its_own_settings(
 ) -> None:
     spec = script(deepspeed=keys)
     plan = script_plan(stage)
-    config = deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
-    plain = deepspeed_config(plan, clip_norm=None)
+    config = render_deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
+    plain = render_deepspeed_config(plan, clip_norm=None)
     for name, value in keys.items():
         assert config[name] == value
     for name in plain.keys() - keys.keys():
@@ -149,7 +153,7 @@ def test_a_script_with_a_file_of_its_own_gets_the_stage_and_the_sizes_in_a_copy(
         deepspeed={"zero_optimization": sizes},
         plan={"zero_stage": stage},
     )
-    rendered = script_command(
+    rendered = render_script_command(
         spec,
         script_plan(stage),
         output_dir="out",
@@ -162,5 +166,5 @@ def test_a_script_with_a_file_of_its_own_gets_the_stage_and_the_sizes_in_a_copy(
         written = written["engine"]
     assert written == {"zero_optimization": {"stage": stage, **sizes}}
     assert rendered.arguments[-2:] == ("--deepspeed", "copy.json")
-    launched = accelerate_config(spec.knobs, script_plan(stage), deepspeed_config_path=None)
+    launched = render_accelerate_config(spec.knobs, script_plan(stage), deepspeed_config_path=None)
     assert launched["distributed_type"] == "MULTI_GPU", "the script starts DeepSpeed itself"

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.ends import split_evenly
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.ends import choose_end_stage_layers
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -61,14 +61,16 @@ def plan(
 
 
 def cut_pipeline(spec: JobSpec, candidate: Plan) -> Plan:
-    first, last = split_evenly(
-        find_profile(read_request(spec), machine(), candidate), candidate, machine()
+    first, last = choose_end_stage_layers(
+        find_profile(read_plan_request(spec), machine(), candidate), candidate, machine()
     )
     return replace(candidate, first_stage_layers=first, last_stage_layers=last)
 
 
 def seconds(spec: JobSpec, candidate: Plan) -> float:
-    return step_s(find_profile(read_request(spec), machine(), candidate), candidate, machine())
+    return predict_step_s(
+        find_profile(read_plan_request(spec), machine(), candidate), candidate, machine()
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> Non
     assert seconds(spec, chosen) <= EQUAL * seconds(spec, heavy)
     needed = [
         estimate(
-            find_profile(read_request(spec), machine(), candidate), candidate, machine().device
+            find_profile(read_plan_request(spec), machine(), candidate), candidate, machine().device
         ).allocated_bytes
         for candidate in (chosen, heavy)
     ]
@@ -116,7 +118,9 @@ def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> Non
 
 def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> None:
     spec = job(LLAMA | {"num_hidden_layers": 30}, gpus=8)
-    pipelined = [plan for plan in list_plans(read_request(spec), machine()) if plan.layout.pp == 4]
+    pipelined = [
+        plan for plan in list_plans(read_plan_request(spec), machine()) if plan.layout.pp == 4
+    ]
     assert {
         (plan.first_stage_layers, plan.last_stage_layers)
         for plan in pipelined
@@ -125,7 +129,7 @@ def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> Non
     pinned = spec.model_copy(update={"plan": (("last_stage_layers", 4), ("pp", 4))})
     assert {
         (plan.first_stage_layers, plan.last_stage_layers)
-        for plan in list_plans(read_request(pinned), machine())
+        for plan in list_plans(read_plan_request(pinned), machine())
     } == {(0, 4)}
     impossible = spec.model_copy(update={"plan": (("last_stage_layers", 28), ("pp", 4))})
-    assert not list(list_plans(read_request(impossible), machine()))
+    assert not list(list_plans(read_plan_request(impossible), machine()))

@@ -12,13 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
-from orchestrator.memory.calibration.correction import corrected_bytes, observed_correction
+from orchestrator.memory.calibration.correction import (
+    corrected_device_bytes,
+    observed_activation_factor,
+)
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.frontier import (
+    Candidate,
+    fits_device,
+    list_fitting,
+    needed_device_bytes,
+    why_rejected,
+)
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import Hardware, frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import Hardware, find_frontier, list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
@@ -102,7 +111,7 @@ machines = st.builds(
 
 def planned(spec: JobSpec, machine: Hardware) -> tuple[Candidate, ...]:
     try:
-        return frontier(read_request(spec), machine).candidates
+        return find_frontier(read_plan_request(spec), machine).candidates
     except SpecError:
         return ()
 
@@ -147,13 +156,13 @@ def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(
 
 
 def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
-    profile = find_profile(read_request(spec), machine, plan)
+    profile = find_profile(read_plan_request(spec), machine, plan)
     semantic = plan.sequence_length != spec.data.sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     return Candidate(
         plan=plan,
         estimate=estimate(profile, plan, machine.device),
-        step_s=step_s(profile, plan, machine),
+        step_s=predict_step_s(profile, plan, machine),
         degradation=Degradation.SEMANTIC
         if semantic
         else Degradation.NUMERIC
@@ -169,7 +178,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(
 ) -> None:
     families: dict[object, list[Candidate]] = {}
     try:
-        tried = list(list_plans(read_request(spec), machine))
+        tried = list(list_plans(read_plan_request(spec), machine))
     except SpecError:
         return
     for plan in tried:
@@ -213,35 +222,37 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
     plan = Plan(engine=Engine.TORCH, layout=two, micro_batch_size=2, sequence_length=128)
     whole, sharded = (
         estimate(
-            find_profile(read_request(spec), here, plan),
+            find_profile(read_plan_request(spec), here, plan),
             replace(plan, zero_stage=stage),
             here.device,
         )
         for stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)
     )
     measured = 10 * whole.allocated_bytes
-    factor = observed_correction(whole.moments, measured)
-    assert corrected_bytes(whole, factor) == pytest.approx(measured, abs=1)
-    assert corrected_bytes(sharded, factor) > 0.9 * measured
+    factor = observed_activation_factor(whole.moments, measured)
+    assert corrected_device_bytes(whole, factor) == pytest.approx(measured, abs=1)
+    assert corrected_device_bytes(sharded, factor) > 0.9 * measured
 
 
 def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
-    front = frontier(read_request(decoder_job()), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
+    front = find_frontier(
+        read_plan_request(decoder_job()), hardware(DeviceKind.VIRTUAL, memory="256MiB")
+    )
     learned = Calibration(correction=1.2)
-    capacity = needed_bytes(front.candidates[len(front.candidates) // 2], learned)
+    capacity = needed_device_bytes(front.candidates[len(front.candidates) // 2], learned)
     refuted = frozenset({front.candidates[-1].plan})
     accepted = [c for c in front.candidates if why_rejected(c, capacity, learned) is None]
-    assert accepted == list(fitting(front, capacity, learned))
+    assert accepted == list(list_fitting(front, capacity, learned))
     assert 0 < len(accepted) < len(front.candidates)
     untried = [candidate for candidate in accepted if candidate.plan not in refuted]
-    assert untried == list(fitting(front, capacity, learned, refuted))
+    assert untried == list(list_fitting(front, capacity, learned, refuted))
 
 
 def test_torch_is_preferred_where_both_engines_would_do() -> None:
     spec = decoder_job(gpus=2)
     first = next(
-        fitting(
-            frontier(read_request(spec), hardware(DeviceKind.VIRTUAL, memory="8GiB")),
+        list_fitting(
+            find_frontier(read_plan_request(spec), hardware(DeviceKind.VIRTUAL, memory="8GiB")),
             8 * 2**30,
             UNMEASURED,
         )
@@ -251,7 +262,7 @@ def test_torch_is_preferred_where_both_engines_would_do() -> None:
 
 def test_a_batch_that_no_allowed_number_of_devices_divides_is_refused_with_a_way_out() -> None:
     with pytest.raises(SpecError) as refused:
-        frontier(read_request(decoder_job(global_batch_size=7, gpus=11)), hardware())
+        find_frontier(read_plan_request(decoder_job(global_batch_size=7, gpus=11)), hardware())
     assert refused.value.path == "global_batch_size"
     assert "global_batch_size: 12" in refused.value.hint
 
@@ -272,7 +283,7 @@ def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing
         precision="bf16",
     )
     fabric = replace(hardware(per_node=8, nodes=64), network_bandwidth=400_000_000_000)
-    candidates = frontier(read_request(spec), fabric).candidates
+    candidates = find_frontier(read_plan_request(spec), fabric).candidates
     alike = Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(dp=512),
@@ -338,6 +349,8 @@ def count_calls(model: str, gpus: int, batch: int) -> int:
     )
     machine = hardware(per_node=8, nodes=gpus // 8)
     with Profile() as recorded:
-        front = frontier(read_request(spec), machine)
-    assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in front.candidates)
+        front = find_frontier(read_plan_request(spec), machine)
+    assert any(
+        fits_device(candidate, machine.device.memory, UNMEASURED) for candidate in front.candidates
+    )
     return int(Stats(recorded).total_calls)

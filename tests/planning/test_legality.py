@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 
 from orchestrator.planning import search
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.engines import why_illegal
 from orchestrator.specs.errors import IllegalPlan, SpecError
@@ -62,10 +62,10 @@ def test_a_planted_rule_is_obeyed_by_the_search_at_once(
         plant(patch, PLANTED[rule])
         try:
             offered = [
-                *list_plans(read_request(spec), hardware),
+                *list_plans(read_plan_request(spec), hardware),
                 *(
                     candidate.plan
-                    for candidate in frontier(read_request(spec), hardware).candidates
+                    for candidate in find_frontier(read_plan_request(spec), hardware).candidates
                 ),
             ]
         except SpecError:  # no batch of it can be cut, or no legal plan is left

@@ -15,9 +15,9 @@ from orchestrator.planning.picture import (
     Mark,
     Picture,
     Point,
-    byte_ticks,
+    choose_byte_ticks,
+    choose_second_ticks,
     draw_lines,
-    second_ticks,
 )
 
 MIB = 2**20
@@ -70,8 +70,8 @@ def test_ticks_are_few_within_the_picture_ascending_and_distinct(
     picture: Picture, most: int
 ) -> None:
     for ticks, (low, high) in (
-        (byte_ticks(*picture.span_bytes, most), picture.span_bytes),
-        (second_ticks(*picture.span_s, most), picture.span_s),
+        (choose_byte_ticks(*picture.span_bytes, most), picture.span_bytes),
+        (choose_second_ticks(*picture.span_s, most), picture.span_s),
     ):
         assert 1 <= len(ticks) <= most
         values, labels = zip(*ticks, strict=True)
@@ -94,7 +94,7 @@ def test_ticks_are_few_within_the_picture_ascending_and_distinct(
 def test_times_are_labelled_in_round_numbers_of_their_unit(
     low: float, high: float, labels: list[str]
 ) -> None:
-    assert [label for _, label in second_ticks(low, high, 7)] == labels
+    assert [label for _, label in choose_second_ticks(low, high, 7)] == labels
 
 
 def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import ENDS
-from orchestrator.planning.frontier import needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
-from orchestrator.planning.ways_out import Unfit
+from orchestrator.planning.frontier import needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
+from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import has_pins, pins_of
+from orchestrator.specs.job.pins import make_pins, matches_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
@@ -34,7 +34,7 @@ SCRIPT = "name: a\nglobal_batch_size: 8\ncommand: python train.py\n"
 
 def has_settings(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
     pin_values = dict(pins)
-    return has_pins(plan, pin_values) and has_pins(plan.layout, pin_values)
+    return matches_pins(plan, pin_values) and matches_pins(plan.layout, pin_values)
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -43,13 +43,15 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(
     work: dict[str, Any], allow: str, data: Any
 ) -> None:
     spec = job(work, 8, (1, 3), allow)
-    every = list(list_plans(read_request(spec), ONE_NODE))
-    whole = dict(pins_of(data.draw(st.sampled_from(every))))
+    every = list(list_plans(read_plan_request(spec), ONE_NODE))
+    whole = dict(make_pins(data.draw(st.sampled_from(every))))
     names = data.draw(
         st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1)
     )  # these: test_ends.py
     pins = tuple((name, whole[name]) for name in whole if name in names)
-    legal_plans = list(list_plans(read_request(spec.model_copy(update={"plan": pins})), ONE_NODE))
+    legal_plans = list(
+        list_plans(read_plan_request(spec.model_copy(update={"plan": pins})), ONE_NODE)
+    )
     agreeing = [plan for plan in every if has_settings(plan, pins)]
     if (
         "full_checkpointing_layers" in names
@@ -60,20 +62,22 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(
         assert legal_plans == agreeing
     assert all(
         has_settings(candidate.plan, pins)
-        for candidate in frontier(
-            read_request(spec.model_copy(update={"plan": pins})), ONE_NODE
+        for candidate in find_frontier(
+            read_plan_request(spec.model_copy(update={"plan": pins})), ONE_NODE
         ).candidates
     )
 
 
 def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
     spec = job(DECODER, 8, (1, 3), "exact")
-    best = {candidate.plan for candidate in frontier(read_request(spec), ONE_NODE).candidates}
-    beaten = [plan for plan in list_plans(read_request(spec), ONE_NODE) if plan not in best]
+    best = {
+        candidate.plan for candidate in find_frontier(read_plan_request(spec), ONE_NODE).candidates
+    }
+    beaten = [plan for plan in list_plans(read_plan_request(spec), ONE_NODE) if plan not in best]
     assert len(beaten) > 100
     for plan in beaten[::37]:
-        (only,) = frontier(
-            read_request(spec.model_copy(update={"plan": pins_of(plan)})), ONE_NODE
+        (only,) = find_frontier(
+            read_plan_request(spec.model_copy(update={"plan": make_pins(plan)})), ONE_NODE
         ).candidates
         assert only.plan == plan
 
@@ -82,12 +86,14 @@ def test_any_number_of_layers_that_are_recomputed_in_full_can_be_pinned() -> Non
     spec = job(DECODER, 8, (1, 3), "exact")
     tried = {
         plan.full_checkpointing_layers
-        for plan in list_plans(read_request(spec), ONE_NODE)
+        for plan in list_plans(read_plan_request(spec), ONE_NODE)
         if plan.layout.pp == 1
     }
     assert tried == {0, 2, 3, 4}
     pins = (("pp", 1), ("full_checkpointing_layers", 1))
-    candidates = frontier(read_request(spec.model_copy(update={"plan": pins})), ONE_NODE).candidates
+    candidates = find_frontier(
+        read_plan_request(spec.model_copy(update={"plan": pins})), ONE_NODE
+    ).candidates
     assert {candidate.plan.full_checkpointing_layers for candidate in candidates} == {1}
     assert {candidate.plan.activation_checkpointing for candidate in candidates} == {
         ActivationCheckpointing.SELECTIVE
@@ -146,7 +152,7 @@ def test_a_script_takes_the_pins_that_its_knobs_can_carry_out() -> None:
     }
     spec = job({"command": "python train.py", "knobs": KNOBS}, 8, (2, 0), "exact", plan=fields)
     legal_plans = {
-        candidate.plan for candidate in frontier(read_request(spec), ONE_NODE).candidates
+        candidate.plan for candidate in find_frontier(read_plan_request(spec), ONE_NODE).candidates
     }
     assert [has_settings(plan, spec.plan) for plan in legal_plans] == [True]
 
@@ -160,7 +166,7 @@ def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
         plan={"engine": "torch", "zero_stage": 2, "offload": "optimizer"},
     )
     with pytest.raises(SpecError) as raised:
-        frontier(read_request(spec), ONE_NODE)
+        find_frontier(read_plan_request(spec), ONE_NODE)
     assert (raised.value.path, raised.value.allowed) == (
         "plan.engine",
         "deepspeed with zero_stage=2, offload=optimizer",
@@ -171,7 +177,7 @@ def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
 def test_pins_of_which_no_plan_has_both_leave_none() -> None:
     pins = {"activation_offload": True, "full_checkpointing_layers": 2}
     with pytest.raises(SpecError, match="no plan on device has"):
-        frontier(read_request(job(DECODER, 8, (1, 0), "exact", plan=pins)), ONE_NODE)
+        find_frontier(read_plan_request(job(DECODER, 8, (1, 0), "exact", plan=pins)), ONE_NODE)
 
 
 def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits_instead() -> None:
@@ -183,11 +189,11 @@ def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits
         plan={"zero_stage": 0, "micro_batch": 8, "activation_checkpointing": "none"},
     )
     needed = min(
-        needed_bytes(candidate, UNMEASURED)
-        for candidate in frontier(read_request(spec), ONE_NODE).candidates
+        needed_device_bytes(candidate, UNMEASURED)
+        for candidate in find_frontier(read_plan_request(spec), ONE_NODE).candidates
     )
     first, closest, *rest = why_nothing_fits(
-        Unfit(spec, ONE_NODE, needed - 1, UNMEASURED)
+        UnfitJob(spec, ONE_NODE, needed - 1, UNMEASURED)
     ).splitlines()
     pins = "zero_stage=0, micro_batch_size=8, activation_checkpointing=none"
     assert first == f"no plan with {pins} fits {format_bytes(needed - 1)} of device"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, likely_band_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.memory.calibration.calibrate import UNMEASURED, likely_needed_bytes_range
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.units import parse_bytes
 from tests.planning.test_ways_out import cards
@@ -27,9 +27,9 @@ def test_the_band_of_an_answer_holds_what_was_reported(row: dict[str, Any]) -> N
     settings = [("gpus", "1"), ("global_batch_size", batch)]
     settings.append(("knobs.micro_batch_size.default", batch))
     spec = read_job(JOBS / row["job"], settings, to_run=False)
-    candidates = frontier(read_request(spec), cards("a100-80gb")).candidates
+    candidates = find_frontier(read_plan_request(spec), cards("a100-80gb")).candidates
     lightest = min(candidates, key=lambda candidate: candidate.estimate.device_bytes)
-    least, most = likely_band_bytes(lightest.plan, lightest.estimate, UNMEASURED)
+    least, most = likely_needed_bytes_range(lightest.plan, lightest.estimate, UNMEASURED)
     if row["trains"]:
         assert least <= parse_bytes(row["memory"])
     else:

@@ -12,21 +12,25 @@ from rich.console import Console
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
 from orchestrator.memory.calibration.correction import (
-    corrected,
+    correct_estimate,
     corrected_allocated_bytes,
-    corrected_bytes,
+    corrected_device_bytes,
 )
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import profile_of
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.explain import breakdown, nearest, why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.explain import find_nearest, list_bytes_by_cause, why_nothing_fits
+from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.request import read_request, read_script
-from orchestrator.planning.search import Hardware, frontier, list_plans
-from orchestrator.planning.ways_out import Unfit
+from orchestrator.planning.render import (
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
+)
+from orchestrator.planning.request import read_plan_request, read_script_request
+from orchestrator.planning.search import Hardware, find_frontier, list_plans
+from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.fit import iterate_fit_rows
 from orchestrator.service.commands.plan import plan_job
@@ -42,12 +46,12 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, idle_nodes
+from orchestrator.specs.cluster import DeviceSpec, make_idle_nodes
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
 from orchestrator.specs.settings import changes
@@ -107,7 +111,11 @@ def decoder_job(hidden_size: int = 256, **changed: object) -> JobSpec:
 
 
 def fast_first(spec: JobSpec, hardware: Hardware) -> list[Candidate]:
-    return list(fitting(frontier(read_request(spec), hardware), hardware.device.memory, UNMEASURED))
+    return list(
+        list_fitting(
+            find_frontier(read_plan_request(spec), hardware), hardware.device.memory, UNMEASURED
+        )
+    )
 
 
 def test_an_unknown_script_starts_as_it_would_alone_and_gets_lighter_after_each_failure() -> None:
@@ -117,7 +125,9 @@ def test_an_unknown_script_starts_as_it_would_alone_and_gets_lighter_after_each_
     assert [candidate.plan.micro_batch_size for candidate in rest][-1] == 1
     peaks = [candidate.estimate.device_bytes for candidate in (first, *rest)]
     assert peaks == sorted(peaks, reverse=True)
-    assert profile_of(read_model_request(script()), Share(precision=Precision.FP32)) is None
+    assert (
+        find_rank_profile(read_model_request(script()), RankShare(precision=Precision.FP32)) is None
+    )
 
 
 def test_an_unknown_script_starts_as_it_would_alone_on_cuda_too() -> None:
@@ -128,7 +138,7 @@ def test_an_unknown_script_starts_as_it_would_alone_on_cuda_too() -> None:
 def test_only_declared_knobs_are_turned() -> None:
     bare = script(knobs={"micro_batch_size": {"flag": "--batch"}}, global_batch_size=32)
     legal_plans = {
-        candidate.plan for candidate in frontier(read_request(bare), machine()).candidates
+        candidate.plan for candidate in find_frontier(read_plan_request(bare), machine()).candidates
     }
     assert {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in legal_plans} == {
         (16, 1)
@@ -147,16 +157,20 @@ def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
     spec = script(knobs=knobs)
     cut = {
         (plan.micro_batch_size, plan.gradient_accumulation_steps)
-        for plan in list_plans(read_request(spec), machine())
+        for plan in list_plans(read_plan_request(spec), machine())
     }
     assert cut == {(micro_batch, 16 // micro_batch) for micro_batch in (1, 2, 4, 8, 16)}
     four = next(
         plan
-        for plan in list_plans(read_request(spec), machine())
+        for plan in list_plans(read_plan_request(spec), machine())
         if plan.micro_batch_size == 4 and plan.world_size == 2
     )
-    command = script_command(
-        read_script(spec), four, output_dir="/out", resume_from=None, deepspeed_config_path=None
+    command = render_script_command(
+        read_script_request(spec),
+        four,
+        output_dir="/out",
+        resume_from=None,
+        deepspeed_config_path=None,
     )
     assert command.arguments[4:] == (
         "--train.micro_batch_size",
@@ -181,31 +195,31 @@ def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(
     profile = {"parameters": 1_000_000, "layers": 4, "activations_per_sample": "16MiB"}
     knobs = {name: knob for name, knob in KNOBS.items() if name not in left_out}
     spec = script(knobs=knobs, profile=profile, gpus=1)
-    why = why_nothing_fits(Unfit(spec, machine(), machine().device.memory, UNMEASURED))
+    why = why_nothing_fits(UnfitJob(spec, machine(), machine().device.memory, UNMEASURED))
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
         assert (f"knobs.{name}: {{flag: --FLAG" in why) == (name in left_out), why
     assert "not given, so no plan may cut the micro-batch of 32" in why
     whole = script(profile=profile | {"activations_per_sample": "1GiB"}, gpus=1)
     assert "knobs." not in why_nothing_fits(
-        Unfit(whole, machine(), machine().device.memory, UNMEASURED)
+        UnfitJob(whole, machine(), machine().device.memory, UNMEASURED)
     )
 
 
 def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
     profile = {"parameters": 10_000_000, "layers": 4, "activations_per_sample": "4MiB"}
     sharded = script(knobs=KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}, profile=profile)
-    assert {plan.zero_stage for plan in list_plans(read_request(sharded), machine())} == set(
+    assert {plan.zero_stage for plan in list_plans(read_plan_request(sharded), machine())} == set(
         ZeroStage
     )
-    closest = nearest(frontier(read_request(sharded), machine()), UNMEASURED)
+    closest = find_nearest(find_frontier(read_plan_request(sharded), machine()), UNMEASURED)
     assert closest is not None
     assert closest.plan.zero_stage is not ZeroStage.NONE, "what a stage saves is on the frontier"
 
 
 def test_accumulation_that_cannot_divide_a_ranks_share_is_refused() -> None:
     with pytest.raises(SpecError) as refused:
-        frontier(
-            read_request(
+        find_frontier(
+            read_plan_request(
                 script(knobs={"gradient_accumulation_steps": {"flag": "-a", "default": 3}})
             ),
             machine(),
@@ -222,8 +236,12 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
         activation_checkpointing=ActivationCheckpointing.FULL,
         precision=Precision.BF16,
     )
-    arguments, env, _ = script_command(
-        read_script(script()), plan, output_dir="/out", resume_from=None, deepspeed_config_path=None
+    arguments, env, _ = render_script_command(
+        read_script_request(script()),
+        plan,
+        output_dir="/out",
+        resume_from=None,
+        deepspeed_config_path=None,
     )
     assert arguments == (
         *("python", "train.py", "--batch", "64"),
@@ -234,8 +252,12 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
 
 def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
-    arguments, *_ = script_command(
-        read_script(script()), plan, output_dir="o", resume_from="c", deepspeed_config_path=None
+    arguments, *_ = render_script_command(
+        read_script_request(script()),
+        plan,
+        output_dir="o",
+        resume_from="c",
+        deepspeed_config_path=None,
     )
     assert "--checkpoint" not in arguments
     assert arguments[-4:] == ("--resume", "c", "--out", "o")
@@ -244,9 +266,13 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 @pytest.mark.parametrize("precision", Precision)
 def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
-    for plan in list_plans(read_request(spec), machine()):
-        arguments, *_ = script_command(
-            read_script(spec), plan, output_dir="o", resume_from=None, deepspeed_config_path=None
+    for plan in list_plans(read_plan_request(spec), machine()):
+        arguments, *_ = render_script_command(
+            read_script_request(spec),
+            plan,
+            output_dir="o",
+            resume_from=None,
+            deepspeed_config_path=None,
         )
         assert plan.precision is precision
         assert ("--mixed" in arguments) is (precision is not Precision.FP32)
@@ -265,7 +291,8 @@ def test_a_script_recomputes_selectively_only_if_its_knob_has_a_value_for_it(
 ) -> None:
     spec = script(knobs=KNOBS | {"activation_checkpointing": knob})
     assert {
-        plan.activation_checkpointing.value for plan in list_plans(read_request(spec), machine())
+        plan.activation_checkpointing.value
+        for plan in list_plans(read_plan_request(spec), machine())
     } == modes
 
 
@@ -302,14 +329,16 @@ def plan_arguments(spec: JobSpec, plan: Plan, **changes: Any) -> tuple[str, ...]
     """Return the arguments that follow the user's own command."""
     settings = {"output_dir": "o", "resume_from": None, "deepspeed_config_path": None} | changes
     assert spec.command is not None
-    return script_command(read_script(spec), plan, **settings).arguments[len(spec.command) :]
+    return render_script_command(read_script_request(spec), plan, **settings).arguments[
+        len(spec.command) :
+    ]
 
 
 def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks() -> None:
     spec = script(knobs=MUSICGEN, command="dora run solver=x", launch="dora")
     commands = {
         plan.zero_stage: plan_arguments(spec, plan)
-        for plan in list_plans(read_request(spec), machine())
+        for plan in list_plans(read_plan_request(spec), machine())
         if plan.layout.dp == 2
     }
     assert commands == {
@@ -324,7 +353,7 @@ def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks
         ),
     }
     assert {
-        plan.sharding for plan in list_plans(read_request(spec), machine()) if plan.zero_stage
+        plan.sharding for plan in list_plans(read_plan_request(spec), machine()) if plan.zero_stage
     } == {Sharding.FSDP}
 
 
@@ -354,18 +383,22 @@ def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> Non
         "devices": {"flag": "-g", "separator": "-"},
     }
     spec = script(knobs=knobs, launch="self", global_batch_size=8)
-    (plan,) = list_plans(read_request(spec), machine())
+    (plan,) = list_plans(read_plan_request(spec), machine())
     assert (plan.micro_batch_size, plan.layout.dp) == (4, 2)
     assert plan_arguments(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
     with pytest.raises(SpecError):
-        frontier(read_request(script(knobs=knobs, launch="self", global_batch_size=6)), machine())
+        find_frontier(
+            read_plan_request(script(knobs=knobs, launch="self", global_batch_size=6)), machine()
+        )
 
 
 def test_a_script_that_spawns_its_ranks_stays_on_one_node() -> None:
     two_nodes = replace(machine(), nodes=2)
     for launch, most in (("self", 2), ("torchrun", 4)):
         spec = script(launch=launch, gpus={"min": 1, "max": 4})
-        assert max(plan.world_size for plan in list_plans(read_request(spec), two_nodes)) == most
+        assert (
+            max(plan.world_size for plan in list_plans(read_plan_request(spec), two_nodes)) == most
+        )
 
 
 def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
@@ -383,8 +416,8 @@ def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> 
     knobs = {"micro_batch_size": {"key": "data.batch_size"}, "output_dir": {"key": "data.out"}}
     spec = script(knobs=knobs, config={"file": "unet.yaml", "flag": "--config"})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
-    command = script_command(
-        read_script(spec),
+    command = render_script_command(
+        read_script_request(spec),
         plan,
         output_dir="/out",
         resume_from=None,
@@ -410,10 +443,12 @@ def test_accelerates_file_has_the_plans_sharding(
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
     spec = script(knobs=knobs, launch="accelerate", precision="bf16")
     plan = next(
-        plan for plan in list_plans(read_request(spec), machine()) if plan.zero_stage is stage
+        plan for plan in list_plans(read_plan_request(spec), machine()) if plan.zero_stage is stage
     )
     assert plan_arguments(spec, plan) == ("-b", "16"), "nothing of it stands on the command line"
-    config = accelerate_config(spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json")
+    config = render_accelerate_config(
+        spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json"
+    )
     assert config["distributed_type"] == kind
     assert expected in str(config)
 
@@ -434,7 +469,7 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
         row for row in iterate_fit_rows([("as a script", spec)]) if row["device"] == "rtx4090-24gb"
     )
     assert (row["step_s"] is not None) == is_timed
-    nodes = idle_nodes(parse_cards("rtx4090"))
+    nodes = make_idle_nodes(parse_cards("rtx4090"))
     output = io.StringIO()
     Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
     assert ("time not known until the first attempt" in output.getvalue()) != is_timed
@@ -466,7 +501,9 @@ def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": way}
     spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16")
     cuda = machine(DeviceKind.CUDA, memory="24GiB")
-    fsdp = [plan for plan in list_plans(read_request(spec), cuda) if plan.sharding is Sharding.FSDP]
+    fsdp = [
+        plan for plan in list_plans(read_plan_request(spec), cuda) if plan.sharding is Sharding.FSDP
+    ]
     on_host = [plan for plan in fsdp if plan.offload is not Offload.NONE]
     assert bool(on_host) == offloads
     assert {(plan.offload, plan.zero_stage) for plan in on_host} <= {
@@ -474,11 +511,11 @@ def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(
     }
     assert {plan.gradient_accumulation_steps for plan in on_host} <= {1}
     for plan in fsdp if offloads else ():
-        config = accelerate_config(spec.knobs, plan, deepspeed_config_path=None)
+        config = render_accelerate_config(spec.knobs, plan, deepspeed_config_path=None)
         assert config["fsdp_config"]["fsdp_offload_params"] == (plan.offload is Offload.PARAMETERS)
     assert not any(
         plan.offload is not Offload.NONE
-        for plan in list_plans(read_request(spec), machine(memory="24GiB"))
+        for plan in list_plans(read_plan_request(spec), machine(memory="24GiB"))
     )
 
 
@@ -490,8 +527,9 @@ def test_what_fsdp_keeps_on_the_host_is_counted_there() -> None:
     )
     cuda = machine(DeviceKind.CUDA, memory="24GiB")
     of_pin = {
-        offload: frontier(
-            read_request(spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))})), cuda
+        offload: find_frontier(
+            read_plan_request(spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))})),
+            cuda,
         ).candidates
         for offload in (Offload.NONE, Offload.PARAMETERS)
     }
@@ -511,7 +549,7 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
     spec = script(knobs=knobs, profile=profile, precision="bf16")
     sharded = [
         candidate
-        for candidate in frontier(read_request(spec), machine(memory="24GiB")).candidates
+        for candidate in find_frontier(read_plan_request(spec), machine(memory="24GiB")).candidates
         if candidate.plan.zero_stage
     ]
     assert {candidate.plan.sharding for candidate in sharded} == {Sharding.FSDP}
@@ -522,7 +560,7 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
 def legal_plans_of(optimizer: str) -> list[Plan]:
     knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
     job = script(knobs=knobs, training={"optimizer": optimizer})
-    return list(list_plans(read_request(job), machine(DeviceKind.CUDA)))
+    return list(list_plans(read_plan_request(job), machine(DeviceKind.CUDA)))
 
 
 def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors() -> None:
@@ -561,7 +599,7 @@ def test_a_deepspeed_file_has_clipping_and_the_three_batch_sizes() -> None:
         micro_batch_size=4,
         gradient_accumulation_steps=2,
     )
-    config = deepspeed_config(plan, clip_norm=0.5)
+    config = render_deepspeed_config(plan, clip_norm=0.5)
     assert config["gradient_clipping"] == 0.5
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[size] for size in sizes] == [16, 4, 2]
@@ -570,14 +608,14 @@ def test_a_deepspeed_file_has_clipping_and_the_three_batch_sizes() -> None:
 
 @pytest.mark.parametrize("correction", [1.0, 1.003, 3.0, 1e3])
 def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correction: float) -> None:
-    for candidate in frontier(
-        read_request(decoder_job()),
+    for candidate in find_frontier(
+        read_plan_request(decoder_job()),
         machine(DeviceKind.CUDA, "24GiB"),
         Calibration(correction=correction),
     ).candidates:
-        estimate = corrected(candidate.estimate, correction)
-        assert sum(count for _, count in breakdown(estimate)) == estimate.device_bytes
-        assert estimate.device_bytes == corrected_bytes(candidate.estimate, correction)
+        estimate = correct_estimate(candidate.estimate, correction)
+        assert sum(count for _, count in list_bytes_by_cause(estimate)) == estimate.device_bytes
+        assert estimate.device_bytes == corrected_device_bytes(candidate.estimate, correction)
         assert estimate.allocated_bytes == corrected_allocated_bytes(candidate.estimate, correction)
         counted = [count for cause, count in estimate.by_cause if cause != "activations"]
         assert (estimate.moment, sum(counted)) in {
@@ -590,11 +628,11 @@ def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correct
 
 
 def test_the_nearest_plan_needs_the_least() -> None:
-    front = frontier(read_request(decoder_job()), machine())
-    closest = nearest(front, UNMEASURED)
+    front = find_frontier(read_plan_request(decoder_job()), machine())
+    closest = find_nearest(front, UNMEASURED)
     assert closest is not None
     assert closest.estimate.device_bytes == min(c.estimate.device_bytes for c in front.candidates)
-    assert nearest(front, UNMEASURED, frozenset(c.plan for c in front.candidates)) is None
+    assert find_nearest(front, UNMEASURED, frozenset(c.plan for c in front.candidates)) is None
 
 
 def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> (
@@ -602,8 +640,10 @@ def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_tha
 ):
     decoder_spec = decoder_job()
     named = script(trains=decoder_spec.model, data={"sequence_length": 128})
-    decoder_profile = profile_of(read_model_request(decoder_spec), Share(precision=Precision.FP32))
-    theirs = profile_of(read_model_request(named), Share(precision=Precision.FP32))
+    decoder_profile = find_rank_profile(
+        read_model_request(decoder_spec), RankShare(precision=Precision.FP32)
+    )
+    theirs = find_rank_profile(read_model_request(named), RankShare(precision=Precision.FP32))
     assert decoder_profile is not None
     assert theirs is not None
     assert theirs.parameters == decoder_profile.parameters
@@ -614,21 +654,22 @@ def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_tha
         128 * 512,
     )
     assert unchunked - chunked == 12 * logits, "fp32 logits, their log-softmax and their gradient"
-    shorter = profile_of(
-        read_model_request(named), Share(precision=Precision.FP32, sequence_length=64)
+    shorter = find_rank_profile(
+        read_model_request(named), RankShare(precision=Precision.FP32, sequence_length=64)
     )
     assert shorter is not None
     assert shorter.segments[-1].saved_bytes < theirs.segments[-1].saved_bytes
-    candidates = frontier(
-        read_request(script(trains=decoder_spec.model, data={"sequence_length": 128})), machine()
+    candidates = find_frontier(
+        read_plan_request(script(trains=decoder_spec.model, data={"sequence_length": 128})),
+        machine(),
     ).candidates
     assert {candidate.estimate.source for candidate in candidates} == {Source.CLOSED_FORM}
 
 
 def test_a_declared_profile_wins_over_the_closed_form() -> None:
     spec = decoder_job(profile={"parameters": 1001, "layers": 4, "activations_per_sample": "4MiB"})
-    profile = profile_of(
-        read_model_request(spec), Share(precision=Precision.FP32, sequence_length=64)
+    profile = find_rank_profile(
+        read_model_request(spec), RankShare(precision=Precision.FP32, sequence_length=64)
     )
     assert profile is not None
     assert (profile.source, profile.parameters) == ("declared", 1001)
@@ -655,9 +696,11 @@ MEGATRON = {
 
 
 def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less_it_needs() -> None:
-    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    spec = parse_job_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     here = machine(DeviceKind.CUDA, "80GiB")
-    whole = [plan for plan in list_plans(read_request(spec), here) if plan.micro_batch_size == 16]
+    whole = [
+        plan for plan in list_plans(read_plan_request(spec), here) if plan.micro_batch_size == 16
+    ]
     steps = [
         (plan.activation_checkpointing.value, plan.full_checkpointing_layers) for plan in whole
     ]
@@ -667,8 +710,8 @@ def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less
         key=lambda plan: plan.full_checkpointing_layers,
     )
     full = next(plan for plan in whole if plan.activation_checkpointing is not NONE)
-    profile = find_profile(read_request(spec), here, full)
-    times = [step_s(profile, plan, here) for plan in (*partial, full)]
+    profile = find_profile(read_plan_request(spec), here, full)
+    times = [predict_step_s(profile, plan, here) for plan in (*partial, full)]
     needs = [estimate(profile, plan, here.device).allocated_bytes for plan in (*partial, full)]
     assert times == sorted(times)
     assert needs == sorted(needs, reverse=True)
@@ -679,14 +722,14 @@ def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less
 
 
 def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
-    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    spec = parse_job_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     knobs = spec.knobs.model_copy(update={"full_checkpointing_layers": None})
     bare = spec.model_copy(update={"knobs": knobs})
     assert {
-        plan.full_checkpointing_layers for plan in list_plans(read_request(bare), machine())
+        plan.full_checkpointing_layers for plan in list_plans(read_plan_request(bare), machine())
     } == {0}
     with pytest.raises(SpecError, match="no knob of the script takes this"):
-        job_from_data(
+        parse_job_data(
             {**MEGATRON, "name": "job", "global_batch_size": 16, "trainer": "hf"}
             | {"plan": {"full_checkpointing_layers": 2}},
             "job",
@@ -702,6 +745,8 @@ def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks
         "trainer": "torchtitan",
     }
     legal_plans = list(
-        list_plans(read_request(job_from_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB"))
+        list_plans(
+            read_plan_request(parse_job_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB")
+        )
     )
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

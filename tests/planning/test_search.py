@@ -10,16 +10,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import Calibration
-from orchestrator.memory.calibration.correction import corrected_bytes
-from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.estimate import DeviceBytes, estimate, sharing_key
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.memory.calibration.correction import corrected_device_bytes
+from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, MeasuredOverhead
+from orchestrator.memory.estimate import DeviceBytes, device_bytes_cache_key, estimate
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.planning.frontier import Candidate, node_host_bytes
-from orchestrator.planning.pareto import Timed, pareto
+from orchestrator.planning.pareto import TimedPlan, find_pareto_front
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, list_plans
-from orchestrator.planning.trust import trust
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import CORRECTION_STEPS, REACH, find_frontier, list_plans
+from orchestrator.planning.trust import trust_of
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.device_kind import DeviceKind
@@ -122,8 +122,8 @@ machines = st.builds(
 )
 
 
-SMALL = Overhead(((CONTEXT_BYTES, 64 * 2**20),))  # measured
-LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2**20)))
+SMALL = MeasuredOverhead(((CONTEXT_BYTES, 64 * 2**20),))  # measured
+LARGE = MeasuredOverhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2**20)))
 
 
 @given(jobs, machines, st.sampled_from((SUPPOSED_OVERHEAD, SMALL, LARGE)))
@@ -154,11 +154,13 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 )
 @settings(max_examples=examples(30), deadline=None, phases=phases())
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
-    spec: JobSpec, here: Hardware, overhead: Overhead
+    spec: JobSpec, here: Hardware, overhead: MeasuredOverhead
 ) -> None:
     try:
-        tried = list(list_plans(read_request(spec), here))
-        candidates = frontier(read_request(spec), here, Calibration(overhead=overhead)).candidates
+        tried = list(list_plans(read_plan_request(spec), here))
+        candidates = find_frontier(
+            read_plan_request(spec), here, Calibration(overhead=overhead)
+        ).candidates
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
@@ -193,8 +195,8 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 ) -> None:
     here = replace(here, host_memory=host_memory)
     try:
-        tried = list(list_plans(read_request(spec), here))
-        candidates = frontier(read_request(spec), here).candidates
+        tried = list(list_plans(read_plan_request(spec), here))
+        candidates = find_frontier(read_plan_request(spec), here).candidates
     except SpecError:
         return
     with_host = [
@@ -213,7 +215,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 
 
 def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
-    return estimate(find_profile(read_request(spec), here, plan), plan, here.device)
+    return estimate(find_profile(read_plan_request(spec), here, plan), plan, here.device)
 
 
 @given(jobs, machines, st.floats(1.0, 30.0))
@@ -223,9 +225,9 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:
     try:
-        tried = list(list_plans(read_request(spec), here))
-        candidates = frontier(
-            read_request(spec), here, Calibration(correction=correction)
+        tried = list(list_plans(read_plan_request(spec), here))
+        candidates = find_frontier(
+            read_plan_request(spec), here, Calibration(correction=correction)
         ).candidates
     except SpecError:
         return
@@ -235,16 +237,16 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
             candidate.degradation,
             candidate.plan.world_size,
             candidate.step_s,
-            corrected_bytes(candidate.estimate, correction),
-            trust(candidate.plan).rank,
+            corrected_device_bytes(candidate.estimate, correction),
+            trust_of(candidate.plan).rank,
         )
         for candidate in candidates
     ]
     for plan in tried:
         kind, seconds, _, devices, rank = cost(spec, here, plan)
-        estimated = estimate(find_profile(read_request(spec), here, plan), plan, here.device)
-        if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
-            needed = corrected_bytes(estimated, correction)
+        estimated = estimate(find_profile(read_plan_request(spec), here, plan), plan, here.device)
+        if corrected_device_bytes(estimated, step * correction) <= REACH * here.device.memory:
+            needed = corrected_device_bytes(estimated, correction)
             assert any(
                 bound[0] == kind
                 and bound[1] <= devices
@@ -258,7 +260,7 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
 def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
     here = machine(DeviceKind.CUDA, 2, 1, "80GiB", nvme=False)
     plain, blocking = (
-        frontier(read_request(job(WORK[0], 8, (1, 1), "exact", env=env)), here).candidates
+        find_frontier(read_plan_request(job(WORK[0], 8, (1, 1), "exact", env=env)), here).candidates
         for env in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
     )
     assert min(candidate.step_s for candidate in blocking) > min(
@@ -266,9 +268,11 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
     )
 
 
-def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
+def cost(
+    spec: JobSpec, here: Hardware, plan: Plan, overhead: MeasuredOverhead = SUPPOSED_OVERHEAD
+) -> Cost:
     """Return the cost of a plan by the formulas, without the search."""
-    profile = find_profile(read_request(spec), here, plan)
+    profile = find_profile(read_plan_request(spec), here, plan)
     sequence_length = spec.data.sequence_length if spec.model is not None else LENGTH
     semantic = plan.sequence_length != sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
@@ -276,13 +280,19 @@ def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSE
         Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
     )
     needed = estimate(profile, plan, here.device, overhead).device_bytes
-    return (degradation, step_s(profile, plan, here), needed, plan.world_size, trust(plan).rank)
+    return (
+        degradation,
+        predict_step_s(profile, plan, here),
+        needed,
+        plan.world_size,
+        trust_of(plan).rank,
+    )
 
 
 def as_cost(candidate: Candidate) -> Cost:
     """Return what a frontier compares of a candidate."""
     plan, estimated = candidate.plan, candidate.estimate
-    rank = trust(plan).rank
+    rank = trust_of(plan).rank
     return (candidate.degradation, candidate.step_s, estimated.device_bytes, plan.world_size, rank)
 
 
@@ -308,17 +318,23 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     shared_bytes: dict[object, DeviceBytes] = {}
     try:
-        tried = list(list_plans(read_request(spec), here))
+        tried = list(list_plans(read_plan_request(spec), here))
     except SpecError:
         return
     for plan in tried:
-        profile = replace(find_profile(read_request(spec), here, plan), fragmentation=FRAGMENTED)
-        shared = shared_bytes.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
+        profile = replace(
+            find_profile(read_plan_request(spec), here, plan), fragmentation=FRAGMENTED
+        )
+        shared = shared_bytes.setdefault(
+            device_bytes_cache_key(plan), DeviceBytes(profile, plan, here.device)
+        )
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
-        assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, (
-            plan
-        )
+        assert (
+            shared.lower_bound_without_activations(plan)
+            <= shared.lower_bound_bytes(plan)
+            <= needed.device_bytes
+        ), plan
 
 
 small = st.tuples(*[st.integers(0, 5)] * 4, st.integers(0, 2))
@@ -341,12 +357,12 @@ def test_the_frontier_keeps_exactly_the_undominated_costs(
             reserved_bytes=needed,
             device_bytes=needed,
         )
-        timed.append(Timed(plan, float(seconds), max(0, needed - slack), float(rank)))
+        timed.append(TimedPlan(plan, float(seconds), max(0, needed - slack), float(rank)))
     every = [
         (Degradation.EXACT, float(seconds), needed, gpus + 1, float(rank))
         for gpus, seconds, needed, _, rank in drawn
     ]
-    front = pareto(timed, needs.__getitem__, most_bytes)
+    front = find_pareto_front(timed, needs.__getitem__, most_bytes)
     costs = [
         (
             Degradation.EXACT,

@@ -13,11 +13,11 @@ import pytest
 
 import orchestrator
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.families import requested_settings
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.families import list_requested_settings
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.specs.choices import (
     Degradation,
     Engine,
@@ -31,7 +31,7 @@ from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.plan_fields import PlanFields
-from orchestrator.specs.settings import SETTINGS, Setting, degradation
+from orchestrator.specs.settings import SETTINGS, Setting, strongest_degradation
 from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 
 MACHINE = machine(nvme_folder="/nvme")
@@ -81,15 +81,15 @@ def test_every_declared_setting_of_training_has_a_memory_or_a_cost_term(setting:
     spec = job(MODELS.get(setting.name, DECODER))
     is_known = any(
         costs(spec, plan) != costs(spec, other)
-        for plan in chain(list_plans(read_request(spec), MACHINE), (BY_FSDP, IN_8_BITS))
+        for plan in chain(list_plans(read_plan_request(spec), MACHINE), (BY_FSDP, IN_8_BITS))
         for other in others(setting, plan)
     )
     assert is_known != (setting.name in OUTSIDE_TRAINING)
 
 
 def costs(spec: JobSpec, plan: Plan) -> tuple[object, ...]:
-    profile = find_profile(read_request(spec), MACHINE, plan)
-    return estimate(profile, plan, MACHINE.device), step_s(profile, plan, MACHINE)
+    profile = find_profile(read_plan_request(spec), MACHINE, plan)
+    return estimate(profile, plan, MACHINE.device), predict_step_s(profile, plan, MACHINE)
 
 
 def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
@@ -106,11 +106,12 @@ def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
 def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(allow: str) -> None:
     degrade = {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()}
     spec = job(degrade=degrade, precision=Precision.FP32)
-    candidates = frontier(read_request(spec), MACHINE).candidates
+    candidates = find_frontier(read_plan_request(spec), MACHINE).candidates
     assert {candidate.degradation for candidate in candidates} == set(
         range(Degradation[allow.upper()] + 1)
     )
     assert all(
-        candidate.degradation == degradation(requested_settings(read_request(spec)), candidate.plan)
+        candidate.degradation
+        == strongest_degradation(list_requested_settings(read_plan_request(spec)), candidate.plan)
         for candidate in candidates
     )

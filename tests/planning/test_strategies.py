@@ -9,18 +9,18 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.model_request import Share, read_model_request
+from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import profile_of
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.memory.profiles import find_rank_profile
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import fitting, why_rejected
+from orchestrator.planning.frontier import list_fitting, why_rejected
 from orchestrator.planning.layouts import list_layouts
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
-from orchestrator.planning.ways_out import Unfit
-from orchestrator.planning.work import Work
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
+from orchestrator.planning.ways_out import UnfitJob
+from orchestrator.planning.work import PlanCounter
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -96,20 +96,22 @@ def plan(**fields: Any) -> Plan:
 
 
 def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
-    degrees = {layout.tp for layout in list_layouts(read_request(job()), machine(), Work())}
+    degrees = {
+        layout.tp for layout in list_layouts(read_plan_request(job()), machine(), PlanCounter())
+    }
     assert degrees == {1, 2, 4}  # 4 key-value heads
     assert all(
         layout.world_size <= 8 or layout.world_size == 16
-        for layout in list_layouts(read_request(job()), machine(), Work())
+        for layout in list_layouts(read_plan_request(job()), machine(), PlanCounter())
     )
 
 
 def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
     """Return the degrees (cp, tp) of the layouts of a job with samples of so many tokens."""
     layout_list = list_layouts(
-        read_request(job(data={"text": ["text"], "sequence_length": tokens}, **changes)),
+        read_plan_request(job(data={"text": ["text"], "sequence_length": tokens}, **changes)),
         machine(),
-        Work(),
+        PlanCounter(),
     )
     return {(layout.cp, layout.tp) for layout in layout_list}
 
@@ -133,7 +135,7 @@ def test_whole_samples_are_never_shared_where_each_rank_could_have_its_own() -> 
     shared = [
         plan
         for plan in list_plans(
-            read_request(job(data={"text": ["text"], "sequence_length": 16384})), machine()
+            read_plan_request(job(data={"text": ["text"], "sequence_length": 16384})), machine()
         )
         if plan.layout.cp > 1
     ]
@@ -156,8 +158,10 @@ def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
             activation_checkpointing=mode,
             sequence_length=16384,
         )
-        profile = find_profile(read_request(long), here, chosen)
-        return step_s(profile, chosen, here), estimate(profile, chosen, here.device).device_bytes
+        profile = find_profile(read_plan_request(long), here, chosen)
+        return predict_step_s(profile, chosen, here), estimate(
+            profile, chosen, here.device
+        ).device_bytes
 
     replicated, shared = costs(1, dp=4), costs(2, dp=2, cp=2)
     assert replicated[0] <= shared[0]
@@ -180,8 +184,10 @@ def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
 
     def fastest(spec: JobSpec) -> Any:
         return next(
-            fitting(
-                frontier(read_request(spec), machine(nodes=1)), machine().device.memory, UNMEASURED
+            list_fitting(
+                find_frontier(read_plan_request(spec), machine(nodes=1)),
+                machine().device.memory,
+                UNMEASURED,
             )
         )
 
@@ -199,17 +205,23 @@ def test_layer_inputs_wait_on_the_host_where_nothing_else_fits_and_they_fill_muc
         {"decoder": SIZES | sizes | heads}, gpus=8, global_batch_size=1, precision="bf16", data=data
     )
     here = machine(nodes=1, memory="68GiB")
-    offloads = {plan.activation_offload for plan in list_plans(read_request(long), here)}
+    offloads = {plan.activation_offload for plan in list_plans(read_plan_request(long), here)}
     assert offloads == {False, True}
-    assert not any(plan.activation_offload for plan in list_plans(read_request(job()), here))
+    assert not any(plan.activation_offload for plan in list_plans(read_plan_request(job()), here))
     assert not any(
         plan.activation_offload
-        for plan in list_plans(read_request(long), machine(DeviceKind.VIRTUAL, nodes=1))
+        for plan in list_plans(read_plan_request(long), machine(DeviceKind.VIRTUAL, nodes=1))
     )
-    best = next(fitting(frontier(read_request(long), here), here.device.memory, UNMEASURED))
+    best = next(
+        list_fitting(find_frontier(read_plan_request(long), here), here.device.memory, UNMEASURED)
+    )
     assert best.plan.activation_offload
     without = long.model_copy(update={"plan": (("activation_offload", False),)})
-    assert not any(fitting(frontier(read_request(without), here), here.device.memory, UNMEASURED))
+    assert not any(
+        list_fitting(
+            find_frontier(read_plan_request(without), here), here.device.memory, UNMEASURED
+        )
+    )
 
 
 def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from_the_step() -> None:
@@ -219,9 +231,9 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
         chosen = plan(
             activation_checkpointing=ActivationCheckpointing.FULL, sequence_length=16384, **fields
         )
-        profile = find_profile(read_request(long), here, chosen)
+        profile = find_profile(read_plan_request(long), here, chosen)
         needs = estimate(profile, chosen, here.device)
-        return step_s(profile, chosen, here), needs.allocated_bytes, needs.host_bytes
+        return predict_step_s(profile, chosen, here), needs.allocated_bytes, needs.host_bytes
 
     on_device, on_host = costs(), costs(activation_offload=True)
     inputs_bytes = 6 * 16384 * SIZES["hidden_size"] * 4
@@ -234,10 +246,12 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
 def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> (
     None
 ):
-    assert list_layouts(read_request(job(LLAMA)), machine(), Work()) == list_layouts(
-        read_request(job()), machine(), Work()
+    assert list_layouts(read_plan_request(job(LLAMA)), machine(), PlanCounter()) == list_layouts(
+        read_plan_request(job()), machine(), PlanCounter()
     )
-    adapted = list_layouts(read_request(job(LLAMA | {"lora": {"rank": 4}})), machine(), Work())
+    adapted = list_layouts(
+        read_plan_request(job(LLAMA | {"lora": {"rank": 4}})), machine(), PlanCounter()
+    )
     assert {(layout.tp, layout.pp) for layout in adapted} == {(1, 1)}
 
 
@@ -245,10 +259,14 @@ def test_a_factory_is_cut_as_its_profile_says() -> None:
     factory = {"factory": "model.py:make"}
     assert {
         (layout.tp, layout.pp)
-        for layout in list_layouts(read_request(job(factory, profile=CLOSED)), machine(), Work())
+        for layout in list_layouts(
+            read_plan_request(job(factory, profile=CLOSED)), machine(), PlanCounter()
+        )
     } == {(1, 1)}
     opened = CLOSED | {"tensor_parallel": (2,), "pipeline": True}
-    layout_list = list_layouts(read_request(job(factory, profile=opened)), machine(), Work())
+    layout_list = list_layouts(
+        read_plan_request(job(factory, profile=opened)), machine(), PlanCounter()
+    )
     assert {layout.tp for layout in layout_list} == {1, 2}
     assert {layout.pp for layout in layout_list} == {1, 2, 3, 4, 6}
 
@@ -256,13 +274,15 @@ def test_a_factory_is_cut_as_its_profile_says() -> None:
 def test_twelve_devices_are_all_used_where_twelve_does_not_divide_the_layers() -> None:
     seven = {**DECODER, "decoder": {**DECODER["decoder"], "num_hidden_layers": 7}}
     layout_list = list_layouts(
-        read_request(job(seven, gpus=12)), replace(machine(), devices_per_node=12, nodes=1), Work()
+        read_plan_request(job(seven, gpus=12)),
+        replace(machine(), devices_per_node=12, nodes=1),
+        PlanCounter(),
     )
     assert {layout.pp for layout in layout_list} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
 
 
 def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None:
-    piped = [plan for plan in list_plans(read_request(job()), machine()) if plan.layout.pp > 1]
+    piped = [plan for plan in list_plans(read_plan_request(job()), machine()) if plan.layout.pp > 1]
     assert {plan.pipeline_stages_per_rank for plan in piped} == {1, 2}
     for candidate in piped:
         stages = candidate.layout.pp * candidate.pipeline_stages_per_rank
@@ -282,7 +302,7 @@ def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None
 
 def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:
     legal_plans = list_plans(
-        read_request(job(global_batch_size=64, gpus={"min": 1, "max": 32})), machine(nodes=4)
+        read_plan_request(job(global_batch_size=64, gpus={"min": 1, "max": 32})), machine(nodes=4)
     )
     hybrid = {
         (plan.layout.dp, plan.layout.tp, plan.layout.pp, plan.dp_replicate)
@@ -320,7 +340,7 @@ MIXTURE = {
 def test_experts_are_spread_over_fsdp2s_ranks_where_each_gets_as_many_and_nowhere_else() -> None:
     mixtures = [
         plan
-        for plan in list_plans(read_request(job(MIXTURE)), machine())
+        for plan in list_plans(read_plan_request(job(MIXTURE)), machine())
         if plan.expert_parallel > 1
     ]
     assert {plan.zero_stage for plan in mixtures} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
@@ -331,17 +351,19 @@ def test_experts_are_spread_over_fsdp2s_ranks_where_each_gets_as_many_and_nowher
         (8, 2),
         (16, 2),
     }
-    assert not any(plan.expert_parallel > 1 for plan in list_plans(read_request(job()), machine()))
+    assert not any(
+        plan.expert_parallel > 1 for plan in list_plans(read_plan_request(job()), machine())
+    )
     assert not any(
         plan.expert_parallel > 1
-        for plan in list_plans(read_request(job(MIXTURE | {"lora": {"rank": 4}})), machine())
+        for plan in list_plans(read_plan_request(job(MIXTURE | {"lora": {"rank": 4}})), machine())
     )
     uneven = {
         "hf": MIXTURE["hf"] | {"num_local_experts": 2, "intermediate_size": 97, "hidden_size": 40}
     }
     assert {
         plan.layout.dp
-        for plan in list_plans(read_request(job(uneven)), machine())
+        for plan in list_plans(read_plan_request(job(uneven)), machine())
         if plan.expert_parallel > 1
     } == {2, 4}
 
@@ -354,9 +376,9 @@ def test_ranks_that_hold_other_experts_gather_less_and_are_given_room_for_uneven
     alone, two = (plan(**fields, expert_parallel=ep) for ep in (1, 2))
     room, even = (
         estimate(
-            profile_of(
+            find_rank_profile(
                 read_model_request(spec),
-                Share(precision=two.precision, expert_parallel=2, uneven=uneven),
+                RankShare(precision=two.precision, expert_parallel=2, uneven=uneven),
             ),
             two,
             machine(DeviceKind.VIRTUAL).device,
@@ -387,7 +409,9 @@ def test_what_host_memory_cannot_hold_is_offloaded_to_files(
         machine(nodes=1, memory="24GiB", nvme_folder="/nvme"), host_memory=parse_bytes(host)
     )
     spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
-    best = next(fitting(frontier(read_request(spec), here), here.device.memory, UNMEASURED))
+    best = next(
+        list_fitting(find_frontier(read_plan_request(spec), here), here.device.memory, UNMEASURED)
+    )
     assert (best.plan.offload, best.plan.offload_target) == (Offload.PARAMETERS, target)
     assert best.host_bytes == best.estimate.host_bytes <= here.host_memory
 
@@ -395,7 +419,7 @@ def test_what_host_memory_cannot_hold_is_offloaded_to_files(
 def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has() -> None:
     here = replace(machine(nodes=1, memory="24GiB"), host_memory=parse_bytes("128GiB"))
     spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
-    candidates = frontier(read_request(spec), here).candidates
+    candidates = find_frontier(read_plan_request(spec), here).candidates
     reasons = [why_rejected(candidate, here.device.memory, UNMEASURED) for candidate in candidates]
     assert None not in reasons
     short = [
@@ -408,11 +432,11 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     pinned = spec.model_copy(
         update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))}
     )
-    why = why_nothing_fits(Unfit(pinned, here, here.device.memory, UNMEASURED)).splitlines()
+    why = why_nothing_fits(UnfitJob(pinned, here, here.device.memory, UNMEASURED)).splitlines()
     assert why[0].endswith("fits 24.00 GiB of device and its node")
     assert why[1].endswith("of host memory on a node that has 128.00 GiB")
     assert not any("devices with at least" in line for line in why)
-    why = why_nothing_fits(Unfit(spec, here, here.device.memory, UNMEASURED))
+    why = why_nothing_fits(UnfitJob(spec, here, here.device.memory, UNMEASURED))
     assert f"would fit: nodes with {least} of host memory instead of 128.00 GiB" in why
 
 
@@ -425,7 +449,9 @@ def test_a_frozen_base_on_the_host_takes_its_weights_alone() -> None:
         precision="bf16",
         data=data,
     )
-    best = next(fitting(frontier(read_request(spec), here), here.device.memory, UNMEASURED))
+    best = next(
+        list_fitting(find_frontier(read_plan_request(spec), here), here.device.memory, UNMEASURED)
+    )
     assert best.plan.offload is Offload.PARAMETERS
     bf16_bytes = 2 * 6_738_415_616
     assert 1.5 * bf16_bytes < best.host_bytes < 1.7 * bf16_bytes
@@ -433,7 +459,7 @@ def test_a_frozen_base_on_the_host_takes_its_weights_alone() -> None:
 
 def test_ranks_of_a_node_need_their_host_memory_together() -> None:
     spec = job({"decoder": SEVEN_B}, gpus=16, global_batch_size=16, precision="bf16")
-    candidates = frontier(read_request(spec), machine(nodes=2)).candidates
+    candidates = find_frontier(read_plan_request(spec), machine(nodes=2)).candidates
     assert {candidate.host_bytes for candidate in candidates} == {
         8 * candidate.estimate.host_bytes for candidate in candidates
     }
@@ -441,12 +467,12 @@ def test_ranks_of_a_node_need_their_host_memory_together() -> None:
 
 def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:
     assert {
-        plan.offload for plan in list_plans(read_request(job()), machine(DeviceKind.VIRTUAL))
+        plan.offload for plan in list_plans(read_plan_request(job()), machine(DeviceKind.VIRTUAL))
     } == {Offload.NONE}
-    targets = {plan.offload_target for plan in list_plans(read_request(job()), machine())}
+    targets = {plan.offload_target for plan in list_plans(read_plan_request(job()), machine())}
     with_folder = {
         plan.offload_target
-        for plan in list_plans(read_request(job()), machine(nvme_folder="/nvme"))
+        for plan in list_plans(read_plan_request(job()), machine(nvme_folder="/nvme"))
     }
     assert targets == {OffloadTarget.CPU}
     assert with_folder == set(OffloadTarget)
@@ -454,7 +480,9 @@ def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> Non
 
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_the_optimizer_is_never_switched(optimizer: Optimizer) -> None:
-    legal_plans = list(list_plans(read_request(job(training={"optimizer": optimizer})), machine()))
+    legal_plans = list(
+        list_plans(read_plan_request(job(training={"optimizer": optimizer})), machine())
+    )
     assert legal_plans
     assert {plan.optimizer for plan in legal_plans} == {optimizer}
 
@@ -464,7 +492,7 @@ def test_only_fp32_is_ever_lowered(precision: Precision) -> None:
     precisions = {
         plan.precision
         for plan in list_plans(
-            read_request(job(precision=precision, degrade={"allow": "numeric"})), machine()
+            read_plan_request(job(precision=precision, degrade={"allow": "numeric"})), machine()
         )
     }
     assert precisions == (
@@ -476,20 +504,20 @@ def test_a_device_without_bf16_is_offered_fp16_instead_and_refuses_jobs_that_say
     older = machine(bf16_tflops=None, fp16_tflops=112)
     lowered = {
         plan.precision
-        for plan in list_plans(read_request(job(degrade={"allow": "numeric"})), older)
+        for plan in list_plans(read_plan_request(job(degrade={"allow": "numeric"})), older)
     }
     assert lowered == {Precision.FP32, Precision.FP16}
     with pytest.raises(SpecError, match="has no bf16") as refused:
-        frontier(read_request(job(precision="bf16")), older)
+        find_frontier(read_plan_request(job(precision="bf16")), older)
     assert refused.value.path == "precision"
 
 
 def test_a_base_of_four_bits_is_refused_on_virtual_devices() -> None:
     spec = job(LLAMA | {"lora": {"quantise_base": True}})
     with pytest.raises(SpecError, match="CUDA"):
-        frontier(read_request(spec), machine(DeviceKind.VIRTUAL))
+        find_frontier(read_plan_request(spec), machine(DeviceKind.VIRTUAL))
     assert {
-        (plan.engine, plan.zero_stage) for plan in list_plans(read_request(spec), machine())
+        (plan.engine, plan.zero_stage) for plan in list_plans(read_plan_request(spec), machine())
     } == {(Engine.TORCH, ZeroStage.NONE)}
 
 
@@ -498,10 +526,10 @@ def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_th
 ):
     allowed = job(degrade={"allow": "numeric"})
     for hardware in (machine(), machine(DeviceKind.VIRTUAL)):
-        assert {plan.optimizer for plan in list_plans(read_request(job()), hardware)} == {
+        assert {plan.optimizer for plan in list_plans(read_plan_request(job()), hardware)} == {
             Optimizer.ADAMW
         }
-        legal_plans = list(list_plans(read_request(allowed), hardware))
+        legal_plans = list(list_plans(read_plan_request(allowed), hardware))
         assert {plan.optimizer for plan in legal_plans} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
         in_8_bits = [
             plan
@@ -516,18 +544,18 @@ def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_th
         in_32_bits = {plan for plan in of_torch if plan.optimizer is Optimizer.ADAMW}
         assert {replace(plan, optimizer=Optimizer.ADAMW) for plan in in_8_bits} == in_32_bits
     eight_bit = job(training={"optimizer": "adamw_8bit"})
-    assert {plan.optimizer for plan in list_plans(read_request(eight_bit), machine())} == {
+    assert {plan.optimizer for plan in list_plans(read_plan_request(eight_bit), machine())} == {
         Optimizer.ADAMW_8BIT
     }
     chosen = job(training={"optimizer": "sgd"}, degrade={"allow": "numeric"})
-    assert {plan.optimizer for plan in list_plans(read_request(chosen), machine())} == {
+    assert {plan.optimizer for plan in list_plans(read_plan_request(chosen), machine())} == {
         Optimizer.SGD
     }, "another rule is another training"
 
 
 def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_change() -> None:
     allowed = job(degrade={"allow": "numeric"})
-    legal_plans = list(list_plans(read_request(allowed), machine()))
+    legal_plans = list(list_plans(read_plan_request(allowed), machine()))
     rounded = {plan for plan in legal_plans if is_rounded(plan)}
     beside = {
         plan
@@ -537,9 +565,9 @@ def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_ch
     assert {
         replace(plan, master_weights=MasterWeights.FP32) for plan in rounded
     } == beside - rounded
-    assert not any(map(is_rounded, list_plans(read_request(job()), machine())))
+    assert not any(map(is_rounded, list_plans(read_plan_request(job()), machine())))
     adapted = job(LLAMA | {"lora": {}}, degrade={"allow": "numeric"})
-    assert not any(map(is_rounded, list_plans(read_request(adapted), machine()))), (
+    assert not any(map(is_rounded, list_plans(read_plan_request(adapted), machine()))), (
         "what is trained is little"
     )
 
@@ -547,11 +575,11 @@ def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_ch
 def test_a_pin_of_master_weights_in_bf16_asks_for_them() -> None:
     fields = {"precision": "bf16", "training": {"optimizer": "adamw_8bit"}}
     pinned = job(**fields, plan={"master_weights": "bf16"}, degrade={"allow": "none"})
-    legal_plans = list(list_plans(read_request(pinned), machine()))
+    legal_plans = list(list_plans(read_plan_request(pinned), machine()))
     assert legal_plans
     assert all(map(is_rounded, legal_plans))
     with pytest.raises(SpecError) as refused:
-        frontier(read_request(job(plan={"master_weights": "bf16"})), machine())
+        find_frontier(read_plan_request(job(plan={"master_weights": "bf16"})), machine())
     assert refused.value.path == "plan.master_weights"
     assert "precision=bf16" in refused.value.hint
 
@@ -564,14 +592,14 @@ def is_rounded(candidate: Plan) -> bool:
 def test_batch_norm_keeps_its_samples_in_every_plan(together: bool) -> None:
     training = {"batch_norm_samples": 8, "sync_batch_norm": together}
     spec = job({"factory": "model.py:make"}, profile=CLOSED, training=training)
-    legal_plans = list(list_plans(read_request(spec), machine()))
+    legal_plans = list(list_plans(read_plan_request(spec), machine()))
     assert {plan.layout.dp for plan in legal_plans} > {1, 2}
     assert {
         plan.micro_batch_size * (plan.layout.dp if together else 1) for plan in legal_plans
     } == {8}
     with pytest.raises(SpecError) as refused:
-        frontier(
-            read_request(
+        find_frontier(
+            read_plan_request(
                 job(
                     {"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}
                 )
@@ -585,16 +613,18 @@ def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_glo
     None
 ):
     whole = Plan(engine=Engine.TORCH, micro_batch_size=32)
-    profile = replace(find_profile(read_request(job()), machine(), whole), has_batch_norm=True)
+    profile = replace(find_profile(read_plan_request(job()), machine(), whole), has_batch_norm=True)
     traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
     spec = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
     cuts = {
         (plan.world_size, plan.gradient_accumulation_steps, plan.micro_batch_size)
-        for plan in list_plans(read_request(spec), machine())
+        for plan in list_plans(read_plan_request(spec), machine())
     }
     assert cuts == {(1, 1, spec.global_batch_size)}
     with pytest.raises(SpecError) as refused:
-        frontier(read_request(spec.model_copy(update={"gpus": GpuRange(min=2, max=2)})), machine())
+        find_frontier(
+            read_plan_request(spec.model_copy(update={"gpus": GpuRange(min=2, max=2)})), machine()
+        )
     assert refused.value.path == "training.batch_norm_samples"
 
 
@@ -604,18 +634,18 @@ def test_selective_checkpointing_is_offered_where_its_memory_is_known() -> None:
     profile = CLOSED | {"selective_per_sample": "32MiB"}
     assert {
         plan.activation_checkpointing
-        for plan in list_plans(read_request(job(factory, profile=CLOSED)), machine())
+        for plan in list_plans(read_plan_request(job(factory, profile=CLOSED)), machine())
     } == {none, full}
     assert selective in {
         plan.activation_checkpointing
-        for plan in list_plans(read_request(job(factory, profile=profile)), machine())
+        for plan in list_plans(read_plan_request(job(factory, profile=profile)), machine())
     }
 
 
 def peak(candidate: Plan, spec: JobSpec | None = None) -> int:
     here = machine(DeviceKind.VIRTUAL)
     return estimate(
-        find_profile(read_request(spec or job()), here, candidate), candidate, here.device
+        find_profile(read_plan_request(spec or job()), here, candidate), candidate, here.device
     ).allocated_bytes
 
 
@@ -656,7 +686,9 @@ def test_idle_time_of_a_pipeline_falls_with_more_micro_batches_and_more_stages_a
             layout=ParallelLayout(pp=2),
             pipeline_stages_per_rank=stages_per_rank,
         )
-        return step_s(find_profile(read_request(large), here, candidate), candidate, here)
+        return predict_step_s(
+            find_profile(read_plan_request(large), here, candidate), candidate, here
+        )
 
     assert seconds(2, 1) < seconds(4, 1) < seconds(8, 1)
     assert seconds(4, 2) < seconds(4, 1)
@@ -670,7 +702,7 @@ def test_hybrid_sharding_is_faster_than_sharding_over_a_slow_network() -> None:
     )
     hybrid = replace(over_all, dp_replicate=2)
     seconds = [
-        step_s(find_profile(read_request(large), here, plan), plan, here)
+        predict_step_s(find_profile(read_plan_request(large), here, plan), plan, here)
         for plan in (hybrid, over_all)
     ]
     assert seconds[0] < seconds[1]
@@ -685,7 +717,9 @@ def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
         gpus=8,
         precision="bf16",
     )
-    best = next(fitting(frontier(read_request(long), machine()), 80 * 2**30, UNMEASURED))
+    best = next(
+        list_fitting(find_frontier(read_plan_request(long), machine()), 80 * 2**30, UNMEASURED)
+    )
     assert best.plan.layout.cp * best.plan.layout.tp > 1
 
 
@@ -695,7 +729,7 @@ def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_d
 ) -> None:
     profile = replace(
         find_profile(
-            read_request(job()), machine(), Plan(engine=Engine.TORCH, micro_batch_size=32)
+            read_plan_request(job()), machine(), Plan(engine=Engine.TORCH, micro_batch_size=32)
         ),
         turns=turns,
     )
@@ -703,7 +737,7 @@ def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_d
     model = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
     selective = {
         (plan.engine, plan.zero_stage)
-        for plan in list_plans(read_request(model), machine())
+        for plan in list_plans(read_plan_request(model), machine())
         if plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE
     }
     assert ((Engine.DEEPSPEED, ZeroStage.PARAMETERS) in selective) == (not turns)
@@ -719,7 +753,7 @@ UNCLIPPED = {"training": {"clip_norm": None}}
 def test_updates_in_the_backward_pass_are_offered_where_no_other_gradient_is_waited_for() -> None:
     inside = [
         plan
-        for plan in list_plans(read_request(job(**UNCLIPPED)), machine())
+        for plan in list_plans(read_plan_request(job(**UNCLIPPED)), machine())
         if plan.optimizer_in_backward
     ]
     assert {plan.engine for plan in inside} == {Engine.TORCH}
@@ -736,15 +770,17 @@ def test_a_job_that_clips_has_no_updates_in_the_backward_pass_and_one_that_pins_
     None
 ):
     assert not [
-        plan for plan in list_plans(read_request(job()), machine()) if plan.optimizer_in_backward
+        plan
+        for plan in list_plans(read_plan_request(job()), machine())
+        if plan.optimizer_in_backward
     ]
     with pytest.raises(ValueError, match=r"clips by the norm of all gradients[^}]*clip_norm: null"):
         job(plan={"optimizer_in_backward": True})
 
 
 def test_an_update_in_the_backward_pass_is_on_the_frontier_slower_and_needs_less() -> None:
-    candidates = frontier(
-        read_request(job(gpus=1, global_batch_size=2, **UNCLIPPED)), machine()
+    candidates = find_frontier(
+        read_plan_request(job(gpus=1, global_batch_size=2, **UNCLIPPED)), machine()
     ).candidates
     by_plan = {candidate.plan: candidate for candidate in candidates}
     inside = [candidate for candidate in candidates if candidate.plan.optimizer_in_backward]

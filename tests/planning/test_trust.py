@@ -16,10 +16,10 @@ from orchestrator.planning.trust import (
     SPREAD_MAX,
     TIGHT,
     Choice,
-    Rule,
-    kind,
-    ratio_spread,
-    trust,
+    ChoiceRule,
+    plan_kind_of,
+    step_ratio_spread,
+    trust_of,
 )
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import plan_job
@@ -32,9 +32,9 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 
 
@@ -88,7 +88,10 @@ choices = st.lists(
 def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(
     drawn: list[Choice],
 ) -> None:
-    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = (
+        drawn[ChoiceRule().choose_plan(drawn)],
+        min(drawn, key=lambda choice: choice.seconds),
+    )
     assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
 
 
@@ -96,10 +99,15 @@ def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_thei
 def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(
     drawn: list[Choice],
 ) -> None:
-    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = (
+        drawn[ChoiceRule().choose_plan(drawn)],
+        min(drawn, key=lambda choice: choice.seconds),
+    )
     for choice in drawn:
-        if math.log(choice.seconds / fastest.seconds) < ratio_spread(choice.plan, fastest.plan):
-            assert trust(choice.plan) >= trust(taken.plan)
+        if math.log(choice.seconds / fastest.seconds) < step_ratio_spread(
+            choice.plan, fastest.plan
+        ):
+            assert trust_of(choice.plan) >= trust_of(taken.plan)
 
 
 @given(choices, st.randoms(use_true_random=False))
@@ -108,15 +116,18 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     shuffled = list(drawn)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
-        assert shuffled[Rule().choose(shuffled)].plan == drawn[Rule().choose(drawn)].plan
+        assert (
+            shuffled[ChoiceRule().choose_plan(shuffled)].plan
+            == drawn[ChoiceRule().choose_plan(drawn)].plan
+        )
 
 
 @given(choices, st.floats(0.3, 1.0))
 def test_a_first_plan_leaves_room_where_that_costs_little_and_moves_nothing_to_the_host(
     drawn: list[Choice], room: float
 ) -> None:
-    taken = drawn[Rule(room=room).choose(drawn)]
-    tight = drawn[Rule().choose(drawn)]
+    taken = drawn[ChoiceRule(room=room).choose_plan(drawn)]
+    tight = drawn[ChoiceRule().choose_plan(drawn)]
     limit_s = min(choice.seconds for choice in drawn) * math.exp(RECOVERY_SPREAD)
     roomy = [
         choice
@@ -139,9 +150,9 @@ def test_no_plan_that_ran_here_leaves_for_more_room(
     drawn: list[Choice], room: float, data: st.DataObject
 ) -> None:
     ran = frozenset({data.draw(st.sampled_from(drawn)).plan})
-    tight = drawn[Rule(incumbents=ran).choose(drawn)]
+    tight = drawn[ChoiceRule(incumbents=ran).choose_plan(drawn)]
     if tight.plan in ran:
-        assert drawn[Rule(incumbents=ran, room=room).choose(drawn)] == tight
+        assert drawn[ChoiceRule(incumbents=ran, room=room).choose_plan(drawn)] == tight
 
 
 FINETUNE = Path(__file__).parents[2] / "jobs" / "finetune" / "llama3_8b_lora.yaml"
@@ -158,7 +169,7 @@ SMALL = {
 
 def test_a_family_that_nobody_measured_leaves_room_and_names_the_tighter_plan() -> None:
     spec = read_job(FINETUNE, [("gpus", "2")], to_run=False)
-    reply = plan_job(spec, idle_nodes(parse_cards("2xrtx3090-24gb")))
+    reply = plan_job(spec, make_idle_nodes(parse_cards("2xrtx3090-24gb")))
     assert reply["chosen"] is not None
     taken = reply["frontier"][reply["chosen"]]
     assert taken["needed_bytes"] <= TIGHT * taken["capacity_bytes"]
@@ -176,7 +187,7 @@ def test_a_model_that_fills_its_card_is_not_moved_to_the_host_for_room() -> None
         "global_batch_size": 64,
         "precision": "bf16",
     }
-    reply = plan_job(job_from_data(job, "test"), idle_nodes(parse_cards("rtx3090-24gb")))
+    reply = plan_job(parse_job_data(job, "test"), make_idle_nodes(parse_cards("rtx3090-24gb")))
     assert reply["chosen"] is not None
     assert reply["frontier"][reply["chosen"]]["settings"]["offload"] == "none"
 
@@ -187,10 +198,10 @@ def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
 ) -> None:
     ran = data.draw(st.sampled_from(drawn))
     taken, fastest = (
-        drawn[Rule(incumbents=frozenset({ran.plan})).choose(drawn)],
+        drawn[ChoiceRule(incumbents=frozenset({ran.plan})).choose_plan(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
-    stays = math.log(ran.seconds / fastest.seconds) <= ratio_spread(ran.plan, fastest.plan)
+    stays = math.log(ran.seconds / fastest.seconds) <= step_ratio_spread(ran.plan, fastest.plan)
     assert (taken.plan == ran.plan) == stays
 
 
@@ -199,15 +210,15 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
     drawn: list[Choice], before: Plan
 ) -> None:
     fastest = min(drawn, key=lambda choice: choice.seconds)
-    taken = drawn[Rule(before=before).choose(drawn)]
-    alike = [choice for choice in drawn if kind(choice.plan) == kind(before)]
+    taken = drawn[ChoiceRule(before=before).choose_plan(drawn)]
+    alike = [choice for choice in drawn if plan_kind_of(choice.plan) == plan_kind_of(before)]
     if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
-        assert kind(taken.plan) == kind(before)
+        assert plan_kind_of(taken.plan) == plan_kind_of(before)
 
 
 @given(choices)
 def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
-    taken = drawn[Rule(is_fastest=True).choose(drawn)]
+    taken = drawn[ChoiceRule(is_fastest=True).choose_plan(drawn)]
     assert taken.seconds == min(choice.seconds for choice in drawn)
 
 
@@ -215,10 +226,12 @@ def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
 def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
     crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
     taken, fastest = (
-        crossing[Rule().choose(crossing)],
+        crossing[ChoiceRule().choose_plan(crossing)],
         min(crossing, key=lambda choice: choice.seconds),
     )
-    assert kind(taken.plan) == kind(fastest.plan) or taken.seconds == fastest.seconds
+    assert (
+        plan_kind_of(taken.plan) == plan_kind_of(fastest.plan) or taken.seconds == fastest.seconds
+    )
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6))
@@ -232,10 +245,10 @@ def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(
         )
         for index, choice_s in enumerate(seconds)
     ]
-    indices = Rule().widths(widths)
+    indices = ChoiceRule().choose_device_counts(widths)
     assert indices[0] == 0
     for narrow, wide in pairwise(indices):
-        spread = ratio_spread(widths[wide].plan, widths[narrow].plan)
+        spread = step_ratio_spread(widths[wide].plan, widths[narrow].plan)
         assert widths[wide].seconds * math.exp(spread / 2) < widths[narrow].seconds
 
 
@@ -245,5 +258,7 @@ def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured
 ) -> None:
     for other in PLANS[::7]:
         assert (
-            ratio_spread(plan, other) == ratio_spread(other, plan) <= max(OTHER_SPREAD, SPREAD_MAX)
+            step_ratio_spread(plan, other)
+            == step_ratio_spread(other, plan)
+            <= max(OTHER_SPREAD, SPREAD_MAX)
         )

@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.memory.calibration.calibrate import calibration
-from orchestrator.memory.engines.overhead import supposed_overhead_bytes
-from orchestrator.memory.engines.widths import exchanged_bytes
+from orchestrator.memory.calibration.calibrate import calibrate
+from orchestrator.memory.engines.overhead import assumed_overhead_bytes
+from orchestrator.memory.engines.widths import exchanged_bytes_per_gradient
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.profiles import autocasts
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.pareto import Timed, pareto
+from orchestrator.memory.profiles import uses_autocast
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.pareto import TimedPlan, find_pareto_front
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.request import read_request, read_script
+from orchestrator.planning.render import (
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
+)
+from orchestrator.planning.request import read_plan_request, read_script_request
 from orchestrator.planning.search import list_plans
-from orchestrator.planning.trust import trust
+from orchestrator.planning.trust import trust_of
 from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
@@ -45,7 +49,7 @@ MODEL_JOB, SCRIPT_JOB = (
 )
 MACHINE = machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False)
 PLAN = Plan(engine=Engine.TORCH, precision=Precision.BF16, micro_batch_size=4, sequence_length=128)
-PROFILE = find_profile(read_request(MODEL_JOB), MACHINE, PLAN)
+PROFILE = find_profile(read_plan_request(MODEL_JOB), MACHINE, PLAN)
 ESTIMATE = estimate(PROFILE, PLAN, MACHINE.device)
 NOTHING: Any = None  # what is not looked at before the refusal
 
@@ -56,7 +60,7 @@ def loop(plan: Plan) -> object:
     run = TrainingRun(
         model=model, data=data, training=TRAINING, plan=plan, epoch=1, device="cpu", **folders
     )
-    return build._engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
+    return build._build_one_engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
 
 
 Reader = Callable[[Plan], object]
@@ -64,40 +68,44 @@ FORMULAS: dict[
     str, Reader
 ] = {  # which follow from the kind of mechanics, and not from what it states
     "bytes": lambda plan: estimate(PROFILE, plan, MACHINE.device),
-    "seconds": lambda plan: step_s(PROFILE, plan, MACHINE),
+    "seconds": lambda plan: predict_step_s(PROFILE, plan, MACHINE),
     "words": in_short,
-    "trust": trust,
-    "accelerate's file": lambda plan: accelerate_config(
+    "trust": trust_of,
+    "accelerate's file": lambda plan: render_accelerate_config(
         SCRIPT_JOB.knobs, plan, deepspeed_config_path=None
     ),
-    "DeepSpeed's file": lambda plan: deepspeed_config(plan, clip_norm=None),
-    "wrapped model": lambda plan: torch_engine._wrap(
+    "DeepSpeed's file": lambda plan: render_deepspeed_config(plan, clip_norm=None),
+    "wrapped model": lambda plan: torch_engine._wrap_module(
         NOTHING, NOTHING, plan, NOTHING, NOTHING, None
     ),
 }
 STATEMENTS: dict[str, Reader] = {
-    "overhead": supposed_overhead_bytes,
-    "casts": autocasts,
+    "overhead": assumed_overhead_bytes,
+    "casts": uses_autocast,
     "bytes after an out-of-memory failure": bytes_per_parameter,
-    "calibration": lambda plan: calibration(
+    "calibration": lambda plan: calibrate(
         [observation(plan=plan, step_ratio=1.0)], device=DEVICE.name, family="lm"
     ),
 }
 ENUMERATIONS: dict[str, Reader] = {
-    "search of a model": lambda _: [*list_plans(read_request(MODEL_JOB), MACHINE)],
+    "search of a model": lambda _: [*list_plans(read_plan_request(MODEL_JOB), MACHINE)],
     "loop": loop,
 }
 ROWS: dict[str, Reader] = {
     "legality": lambda plan: replace(plan, micro_batch_size=2),
-    "width of gradients": exchanged_bytes,
-    "order": lambda plan: pareto(
-        [Timed(plan, 1.0, 1, 0.0), Timed(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf
+    "width of gradients": exchanged_bytes_per_gradient,
+    "order": lambda plan: find_pareto_front(
+        [TimedPlan(plan, 1.0, 1, 0.0), TimedPlan(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf
     ),
     "shape on nodes": lambda plan: find_gang_shape(plan, 8, 1),
-    "script's command": lambda plan: script_command(
-        read_script(SCRIPT_JOB), plan, output_dir="", resume_from=None, deepspeed_config_path=None
+    "script's command": lambda plan: render_script_command(
+        read_script_request(SCRIPT_JOB),
+        plan,
+        output_dir="",
+        resume_from=None,
+        deepspeed_config_path=None,
     ),
-    "search of a script": lambda _: [*list_plans(read_request(SCRIPT_JOB), MACHINE)],
+    "search of a script": lambda _: [*list_plans(read_plan_request(SCRIPT_JOB), MACHINE)],
 }
 
 

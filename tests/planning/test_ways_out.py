@@ -9,15 +9,21 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import fitting, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
-from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
+from orchestrator.planning.frontier import list_fitting, needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
+from orchestrator.planning.ways_out import (
+    UnfitJob,
+    WayOut,
+    describe_missing_knobs,
+    list_adapter_changes,
+    list_ways_out,
+)
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.intake.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
@@ -28,13 +34,13 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 
 def cards(text: str) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(parse_cards(text)))
+    (group,) = group_equal_nodes(make_idle_nodes(parse_cards(text)))
     return group.hardware
 
 
 def fits(spec: JobSpec, hardware: Hardware) -> bool:
-    front = frontier(read_request(spec), hardware, within_reach=True)
-    return next(fitting(front, hardware.device.memory, UNMEASURED), None) is not None
+    front = find_frontier(read_plan_request(spec), hardware, within_reach=True)
+    return next(list_fitting(front, hardware.device.memory, UNMEASURED), None) is not None
 
 
 def retyped(file: Path, way: WayOut) -> JobSpec:
@@ -59,7 +65,7 @@ def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offere
     file, hardware = JOBS / name, cards(card)
     spec = read_job(file, to_run=False)
     assert not fits(spec, hardware)
-    ways = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))
+    ways = list_ways_out(UnfitJob(spec, hardware, hardware.device.memory, UNMEASURED))
     assert ways
     for way in ways:
         if not way.settings:  # other devices
@@ -81,11 +87,16 @@ def test_rvc_fits_a_3060_as_its_file_is() -> None:
 def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
     spec, hardware = decoder_job(hidden_size=768), machine()
     capacity = (
-        min(needed_bytes(c, UNMEASURED) for c in frontier(read_request(spec), hardware).candidates)
+        min(
+            needed_device_bytes(c, UNMEASURED)
+            for c in find_frontier(read_plan_request(spec), hardware).candidates
+        )
         - 2**20
     )
-    assert not list(fitting(frontier(read_request(spec), hardware), capacity, UNMEASURED))
-    ways = ways_out(Unfit(spec, hardware, capacity, UNMEASURED))
+    assert not list(
+        list_fitting(find_frontier(read_plan_request(spec), hardware), capacity, UNMEASURED)
+    )
+    ways = list_ways_out(UnfitJob(spec, hardware, capacity, UNMEASURED))
     assert any(way.label.startswith("4 devices instead of 2") for way in ways)
     assert any(way.label.startswith("devices with at least") for way in ways)
     for way in ways:
@@ -95,19 +106,19 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
 
 def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
     spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx4080")
-    case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
-    settings = [dict(way.settings) for way in ways_out(case)]
+    case = UnfitJob(spec, hardware, hardware.device.memory, UNMEASURED)
+    settings = [dict(way.settings) for way in list_ways_out(case)]
     assert {"global_batch_size": "8"} in settings
-    assert all(len(way.settings) <= 1 for way in ways_out(case))
+    assert all(len(way.settings) <= 1 for way in list_ways_out(case))
 
 
 def test_a_script_is_told_its_missing_levers_and_the_job_of_our_engines_that_fits() -> None:
     spec, hardware = read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False), cards("rtx3060")
-    case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
-    (line,) = missing_knobs(case)
+    case = UnfitJob(spec, hardware, hardware.device.memory, UNMEASURED)
+    (line,) = describe_missing_knobs(case)
     assert "activation checkpointing" in line
     assert "`knobs.gradient_accumulation_steps`" in line
-    ways = list(adapters(case, lambda adapted: adapted))
+    ways = list(list_adapter_changes(case, lambda adapted: adapted))
     assert any("4 bits" in way.label for way in ways)
     for way in ways:
         assert "`model: {hf: ...}`" in way.label
@@ -127,9 +138,20 @@ def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_
         read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False),
         cards("a100-40gb"),
     )
-    assert list(adapters(Unfit(spec, hardware, hardware.device.memory, UNMEASURED), refuse)) == []
     assert (
-        list(adapters(Unfit(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted))
+        list(
+            list_adapter_changes(
+                UnfitJob(spec, hardware, hardware.device.memory, UNMEASURED), refuse
+            )
+        )
+        == []
+    )
+    assert (
+        list(
+            list_adapter_changes(
+                UnfitJob(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted
+            )
+        )
         == []
     )
 
@@ -152,7 +174,7 @@ def test_a_remedy_of_the_job_file_is_offered_as_a_job_that_fits_with_one_word_of
     (tmp_path / "job.yaml").write_text(REMEDY)
     (tmp_path / "train.py").touch()
     spec, hardware = read_job(tmp_path / "job.yaml", to_run=False), cards("rtx3060")
-    way = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))[0]
+    way = list_ways_out(UnfitJob(spec, hardware, hardware.device.memory, UNMEASURED))[0]
     assert way.label == "its small variant"
     assert not way.options, "no `--set` says words of a command"
     assert way.job is not None

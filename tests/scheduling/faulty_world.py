@@ -24,7 +24,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     RankEnd,
 )
-from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, Node, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen, PaceReported, Released
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.frozen import frozen
@@ -223,7 +223,7 @@ class FaultyBackend(PacedBackend):
         self._seed = seed
         self._hazards = hazards
         self._repeat_chance = repeat_chance
-        self._nodes = idle_nodes(cluster)
+        self._nodes = make_idle_nodes(cluster)
         self._policy = cluster.policy
         self._memory_bytes = {node.name: node.device.memory for node in self._nodes}
         self._down: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_device_bytes
 from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.scheduler import Scheduler
@@ -104,7 +104,7 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} is placed on devices that are not there"
         elif not (
             _ran_before(job, attempt) or _is_last_resort(job, attempt) or _is_bounded(attempt)
-        ) and corrected_bytes(attempt.estimate, attempt.correction) > min(
+        ) and corrected_device_bytes(attempt.estimate, attempt.correction) > min(
             nodes[name].device.memory for name, _ in gang
         ):
             yield f"{attempt.name} is predicted not to fit its devices"
@@ -136,8 +136,8 @@ def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} repeats the plan that ran out of memory in {earlier.name}"
             if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device:
                 correction = calibration_for(t.after, launch.job, earlier.device).correction
-                needed = corrected_bytes(launch.attempt.estimate, launch.attempt.correction)
-                if needed >= corrected_bytes(earlier.estimate, correction):
+                needed = corrected_device_bytes(launch.attempt.estimate, launch.attempt.correction)
+                if needed >= corrected_device_bytes(earlier.estimate, correction):
                     yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
 
 

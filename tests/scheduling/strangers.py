@@ -22,7 +22,7 @@ from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import LogScan
 from orchestrator.scheduling.failures.verdict import REFUSED_WAITS_S, add_verdict
 from orchestrator.specs.attempt import Evidence, Failure, FailureKind, RankEnd
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.replace import replace
 from tests.scheduling.factories import attempt, job, script_spec
 from tests.scheduling.world import cluster, device
@@ -35,7 +35,7 @@ FINAL, CHANGED, WAIT, ELSEWHERE, LATER, AGAIN = (
     "later",
     "again",
 )
-NODES = idle_nodes(cluster(("a", 2, 2, device("large", "80GiB"))))
+NODES = make_idle_nodes(cluster(("a", 2, 2, device("large", "80GiB"))))
 ELAPSED_S = 100.0
 
 

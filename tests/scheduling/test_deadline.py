@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.errors import SpecError
@@ -84,7 +84,7 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
         submitted(2, script({2: 3600.0}), 2.0),
         submitted(3, due(6000.0, {1: 7200.0, 2: 5400.0}), 3.0),
     )
-    messages = late(state, ["job-1", "job-2", "job-3"])
+    messages = describe_late_jobs(state, ["job-1", "job-2", "job-3"])
     assert list(messages) == ["job-3"]
     assert messages["job-3"] == (
         "cannot be done by Thu 01:40 UTC: earliest Thu 03:31 UTC with 2 GPUs; Thu 02:31 UTC with 2 GPUs if its "
@@ -103,7 +103,7 @@ def test_nothing_is_called_impossible_because_of_a_length_that_nobody_said() -> 
         ),
         submitted(2, due(6000.0, {1: 3600.0}), 2.0),
     )
-    assert late(state, ["job-2"]) == {}
+    assert describe_late_jobs(state, ["job-2"]) == {}
 
 
 @pytest.mark.parametrize("away", ["drained", "lost"])
@@ -115,10 +115,10 @@ def test_beside_a_node_that_is_away_a_job_is_late_only_when_its_deadline_is_near
     events = [seen(node(devices=1)), submitted(1, script({1: 100.0}))]
     events += [submitted(2, due(due_s, {1: 3600.0}), 1.0), event]
     state = folded(*events)
-    assert late(state, ["job-2"]) == {}
-    assert [*late(replace(state, at_s=due_s), ["job-2"])] == ["job-2"]
+    assert describe_late_jobs(state, ["job-2"]) == {}
+    assert [*describe_late_jobs(replace(state, at_s=due_s), ["job-2"])] == ["job-2"]
     if away == "drained":
-        assert [*late(replace(state, at_s=due_s - 3700.0), ["job-2"])] == ["job-2"]
+        assert [*describe_late_jobs(replace(state, at_s=due_s - 3700.0), ["job-2"])] == ["job-2"]
 
 
 def test_who_is_done_before_the_night_is_not_called_late() -> None:
@@ -131,7 +131,7 @@ def test_who_is_done_before_the_night_is_not_called_late() -> None:
         submitted(3, due(22 * hour_s, {1: 3 * hour_s}), 3.0),
         submitted(4, due(24 * hour_s, {1: 4.5 * hour_s}), 4.0),
     )
-    messages = late(state, ["job-3", "job-4"])
+    messages = describe_late_jobs(state, ["job-3", "job-4"])
     assert list(messages) == ["job-4"]
     assert "earliest Fri 03:31 UTC" in messages["job-4"]
 
@@ -148,12 +148,14 @@ def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_lat
         seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3))
     )
     assert state.jobs["job-2"].status is JobStatus.QUEUED
-    assert [*late(state, ["job-2", "job-3"])] == (["job-2", "job-3"] if is_late else ["job-3"])
+    assert [*describe_late_jobs(state, ["job-2", "job-3"])] == (
+        ["job-2", "job-3"] if is_late else ["job-3"]
+    )
 
 
 def test_what_will_be_in_time_is_not_spoken_of() -> None:
     state = folded(seen(node()), submitted(1, due(LAUNCH_S + 101.5, {1: 100.0})))
-    assert late(state, ["job-1"]) == {}
+    assert describe_late_jobs(state, ["job-1"]) == {}
 
 
 def test_a_deadline_that_is_over_is_refused() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
+from orchestrator.planning.cost import predict_step_s
+from orchestrator.planning.frontier import EVEN, needed_device_bytes, node_host_bytes
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.scheduling.base.sentences import describe_status
@@ -24,7 +24,7 @@ from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -46,7 +46,7 @@ nodes:
 
 
 def mixed(text: str = MIXED) -> tuple[Node, ...]:
-    return idle_nodes(parse_cluster(text, "mixed"))
+    return make_idle_nodes(parse_cluster(text, "mixed"))
 
 
 def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
@@ -85,10 +85,10 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
         (2, "rtx4090-24gb"),
     ]
     for group, most in ((large, 8), (small, 2)):
-        candidates = frontier(read_request(spec), group.hardware).candidates
+        candidates = find_frontier(read_plan_request(spec), group.hardware).candidates
         assert max(candidate.plan.world_size for candidate in candidates) == most
         assert any(
-            needed_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
+            needed_device_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
             for candidate in candidates
         )
 
@@ -264,7 +264,7 @@ def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)
     try:
         legal = (
-            list(list_plans(read_request(spec), group.hardware))
+            list(list_plans(read_plan_request(spec), group.hardware))
             if group.devices >= spec.gpus.min
             else []
         )
@@ -273,7 +273,7 @@ def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
     rows = []
     for plan in legal:
         profile, capacity_bytes = (
-            find_profile(read_request(spec), group.hardware, plan),
+            find_profile(read_plan_request(spec), group.hardware, plan),
             free_bytes[plan.world_size - 1],
         )
         needs = estimate(profile, plan, device)
@@ -281,7 +281,7 @@ def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
         has_host = node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
         rows.append(
             Tried(
-                step_s=step_s(profile, plan, group.hardware),
+                step_s=predict_step_s(profile, plan, group.hardware),
                 probability=has_host
                 * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
                 fits=has_host and needed <= capacity_bytes,
@@ -301,7 +301,7 @@ def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one(
         "fp32_tflops": 32.5,
     }
     slow = fast.model_copy(update=slower)
-    nodes = idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
+    nodes = make_idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
     first, equal = (
         world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200)
     )

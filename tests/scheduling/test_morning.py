@@ -15,7 +15,7 @@ from orchestrator.scheduling.reports.morning import (
     ended_at_s,
     make_morning_report,
 )
-from orchestrator.specs.attempt import About, FailureKind
+from orchestrator.specs.attempt import FailureKind, FaultSubject
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
@@ -228,19 +228,19 @@ def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: 
 @pytest.mark.parametrize(
     ("line", "about"),
     [
-        ("EOFError: EOF when reading a line", About.PERSON),
-        ("ModuleNotFoundError: No module named 'flash_attn'", About.MODULE),
-        ("json.JSONDecodeError: Expecting value", About.DATA),
-        ("OSError: image file is truncated (1 bytes not processed)", About.DATA),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'b'", About.PATH),
-        ("PermissionError: [Errno 13] Permission denied: '/data'", About.PERMISSION),
-        ("requests.exceptions.ConnectionError: refused", About.SERVICE),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", About.DEVICE),
-        ("FloatingPointError: loss is nan", About.NUMBERS),
+        ("EOFError: EOF when reading a line", FaultSubject.PERSON),
+        ("ModuleNotFoundError: No module named 'flash_attn'", FaultSubject.MODULE),
+        ("json.JSONDecodeError: Expecting value", FaultSubject.DATA),
+        ("OSError: image file is truncated (1 bytes not processed)", FaultSubject.DATA),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'b'", FaultSubject.PATH),
+        ("PermissionError: [Errno 13] Permission denied: '/data'", FaultSubject.PERMISSION),
+        ("requests.exceptions.ConnectionError: refused", FaultSubject.SERVICE),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", FaultSubject.DEVICE),
+        ("FloatingPointError: loss is nan", FaultSubject.NUMBERS),
         ("KeyError: 'labels'", None),
     ],
 )
-def test_advice_names_what_the_failure_is_about(line: str, about: About | None) -> None:
+def test_advice_names_what_the_failure_is_about(line: str, about: FaultSubject | None) -> None:
     failure = failure_of({"text": line})
     assert failure is not None
     assert failure.about is about

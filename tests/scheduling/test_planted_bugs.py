@@ -265,15 +265,17 @@ def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_clock_is_utc(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clock, "_zone", lambda _: ZoneInfo("UTC"))
-    patch.setattr(clock, "_spans", clock._spans.__wrapped__)  # which remembers
+    patch.setattr(clock, "_load_zone", lambda _: ZoneInfo("UTC"))
+    patch.setattr(clock, "_list_openings", clock._list_openings.__wrapped__)  # which remembers
 
 
 def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
     """A zone is as far from UTC as it is in winter."""
     winter = {"Europe/Berlin": 1, "America/New_York": -5, "UTC": 0}
-    patch.setattr(clock, "_zone", lambda name: timezone(timedelta(hours=winter[name or "UTC"])))
-    patch.setattr(clock, "_spans", clock._spans.__wrapped__)
+    patch.setattr(
+        clock, "_load_zone", lambda name: timezone(timedelta(hours=winter[name or "UTC"]))
+    )
+    patch.setattr(clock, "_list_openings", clock._list_openings.__wrapped__)
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:
@@ -470,7 +472,7 @@ MOVING_BUGS: dict[str, tuple[Plant, str, int]] = {
 
 
 def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(line.WaitQueue, "_due", lambda *_: 0)
+    patch.setattr(line.WaitQueue, "_count_overdue", lambda *_: 0)
 
 
 RUSHING_BUGS: dict[str, tuple[Plant, str, int]] = {

@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import PROBES_MAX, calibration, select_newest
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.memory.calibration.calibrate import (
+    PROBES_MAX,
+    calibrate,
+    select_observations_to_keep,
+)
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.options.asks import apply_permissions
@@ -24,7 +28,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     RankEnd,
 )
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import (
     Event,
@@ -90,7 +94,7 @@ class Night:
         self.fixed, self.sample, self.is_carried = fixed, sample, is_carried
         self.floor, self.forward = floor, forward
         self.scheduler, self.launched, self.at_s = Scheduler(State()), list[Attempt](), 0.0
-        nodes = idle_nodes(CLUSTERS[0])
+        nodes = make_idle_nodes(CLUSTERS[0])
         self.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
 
     def tell(self, event: Event) -> None:
@@ -261,7 +265,7 @@ def test_a_probe_that_ends_before_it_is_stopped_needs_to_leave_nothing() -> None
 
 def test_probes_take_as_few_devices_as_the_job_will() -> None:
     night = Night()
-    nodes = idle_nodes(CLUSTERS[2])
+    nodes = make_idle_nodes(CLUSTERS[2])
     night.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=night.tick()))
     night.submit(unknown(gpus={"min": 1, "max": 4}))
     assert night.launched[-1].plan.world_size == 1
@@ -410,8 +414,8 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     later = [
         replace(observations[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)
     ]
-    newest = select_newest((*observations, *later))
-    factors = calibration(newest, device="small", family="unknown")
+    newest = select_observations_to_keep((*observations, *later))
+    factors = calibrate(newest, device="small", family="unknown")
     assert factors.line == MeasuredLine(
         fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True
     )
@@ -421,11 +425,11 @@ def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several()
     line = MeasuredLine(fixed_bytes=80 * MIB, sample_bytes=MIB, is_of_one_rank=True)
     spec, two = (
         unknown(gpus={"min": 1, "max": 2}),
-        group_equal_nodes(idle_nodes(CLUSTERS[1]))[0].hardware,
+        group_equal_nodes(make_idle_nodes(CLUSTERS[1]))[0].hardware,
     )
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
-        candidates = frontier(
-            read_request(spec.model_copy(update={"measured": measured})), two
+        candidates = find_frontier(
+            read_plan_request(spec.model_copy(update={"measured": measured})), two
         ).candidates
         fixed = {
             candidate.plan.layout.dp: candidate.estimate.allocated_bytes

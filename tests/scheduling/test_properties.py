@@ -18,7 +18,7 @@ from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.attempt import Evidence, FailureKind
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -332,7 +332,7 @@ def random_event(draw: random.Random, state: State, *, with_updates: bool = Fals
             job_id=f"job-{order}", order=order, spec=spec, at_s=at_s, more=draw.random() < 0.2
         )
     if kind is NodesSeen:
-        nodes = idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))
+        nodes = make_idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))
         nodes_seen = tuple(
             replace(
                 node,
@@ -400,7 +400,7 @@ def without_waits(state: State) -> State:
 @pytest.mark.parametrize("ran_before", [True, False])
 def test_a_job_waits_for_the_only_node_that_can_hold_it(ran_before: bool) -> None:
     """A node that restarts takes minutes; the job that needs it is neither failed nor refused meanwhile."""
-    nodes = idle_nodes(CLUSTERS[3])
+    nodes = make_idle_nodes(CLUSTERS[3])
     without_big = tuple(node for node in nodes if node.name != "big")
     spec = script("wide", profile={"parameters": 40_000_000, "activations_per_sample": "100MiB"})
     submitted = Submitted(job_id="wide-1", order=1, spec=spec, at_s=1.0)

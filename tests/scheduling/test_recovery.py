@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.calibration.correction import corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration.correction import (
+    corrected_allocated_bytes,
+    corrected_device_bytes,
+)
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, OomReport, RankEnd
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.events import Finished, Released, Submitted
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
@@ -16,7 +19,7 @@ from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import State
 
-NODES = idle_nodes(
+NODES = make_idle_nodes(
     parse_cluster(
         "name: here\nnodes: [{name: n, devices: 4, device: a100-80gb, host_memory: 1TiB}]", "here"
     )
@@ -46,7 +49,7 @@ def launched(actions: tuple[Action, ...]) -> Attempt | None:
 def ran_out(attempt: Attempt, true: float) -> Evidence | None:
     """Return the ranks' report where activations are `true` times the prediction, or None for a success."""
     memory = NODES[0].device.memory
-    if corrected_bytes(attempt.estimate, true) <= memory:
+    if corrected_device_bytes(attempt.estimate, true) <= memory:
         return None
     around = attempt.estimate.device_bytes - attempt.estimate.allocated_bytes
     live_bytes = min(corrected_allocated_bytes(attempt.estimate, true), memory - around)

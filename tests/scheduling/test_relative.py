@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import calibration
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.memory.calibration.calibrate import calibrate
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.choices import Precision
@@ -37,11 +37,11 @@ def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
     """Return the predicted bytes of each plan, corrected by what the night has taught."""
     (group,) = group_equal_nodes(night.state.nodes)
     hardware = group.hardware
-    calibrated = calibration(
+    calibrated = calibrate(
         night.state.observations, device=hardware.device.name, family=spec.family_name
     )
-    front = frontier(
-        read_request(with_measured_memory(spec, calibrated)),
+    front = find_frontier(
+        read_plan_request(with_measured_memory(spec, calibrated)),
         hardware,
         calibrated,
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from orchestrator.planning.render import script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.options.asks import apply_permissions, with_global_batch
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, RetryRequested
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from tests.scheduling.test_probe import Night, unknown
 
 KNOBS = {
@@ -47,8 +47,8 @@ def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
     assert len(changes) == len(second.change), "each setting once"
     assert changes["global_batch_size"] == ("16", "8")
     assert changes.get("learning_rate") == (None if rule == "same" else ("0.1", rate))
-    command = script_command(
-        read_script(job.spec),
+    command = render_script_command(
+        read_script_request(job.spec),
         second.plan,
         output_dir="o",
         resume_from=None,
@@ -143,7 +143,7 @@ def test_a_learning_rate_that_nothing_tells_the_script_is_refused(
         "degrade": rule,
     }
     with pytest.raises(SpecError) as refused:
-        job_from_data(data, "job")
+        parse_job_data(data, "job")
     assert path in str(refused.value)
 
 
@@ -197,8 +197,8 @@ def test_a_learning_rate_is_a_number_for_every_reader_of_yaml(rate: float) -> No
     knobs = {**KNOBS, "learning_rate": {"flag": "--lr", "default": rate}}
     night = Night(fixed=40, sample=10)
     night.submit(unknown(global_batch_size=16, knobs=knobs))
-    command = script_command(
-        read_script(night.job().spec), night.launched[-1].plan, output_dir="o", resume_from=None,
+    command = render_script_command(
+        read_script_request(night.job().spec), night.launched[-1].plan, output_dir="o", resume_from=None,
         deepspeed_config_path=None,
     )  # fmt: skip
     word = command.arguments[command.arguments.index("--lr") + 1]

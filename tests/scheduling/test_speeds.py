@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.planning.frontier import fits
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import Hardware, frontier
+from orchestrator.planning.frontier import fits_device
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import Hardware, find_frontier
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 
@@ -41,16 +41,16 @@ def measured(**fields: object) -> JobSpec:
 def times(spec: JobSpec) -> dict[int, float]:
     return {
         candidate.plan.world_size: candidate.step_s
-        for candidate in frontier(read_request(spec), NODES).candidates
+        for candidate in find_frontier(read_plan_request(spec), NODES).candidates
     }
 
 
 def test_each_number_of_devices_whose_speed_is_told_is_a_candidate_that_fits() -> None:
     """Also those that do not divide the global batch, and those that the cost model would not believe in."""
     assert times(measured()) == {40: 0.7, 5: 1.2, 1: 2.1}
-    for candidate in frontier(read_request(measured()), NODES).candidates:
+    for candidate in find_frontier(read_plan_request(measured()), NODES).candidates:
         assert candidate.plan.global_batch_size == 32
-        assert fits(candidate, A100.memory, UNMEASURED)
+        assert fits_device(candidate, A100.memory, UNMEASURED)
 
 
 def test_the_range_of_devices_follows_from_the_speeds_unless_it_is_said() -> None:
@@ -65,8 +65,8 @@ def test_the_fastest_plan_of_each_number_is_as_fast_as_told_and_the_others_slowe
         "gradient_accumulation_steps": {"flag": "--accumulate"},
         "activation_checkpointing": {"switch": "--checkpoint"},
     }
-    candidates = frontier(
-        read_request(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"})), NODES
+    candidates = find_frontier(
+        read_plan_request(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"})), NODES
     ).candidates
     for count, fastest_s in ((1, 2.0), (4, 1.0)):
         times_s = [

@@ -222,7 +222,7 @@ def test_without_aging_the_wide_would_starve(
     found_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted bug."""
-    monkeypatch.setattr(WaitQueue, "_due", lambda *_: 0)
+    monkeypatch.setattr(WaitQueue, "_count_overdue", lambda *_: 0)
     monkeypatch.setattr(
         AdaptivePolicy, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0
     )

@@ -23,14 +23,14 @@ from orchestrator.specs.attempt import (
     NodeDevices,
     RankEnd,
 )
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from orchestrator.specs.suspension import UnexplainedEnd
 from tests.scheduling.factories import attempt, job, script_spec
 from tests.scheduling.world import cluster, device
 
-NODES = idle_nodes(
+NODES = make_idle_nodes(
     cluster(("a", 1, 2, device("large", "80GiB")), ("b", 1, 2, device("large", "80GiB")))
 )
 STRANGE = Ending(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job_record import Job
 
@@ -36,7 +36,7 @@ class FolderBackend:
 
     def __init__(self, folder: Path, cluster: ClusterSpec) -> None:
         self._folder = folder
-        self._nodes = idle_nodes(cluster)
+        self._nodes = make_idle_nodes(cluster)
         self._told_nodes = False
         self._watched: dict[str, tuple[Attempt, float]] = {}
         self._outbox: list[Event] = []

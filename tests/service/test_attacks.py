@@ -21,9 +21,9 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.training.checkpoint.folder import (
     MANIFEST,
-    damage,
-    file_entry,
-    latest_complete,
+    find_damage,
+    find_latest_complete,
+    make_manifest_entry,
     write_manifest,
 )
 from tests.service.worlds import World, job_spec
@@ -213,7 +213,7 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         (folder / "data").write_bytes(b"1234")
-        write_manifest(folder, {"data": file_entry(4, zlib.crc32(b"1234"))})
+        write_manifest(folder, {"data": make_manifest_entry(4, zlib.crc32(b"1234"))})
     newest = tmp_path / "step-00000002"
     whole = (newest / MANIFEST).read_text()
     _, _, entries = whole.partition("\n")
@@ -226,13 +226,13 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
             text = f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}\n{text}"
         (newest / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
         try:
-            problems = damage(newest)
-            newest_complete = latest_complete(tmp_path)
+            problems = find_damage(newest)
+            newest_complete = find_latest_complete(tmp_path)
         except Exception as error:
             raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
         refused += bool(problems)
         assert newest_complete == (
-            newest if not damage(newest, read=False) else tmp_path / "step-00000001"
+            newest if not find_damage(newest, read_files=False) else tmp_path / "step-00000001"
         ), number
         assert all(len(problem) < CHARACTERS_MAX for problem in problems), number
     assert refused > 0.8 * count

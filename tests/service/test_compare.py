@@ -36,8 +36,8 @@ from orchestrator.service.terminal.comparison_tables import comparison_panel
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.choices import Micro, ZeroStage
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.choices import MicroBatchChoice, ZeroStage
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
@@ -85,7 +85,9 @@ STRATEGIES = """\
 
 
 def pick(spec: JobSpec, strategies: str) -> list[dict[str, object]]:
-    return [dict(pins) for pins in choose_strategies(spec, strategies, idle_nodes(CLUSTER), ())]
+    return [
+        dict(pins) for pins in choose_strategies(spec, strategies, make_idle_nodes(CLUSTER), ())
+    ]
 
 
 def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
@@ -138,7 +140,7 @@ def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_th
 ):
     spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
     jobs = make_comparison_jobs(
-        spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None
+        spec, choose_strategies(spec, "zero=0,3", make_idle_nodes(CLUSTER), ()), None
     )
     assert [job.training.max_steps for job in jobs] == [STEPS, STEPS]
     assert all(job.degrade.keeps_plan and job.deadline is None for job in jobs)
@@ -157,13 +159,13 @@ def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_th
 def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_each_shall_have_its_best() -> (
     None
 ):
-    spec, nodes = decoder_spec(gpus=2), idle_nodes(CLUSTER)
+    spec, nodes = decoder_spec(gpus=2), make_idle_nodes(CLUSTER)
     common = [
         dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, ())
     ]
     best = [
         dict(pins)["micro_batch_size"]
-        for pins in choose_strategies(spec, "zero=0..3", nodes, (), Micro.BEST)
+        for pins in choose_strategies(spec, "zero=0..3", nodes, (), MicroBatchChoice.BEST)
     ]
     assert len(set(common)) == 1
     assert len(set(best)) > 1
@@ -178,7 +180,7 @@ def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_e
 
 def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> None:
     spec = decoder_spec(gpus=2)
-    wanted = choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
+    wanted = choose_strategies(spec, "zero=0,3", make_idle_nodes(CLUSTER), ())
     jobs = make_comparison_jobs(spec, wanted, None, 3)
     assert [job.plan for job in jobs] == [*wanted, *wanted, *wanted]
     assert [job.training.seed for job in jobs] == [0, 0, 1, 1, 2, 2]
@@ -371,7 +373,7 @@ def test_every_strategy_of_a_script_pins_only_what_the_script_can_be_told(
     data = {"name": "own", "command": "python train.py", "global_batch_size": 8}
     spec = JobSpec.model_validate({**data, "knobs": knobs, "gpus": gpus})
     for choice in ("all", "frontier"):
-        choices = choose_strategies(spec, choice, idle_nodes(CLUSTER), ())
+        choices = choose_strategies(spec, choice, make_idle_nodes(CLUSTER), ())
         for member in make_comparison_jobs(spec, choices, None, 2):
             assert JobSpec.model_validate(member.model_dump(mode="json")) == member
 

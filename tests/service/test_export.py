@@ -15,7 +15,7 @@ import yaml
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import export_job, plan_job
 from orchestrator.service.intake.intake import read_job
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 
 TRAIN = """
@@ -55,7 +55,7 @@ def exported(folder: Path, cards: str, **changes: Any) -> tuple[dict[str, Any], 
     (folder / "train.py").write_text(TRAIN)
     (folder / "job.yaml").write_text(yaml.safe_dump({**SHARED, **changes}))
     spec = read_job(folder / "job.yaml", to_run=False)
-    nodes = idle_nodes(parse_cards(cards))
+    nodes = make_idle_nodes(parse_cards(cards))
     answer = plan_job(spec, nodes)
     assert answer["chosen"] is not None
     script = export_job(spec, nodes, (), folder / "out")
@@ -101,7 +101,7 @@ def test_a_deepspeed_file_has_the_stage_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_what_nothing_else_runs_is_refused_and_a_folder_with_files_is_kept(tmp_path: Path) -> None:
-    nodes = idle_nodes(parse_cards("rtx3090"))
+    nodes = make_idle_nodes(parse_cards("rtx3090"))
     decoder = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     decoder["num_attention_heads"] = 2
     content = {"name": "own", "global_batch_size": 8, "model": {"decoder": decoder}}

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.planning import search
-from orchestrator.planning.work import PLANS_MAX, Work
+from orchestrator.planning.work import PLANS_MAX, PlanCounter
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.first_decision import FirstDecisions
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.model import (
@@ -27,13 +27,13 @@ from orchestrator.specs.job.model import (
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.state import State
 
 
 def state(nodes: int, devices: int = 8) -> State:
     node = NodeSpec(name="n", count=nodes, devices=devices, device="h100-80gb", host_memory="1TiB")
-    return State(nodes=idle_nodes(ClusterSpec(name="c", nodes=[node])))
+    return State(nodes=make_idle_nodes(ClusterSpec(name="c", nodes=[node])))
 
 
 def decoder(**changes: Any) -> JobSpec:
@@ -54,13 +54,13 @@ def decoder(**changes: Any) -> JobSpec:
         "model": {"decoder": sizes},
         "data": {"text": ["x"], "sequence_length": 8192},
     } | changes
-    return job_from_data(data, "job")
+    return parse_job_data(data, "job")
 
 
-class Counted(Work):
+class Counted(PlanCounter):
     """Work whose totals are kept."""
 
-    totals: ClassVar[list[Work]] = []
+    totals: ClassVar[list[PlanCounter]] = []
 
     def __init__(self, plans_max: int) -> None:
         super().__init__(plans_max)
@@ -68,8 +68,8 @@ class Counted(Work):
 
 
 @pytest.fixture
-def totals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Work]]:
-    monkeypatch.setattr(search, "Work", Counted)
+def totals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlanCounter]]:
+    monkeypatch.setattr(search, "PlanCounter", Counted)
     yield Counted.totals
     Counted.totals.clear()
 
@@ -79,7 +79,13 @@ DIVISIBLE = (1, 720, 720720, 8648640, BATCH_MAX, 2**23 + 1)
 
 
 def look(
-    totals: list[Work], batch: int, layers: int, heads: int, width: int, nodes: int, gpus: int
+    totals: list[PlanCounter],
+    batch: int,
+    layers: int,
+    heads: int,
+    width: int,
+    nodes: int,
+    gpus: int,
 ) -> int:
     """Decide on one job; return how many plans all searches of the decision looked at."""
     sizes = {
@@ -98,7 +104,9 @@ def look(
 
 
 @pytest.mark.long
-def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: list[Work]) -> None:
+def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(
+    totals: list[PlanCounter],
+) -> None:
     assert 0 < look(totals, 8648640, 720, HEADS_MAX, WIDTH_MAX, 64, 2**22) <= LOOKED_MAX
     assert 0 < look(totals, 720720, LAYERS_MAX, 2**7, 2**8, 1, 8) <= LOOKED_MAX
 
@@ -118,7 +126,7 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
     gpus=st.sampled_from((1, 720, 2**22)),
 )
 def test_no_bounded_job_makes_a_decision_look_at_more_than_its_limit(
-    totals: list[Work], **drawn: int
+    totals: list[PlanCounter], **drawn: int
 ) -> None:
     assert look(totals, **drawn) <= LOOKED_MAX  # 0 where the first family of plans has too many
 
@@ -191,7 +199,7 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_comes_after_another_is_tried_as_if_that_were_over() -> None:
     """The child knows no other jobs."""
-    after = job_from_data(
+    after = parse_job_data(
         {
             "name": "after",
             "global_batch_size": 8,

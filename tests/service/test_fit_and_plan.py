@@ -12,10 +12,10 @@ from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.fit import iterate_fit_rows, list_training_ways
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.terminal.plan_tables import plan_panel
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.replace import replace
 
 CARDS = ("rtx3090-24gb", "l40s-48gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb")
@@ -38,7 +38,7 @@ def job_of(layers: int) -> JobSpec:
         "model": {"hf": LLAMA | {"num_hidden_layers": layers}},
         "data": {"text": ["corpus.txt"], "sequence_length": 4096},
     }
-    return job_from_data(job, "test")
+    return parse_job_data(job, "test")
 
 
 @pytest.mark.parametrize("layers", [8, 32])
@@ -51,7 +51,7 @@ def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int
                 update={"gpus": GpuRange(min=row["devices"], max=row["devices"])}
             )
             cards = f"{row['devices']}x{row['device']}"
-            answer = plan_job(exactly, idle_nodes(parse_cards(cards)))
+            answer = plan_job(exactly, make_idle_nodes(parse_cards(cards)))
             assert answer["chosen"] is not None
             chosen = answer["frontier"][answer["chosen"]]
             plan, step_s, needed_bytes = row["plan"], row["step_s"], row["needed_bytes"]
@@ -61,7 +61,7 @@ def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int
 
 @pytest.mark.parametrize("layers", [8, 32])
 def test_the_table_by_devices_has_the_plan_that_so_many_devices_would_run(layers: int) -> None:
-    nodes = idle_nodes(parse_cards("8xh100-80gb"))
+    nodes = make_idle_nodes(parse_cards("8xh100-80gb"))
     answer = plan_job(job_of(layers), nodes)
     assert answer["chosen"] in answer["by_devices"]
     for index in answer["by_devices"]:
@@ -80,7 +80,7 @@ def test_a_whole_training_costs_its_device_hours_where_a_device_has_a_price(
     cluster = parse_cards("8xh100-80gb")
     nodes = [
         replace(node, device=node.device.model_copy(update={"price_per_hour": price}))
-        for node in idle_nodes(cluster)
+        for node in make_idle_nodes(cluster)
     ]
     answer = plan_job(job_of(8), nodes)
     assert answer["price_per_hour"] == price

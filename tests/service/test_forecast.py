@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import GIVEN, estimate_plan, parse_plan, plan_job
 from orchestrator.specs.choices import Engine, Optimizer
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import settings
@@ -32,7 +32,7 @@ def test_every_offered_plan_can_be_given_by_its_settings(
     model: dict[str, Any], optimizer: Optimizer
 ) -> None:
     spec = job(model, training={"optimizer": optimizer})
-    offered = list(list_plans(read_request(spec), machine(nvme_folder="/nvme")))
+    offered = list(list_plans(read_plan_request(spec), machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
     for plan in offered:
         pins = {name: text for name, text in settings(plan).items() if name not in FOLLOWS}
@@ -58,7 +58,7 @@ def test_a_given_plan_spreads_only_experts_that_ranks_can_share(
 @pytest.mark.parametrize("model", [DECODER, MIXTURE])
 def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any]) -> None:
     spec, engines = job(model), dict[Plan, list[Engine]]()
-    for plan in list_plans(read_request(spec), machine(nvme_folder="/nvme")):
+    for plan in list_plans(read_plan_request(spec), machine(nvme_folder="/nvme")):
         pins = {
             name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}
         }
@@ -115,8 +115,8 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
         assert (point["rejected"] is None) == (point["fit_probability"] >= CONFIDENCE)
     first = next(
         candidate
-        for candidate in frontier(
-            read_request(spec), group_equal_nodes(nodes)[0].hardware
+        for candidate in find_frontier(
+            read_plan_request(spec), group_equal_nodes(nodes)[0].hardware
         ).candidates
     )
     failed = observation(
@@ -137,7 +137,7 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
 
 
 def test_the_announced_probe_is_what_the_queue_launches_first() -> None:
-    night, nodes = Night(), idle_nodes(CLUSTERS[0])
+    night, nodes = Night(), make_idle_nodes(CLUSTERS[0])
     spec = unknown()
     foretold = plan_job(spec, nodes)["probe"]
     night.submit(spec)

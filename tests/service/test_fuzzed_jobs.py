@@ -19,7 +19,7 @@ from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import job_json_schema
-from orchestrator.specs.parse import job_from_data, parse_job
+from orchestrator.specs.parse import parse_job, parse_job_data
 from orchestrator.specs.written import as_yaml
 from tests.service.worlds import World
 
@@ -180,7 +180,7 @@ def test_yaml_and_json_of_one_job_are_taken_or_refused_alike() -> None:
         if isinstance(value, float) and not math.isfinite(value):
             continue  # which YAML says in words
         outcomes = []
-        for read in (lambda: job_from_data(spec, "job"), lambda: parse_job(as_yaml(spec), "job")):  # noqa: B023
+        for read in (lambda: parse_job_data(spec, "job"), lambda: parse_job(as_yaml(spec), "job")):  # noqa: B023
             try:
                 outcomes.append(read())
             except SpecError:

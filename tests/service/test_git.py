@@ -11,7 +11,7 @@ from orchestrator.service.intake.git import read_code_source
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 
 JOB = "name: s\nglobal_batch_size: 8\ncommand: python train.py\n"
 URL = "https://example.org/ada/project.git"
@@ -53,7 +53,7 @@ def test_a_job_has_the_commit_of_its_code_as_mlflow_reads_it(project: Path) -> N
     )
     assert spec.source.repo_url == get_git_repo_url(script) == URL, "the password is in no record"
     assert not spec.source.dirty
-    assert job_from_data(spec.model_dump(mode="json"), "the journal") == spec
+    assert parse_job_data(spec.model_dump(mode="json"), "the journal") == spec
 
 
 def test_changed_files_make_it_dirty_and_new_ones_do_not(project: Path) -> None:

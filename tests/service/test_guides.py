@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_each_file_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("text", JOBS)
 def test_a_guides_job_file_is_planned_as_it_stands(text: str) -> None:
-    nodes = idle_nodes(read_cluster(HARDWARE))
+    nodes = make_idle_nodes(read_cluster(HARDWARE))
     for spec in parse_jobs(text, "guide"):
         assert plan_job(spec, nodes, ())["chosen"] is not None
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.models.hf import decoder_shape
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.models.hf import find_decoder_shape
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.service.intake.hub import hint_for_unknown_model
 from orchestrator.service.intake.intake import (
     EMBEDDED_CLUSTER,
@@ -21,7 +21,7 @@ from orchestrator.service.intake.intake import (
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.profile import Source
 from orchestrator.specs.published import PROJECT_JOBS, load_published
 
@@ -119,7 +119,9 @@ def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
     text = HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile
     spec = read_job(job_file(tmp_path, text))
-    declared_profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
+    declared_profile = find_rank_profile(
+        read_model_request(spec), RankShare(precision=spec.precision)
+    )
     assert declared_profile is not None
     assert (declared_profile.source, declared_profile.parameters) == (Source.DECLARED, 1000)
 
@@ -156,13 +158,13 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
 def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     spec = read_job(path, home=home)
-    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
+    profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert (
-        profile_of(
+        find_rank_profile(
             read_model_request(spec),
-            Share(precision=Precision.BF16, autocast=True),
+            RankShare(precision=Precision.BF16, autocast=True),
         )
         is not None
     )
@@ -170,9 +172,9 @@ def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) ->
     assert read_job(path, home=home) == spec
     assert stamps_of(home) == stamps, "a stored profile is not made again"
     (tmp_path / "jobs" / "own.py").write_text(FACTORY.replace("WIDTH", "6"))
-    changed = profile_of(
+    changed = find_rank_profile(
         read_model_request(read_job(path, home=home)),
-        Share(precision=spec.precision),
+        RankShare(precision=spec.precision),
     )
     assert changed is not None
     assert changed.parameters == 6 * 3 + 3, "other code is another model"
@@ -202,12 +204,12 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
     spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), home=home)
     assert spec.traced
     text = spec.model_dump_json()
-    again = job_from_data(json.loads(text), "the journal")
+    again = parse_job_data(json.loads(text), "the journal")
     assert again == spec
     assert hash(again) == hash(spec)
     assert len(text) < 20_000, "segments and their worst moments, not operations"
     with pytest.raises(SpecError, match="the costs of the model are unknown"):
-        job_from_data({**json.loads(text), "traced": []}, "the submitted job")
+        parse_job_data({**json.loads(text), "traced": []}, "the submitted job")
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
@@ -248,10 +250,10 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
         tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}"
     )
     spec = read_job(path, home=tmp_path / "home")
-    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
+    profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
-    assert job_from_data(json.loads(spec.model_dump_json()), "the journal") == spec
+    assert parse_job_data(json.loads(spec.model_dump_json()), "the journal") == spec
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_a_job_file_cannot_set_traced_profiles(tmp_path: Path, home: Path) -> No
 def test_the_examples_of_fine_tuning_can_be_planned_without_a_network(name: str) -> None:
     spec = read_job(Path(__file__).parents[2] / "jobs" / "finetune" / f"{name}.yaml")
     assert spec.model is not None
-    assert decoder_shape(spec.model, spec.data.sequence_length) is not None
+    assert find_decoder_shape(spec.model, spec.data.sequence_length) is not None
 
 
 def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.workdir import rewrite_config
-from orchestrator.planning.render import RenderedCommand, script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import RenderedCommand, render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.service.commands.init.meanings import find_meaning
 from orchestrator.service.commands.init.named_files import read_settings_file
 from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, ZeroStage
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job, parse_jobs
@@ -292,8 +292,8 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
         gradient_accumulation_steps=max(1, accumulation), activation_checkpointing=ActivationCheckpointing.NONE,
         zero_stage=dict(spec.plan).get("zero_stage", ZeroStage.NONE),
     )  # fmt: skip
-    return script_command(
-        read_script(spec), plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json",
+    return render_script_command(
+        read_script_request(spec), plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json",
         config_path="COPY",
         devices=tuple(range(dp)),
     )  # fmt: skip
@@ -413,7 +413,7 @@ def verdict(case: Case, folder: Path) -> str:
 def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, name: str) -> None:
     assert verdict(CASES[name], tmp_path) == "right", propose(CASES[name], tmp_path)[0]
     spec = propose(CASES[name], tmp_path)[1]
-    assert plan_job(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
+    assert plan_job(spec, make_idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.parse import with_overrides
+from orchestrator.specs.parse import apply_overrides
 from tests.trainers.driver import Drive, cluster, story
 
 JOB = "name: job\nglobal_batch_size: 1\nlaunch: self\ncommand: {command}\n"
@@ -101,7 +101,7 @@ def test_the_key_python_names_the_interpreter_of_every_word_that_needs_one(
     assert spec.command is not None
     assert spec.command[0] == str(tmp_path / program_path)
     assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
-    elsewhere = with_overrides(spec, [("python", "/other/bin/python")], "orc retry")
+    elsewhere = apply_overrides(spec, [("python", "/other/bin/python")], "orc retry")
     assert elsewhere.command is not None
     assert Path(elsewhere.command[0]).parent == Path("/other/bin")
 

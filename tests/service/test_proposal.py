@@ -10,7 +10,7 @@ from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 
@@ -434,6 +434,6 @@ def test_a_proposal_and_its_plan_agree_on_whether_short_attempts_measure_it(
 ) -> None:
     source = "\n".join(row for row in SAVING.splitlines() if f'"--{line}"' not in row)
     text, spec = propose(tmp_path, source)
-    plans = plan_job(spec, idle_nodes(read_cluster(CLUSTER)), ())
+    plans = plan_job(spec, make_idle_nodes(read_cluster(CLUSTER)), ())
     assert ("short attempts measure it first" in text) == (plans["probe"] is not None)
     assert ("assumed to fill a device" in text) == (plans["probe"] is None)

@@ -38,10 +38,10 @@ from orchestrator.specs.keep import KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint.folder import (
-    Written,
-    complete_path,
+    WrittenFile,
+    complete_checkpoint_path,
+    unfinished_checkpoint_path,
     write_manifest,
-    writing_path,
 )
 from tests.backends.ray_jobs import until
 from tests.examples import examples
@@ -103,7 +103,7 @@ def checkpoint(folder: Path, *, is_complete: bool = True) -> None:
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(b"w" * 5000)
     if is_complete:
-        write_manifest(folder, {"weights": Written(size_bytes=5000, crc32="0" * 8)})
+        write_manifest(folder, {"weights": WrittenFile(size_bytes=5000, crc32="0" * 8)})
 
 
 def file(path: Path) -> None:
@@ -112,10 +112,10 @@ def file(path: Path) -> None:
 
 
 FILES = (
-    lambda job: checkpoint(complete_path(job.checkpoints, 10)),
-    lambda job: checkpoint(complete_path(job.checkpoints, 20)),
-    lambda job: checkpoint(complete_path(job.checkpoints, 30), is_complete=False),
-    lambda job: checkpoint(writing_path(job.checkpoints, 1, 40), is_complete=False),
+    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 10)),
+    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 20)),
+    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 30), is_complete=False),
+    lambda job: checkpoint(unfinished_checkpoint_path(job.checkpoints, 1, 40), is_complete=False),
     lambda job: checkpoint(job.checkpoints / "damaged-step-00000005", is_complete=False),
     lambda job: file(job.output / "model" / "weights"),
     lambda job: file(job.attempt(1).log(0)),
@@ -180,7 +180,9 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
             {10, 20} & {10 * (n + 1) for n in files[job] if n < 2},
         )
         is_result = job != "lm-4"
-        left = {step for step in complete if complete_path(folder.checkpoints, step).is_dir()}
+        left = {
+            step for step in complete if complete_checkpoint_path(folder.checkpoints, step).is_dir()
+        }
         if complete and (left or is_result or (keep.unsuccessful != 0 and keep.budget is None)):
             assert max(complete) in left, "the newest goes last"
         if is_result and 5 in files[job]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning.collectives import ring
+from orchestrator.planning.collectives import find_ring
 from orchestrator.planning.hardware import Hardware
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.intake.intake import read_cluster
@@ -33,7 +33,7 @@ def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
     assert product_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
     assert rank.memory_bandwidth * BANDWIDTH_EFFICIENCY == pytest.approx(RATES.memory_bandwidth)
     hardware = Hardware(device=rank, devices_per_node=2, nodes=1, network_bandwidth=10**9)
-    assert ring(2, 1, hardware).bandwidth == pytest.approx(RATES.link_bandwidth)
+    assert find_ring(2, 1, hardware).bandwidth == pytest.approx(RATES.link_bandwidth)
 
 
 def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:

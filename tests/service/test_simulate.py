@@ -28,7 +28,7 @@ from orchestrator.service.commands.simulate import Outcome, Simulated, quantile,
 from orchestrator.service.terminal.gantt import draw_gantt
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
@@ -406,7 +406,7 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
         job("evening", 60, {1: 1.0}, start_window="22:00-23:00 Europe/Berlin wed"),
         job("due", 60, {1: 1.0}, deadline="14:30 Europe/Berlin"),
     ]
-    state, _ = step(State(), NodesSeen(nodes=idle_nodes(CLUSTER), at_s=noon_s))
+    state, _ = step(State(), NodesSeen(nodes=make_idle_nodes(CLUSTER), at_s=noon_s))
     for order, spec in enumerate(specs, 1):
         spec = JobSpec.model_validate(
             spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {})

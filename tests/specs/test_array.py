@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.array import JOBS_MAX
-from orchestrator.specs.parse import job_from_data, parse_job, parse_jobs
+from orchestrator.specs.parse import parse_job, parse_job_data, parse_jobs
 
 SWEEP = """\
 name: sweep-{lr}
@@ -55,7 +55,7 @@ def test_a_list_gives_each_job() -> None:
 
 def test_its_jobs_survive_the_way_to_the_service() -> None:
     for spec in parse_jobs(SWEEP, "sweep.yaml"):
-        assert job_from_data(spec.model_dump(mode="json"), "a test") == spec
+        assert parse_job_data(spec.model_dump(mode="json"), "a test") == spec
 
 
 def test_an_array_is_refused_where_one_job_is_expected() -> None:

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec, NodeSpec, cluster_json_schema
 from orchestrator.specs.device_kind import DeviceKind
-from orchestrator.specs.devices import load_devices, match_devices
+from orchestrator.specs.devices import find_matching_devices, load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster
 
@@ -127,13 +127,13 @@ def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
 def test_people_name_cards_as_they_are_sold_and_shops_and_drivers_write_them(
     text: str, names: list[str]
 ) -> None:
-    assert list(match_devices(text)) == names
+    assert list(find_matching_devices(text)) == names
 
 
 @pytest.mark.parametrize("name", load_devices())
 def test_every_card_is_meant_by_its_own_name(name: str) -> None:
-    assert match_devices(name) == (name,)
-    assert name in match_devices(name.partition("-")[0])
+    assert find_matching_devices(name) == (name,)
+    assert name in find_matching_devices(name.partition("-")[0])
 
 
 def test_a_size_in_decimal_units_is_as_large_as_the_vendor_says() -> None:

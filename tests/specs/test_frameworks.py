@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from orchestrator.planning.render import script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -18,9 +18,9 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.frameworks import Framework, knobs_of
+from orchestrator.specs.job.frameworks import Framework, load_knobs
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data, parse_job
+from orchestrator.specs.parse import parse_job, parse_job_data
 from orchestrator.specs.plan import Plan
 
 FRAMEWORKS = get_args(Framework)
@@ -34,7 +34,7 @@ def job(trainer: str, command: str = "python train.py", **changes: Any) -> JobSp
         "command": command,
         **changes,
     }
-    return job_from_data(fields, "job")
+    return parse_job_data(fields, "job")
 
 
 def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
@@ -49,8 +49,8 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
             **changes,
         }
     )
-    command = script_command(
-        read_script(spec),
+    command = render_script_command(
+        read_script_request(spec),
         plan,
         output_dir="OUT",
         resume_from="CKPT",
@@ -65,7 +65,7 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
 def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: str) -> None:
     command = "python train.py config.yaml --per_device_train_batch_size 4 --bf16 --deepspeed_config ds.json"
     spec = job(trainer, command)
-    assert job_from_data(spec.model_dump(mode="json"), "request") == spec
+    assert parse_job_data(spec.model_dump(mode="json"), "request") == spec
     assert spec.knobs.micro_batch_size is not None
 
 
@@ -243,7 +243,7 @@ def test_the_guide_says_of_each_trainer_what_it_is_told() -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "frameworks.md").read_text()
     rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `"))
     table = {cells[0].strip("`"): cells[1:] for cells in rows if cells[0].strip("`") in FRAMEWORKS}
-    assert table == {trainer: _table_cells(knobs_of(trainer)) for trainer in FRAMEWORKS}
+    assert table == {trainer: _table_cells(load_knobs(trainer)) for trainer in FRAMEWORKS}
 
 
 def _table_cells(knobs: dict[str, Any]) -> list[str]:
@@ -293,7 +293,7 @@ def test_a_preset_file_fills_in_what_the_job_leaves_out_and_extends_a_framework(
     )
     assert preset_job.knobs.micro_batch_size is not None
     assert (preset_job.launch, preset_job.knobs.micro_batch_size.flag) == ("ranks", "--mine")
-    assert job_from_data(preset.model_dump(mode="json"), "request") == preset
+    assert parse_job_data(preset.model_dump(mode="json"), "request") == preset
 
 
 @pytest.mark.parametrize(

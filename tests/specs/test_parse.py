@@ -10,7 +10,7 @@ import pytest
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import check_plain, job_from_data, parse_cluster, parse_job
+from orchestrator.specs.parse import check_storable, parse_cluster, parse_job, parse_job_data
 from orchestrator.specs.yaml_text import DEPTH_MAX, read_document
 
 HEAD = "name: a\nglobal_batch_size: 8\n"
@@ -225,9 +225,9 @@ def test_a_small_file_cannot_become_a_large_one() -> None:
 
 def test_traces_of_a_model_with_two_towers_are_data_and_ten_of_them_are_too_much() -> None:
     moments = [[0] * 16] * 3_100  # of gemma3 with its vision tower
-    check_plain({"traced": [moments] * 4}, "job")
+    check_storable({"traced": [moments] * 4}, "job")
     with pytest.raises(SpecError, match="too large"):
-        check_plain({"traced": [moments] * 10}, "job")
+        check_storable({"traced": [moments] * 10}, "job")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_values_are_read_as_yaml_1_2_reads_them(text: str, value: Any) -> None:
 def test_a_job_survives_the_way_over_json(text: str) -> None:
     job = parse_job(text, "job.yaml")
     assert isinstance(job, JobSpec)
-    assert job_from_data(job.model_dump(mode="json"), "request") == job
+    assert parse_job_data(job.model_dump(mode="json"), "request") == job
 
 
 MAINTENANCE = f"{CLUSTER}maintenance:\n  - {{start: 2026-12-24T22:00+01:00, end: 2026-12-25T06:00Z, nodes: [n]}}\n"

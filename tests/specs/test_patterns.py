@@ -15,7 +15,7 @@ from orchestrator.specs.patterns import (
     PATTERN_CHARACTERS_MAX,
     LinePattern,
     compile_pattern,
-    count_of,
+    parse_count,
 )
 from tests.specs.test_parse import SCRIPT
 
@@ -145,7 +145,7 @@ def test_a_kept_pattern_that_the_engine_refuses_is_told_and_matches_nothing() ->
 
 
 def test_a_count_is_what_decimal_digits_write() -> None:
-    assert [count_of(text) for text in ("7", "007", "", "-1", "²", "٣", "1e3", "9" * 5000)] == [
+    assert [parse_count(text) for text in ("7", "007", "", "-1", "²", "٣", "1e3", "9" * 5000)] == [
         7,
         7,
         *[None] * 6,

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data, parse_job, parse_jobs, trial_of
+from orchestrator.specs.parse import make_trial, parse_job, parse_job_data, parse_jobs
 
 MODEL = """\
 name: tune-{lr}
@@ -47,7 +47,7 @@ def test_a_file_with_a_sweep_is_its_first_trial_and_makes_the_others() -> None:
     spec = first(MODEL)
     assert spec.trial is not None
     assert (spec.family_name, spec.trial.sweep.trials, spec.trial.max_concurrent) == ("tune", 20, 2)
-    other = trial_of(spec, "sweep-tune-1", 3, {"lr": 0.004, "width": 64})
+    other = make_trial(spec, "sweep-tune-1", 3, {"lr": 0.004, "width": 64})
     assert other.trial is not None
     assert other.model is not None
     assert other.model.decoder is not None
@@ -61,12 +61,12 @@ def test_a_file_with_a_sweep_is_its_first_trial_and_makes_the_others() -> None:
         3,
         {"lr": 0.004, "width": 64},
     )
-    assert job_from_data(other.model_dump(mode="json"), "the journal") == other
-    assert trial_of(other, "sweep-tune-1", 0, {"lr": 1e-5, "width": 32}).training == spec.training
+    assert parse_job_data(other.model_dump(mode="json"), "the journal") == other
+    assert make_trial(other, "sweep-tune-1", 0, {"lr": 1e-5, "width": 32}).training == spec.training
 
 
 def test_a_trial_of_a_script_has_its_values_and_its_number_in_the_command() -> None:
-    spec = trial_of(first(SCRIPT), "sweep-tune-1", 1, {"lr": 0.2})
+    spec = make_trial(first(SCRIPT), "sweep-tune-1", 1, {"lr": 0.2})
     assert spec.command == ("python", "train.py", "--lr", "0.2", "--tag", "run-1")
 
 
@@ -76,7 +76,7 @@ def test_a_grid_is_every_combination_in_the_order_of_an_array() -> None:
     )
     sweep = first(text.replace("--tag", "--seed {seed} --tag")).trial.sweep  # type: ignore[union-attr]
     assert sweep.trials == 6
-    combinations = [sweep.combination(number) for number in range(6)]
+    combinations = [sweep.grid_parameters(number) for number in range(6)]
     assert combinations == [{"lr": lr, "seed": seed} for lr in (0.1, 0.2) for seed in (0, 1, 2)]
 
 

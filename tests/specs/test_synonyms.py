@@ -9,7 +9,7 @@ import pytest
 from orchestrator.specs.errors import SpecError, error_view
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.synonyms import instead_of, load_job_keys
+from orchestrator.specs.synonyms import advise_key, load_job_keys
 
 JOB = "name: a\ncommand: python train.py\nglobal_batch_size: 8\n"
 
@@ -33,7 +33,7 @@ def test_each_key_of_another_tool_is_none_of_ours_and_leads_to_one() -> None:
 
 @pytest.mark.parametrize("key", ["timeout", "Nproc-Per-Node", "accelerators"])
 def test_a_key_of_another_tool_is_answered_by_its_meaning(key: str) -> None:
-    assert str(instead_of(key)) in refusal(f"{key}: 4\n").hint
+    assert str(advise_key(key)) in refusal(f"{key}: 4\n").hint
 
 
 def test_a_setting_of_a_plan_at_the_top_level_is_told_to_be_pinned() -> None:

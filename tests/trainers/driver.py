@@ -21,7 +21,7 @@ from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.watch import AttemptWatch, WatchContext
 from orchestrator.backends.local import drive as local
 from orchestrator.specs.attempt import Attempt, Evidence
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
 from orchestrator.specs.fault import Fault
@@ -96,7 +96,7 @@ class Drive:
 
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
-        nodes = idle_nodes(self.nodes)
+        nodes = make_idle_nodes(self.nodes)
         tell = self.drive.apply_event
         tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
         tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from orchestrator.specs.run import TrainingRun, training_run_from_json
 from orchestrator.training.build import build_engine, build_recipe
-from orchestrator.training.checkpoint.fragment import chunks_of
-from orchestrator.training.data.dataset import global_batch, micro_batches
+from orchestrator.training.checkpoint.fragment import make_chunks
+from orchestrator.training.data.dataset import list_global_batch, split_micro_batches
 from tests.training.gang import COLLECTIVE_TIMEOUT
 
 STEPS = 3
@@ -41,10 +41,10 @@ def _held_values(run: TrainingRun) -> dict[str, list[float]]:
     engine = build_engine(run, recipe, torch.device("cpu"), None)
     plan, rank = run.plan, dist.get_rank()
     for step in range(STEPS):
-        samples = global_batch(
+        samples = list_global_batch(
             step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0
         )
-        shares = micro_batches(
+        shares = split_micro_batches(
             samples,
             plan.layout.dp_rank(rank),
             plan.micro_batch_size,
@@ -55,7 +55,7 @@ def _held_values(run: TrainingRun) -> dict[str, list[float]]:
         f"{name} at {offsets}": part.float().flatten().tolist()
         for name, value in engine.state().items()
         if name.startswith("model.")
-        for offsets, part in chunks_of(value).parts.items()
+        for offsets, part in make_chunks(value).parts.items()
     }
 
 

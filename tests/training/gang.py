@@ -143,7 +143,7 @@ def _work(arguments: list[str]) -> None:
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    ranks = loop.Ranks(
+    ranks = loop.RankContext(
         rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu")
     )
     for word in arguments:
@@ -157,7 +157,7 @@ def _work(arguments: list[str]) -> None:
                 / source.name,
             )
         dist.barrier()
-        assert loop.train(run, ranks)
+        assert loop.run_training(run, ranks)
     os._exit(0)  # gloo may abort on its way out
 
 

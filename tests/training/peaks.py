@@ -14,7 +14,7 @@ import torch.distributed as dist
 from orchestrator.specs.run import TrainingRun, training_run_from_json
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
-from orchestrator.training.checkpoint.checkpoint import Cursor, Saved
+from orchestrator.training.checkpoint.checkpoint import SavedCheckpoint, TrainingProgress
 from orchestrator.training.checkpoint.host_copy import HostCopy
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from tests.training.gang import COLLECTIVE_TIMEOUT
@@ -27,13 +27,15 @@ def main(folder: Path, runs: list[TrainingRun]) -> None:
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     peaks = []
     for number, run in enumerate(runs):
-        saved = Saved(path=folder / f"checkpoint-{number}", cursor=Cursor(step=STEPS))
+        saved = SavedCheckpoint(
+            path=folder / f"checkpoint-{number}", cursor=TrainingProgress(step=STEPS)
+        )
         peaks.append(_fresh(run, saved) | _resumed(run, saved))
     (folder / f"peaks-{os.environ['RANK']}.json").write_text(json.dumps(peaks))
     os._exit(0)  # gloo may abort on its way out
 
 
-def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
+def _fresh(run: TrainingRun, saved: SavedCheckpoint) -> dict[str, int]:
     gc.collect()
     with VirtualDevice(UNLIMITED_BYTES) as device:
         recipe = build_recipe(run)
@@ -47,15 +49,15 @@ def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
         trained = device.recent_peak_bytes
         device.reset_recent_peak()
         copy = HostCopy(engine.state(), torch.device("cpu"), dist.group.WORLD)
-        copy.take(engine.state())
-        checkpoint.save(saved.path, copy.state, saved.cursor)
+        copy.copy_state(engine.state())
+        checkpoint.save_state(saved.path, copy.state, saved.cursor)
         saving = device.recent_peak_bytes
         del engine, recipe, batches
         gc.collect()
         return {"build": built, "train": trained, "save": saving, "left": device.live_bytes}
 
 
-def _resumed(run: TrainingRun, saved: Saved) -> dict[str, int]:
+def _resumed(run: TrainingRun, saved: SavedCheckpoint) -> dict[str, int]:
     gc.collect()
     with VirtualDevice(UNLIMITED_BYTES) as device:
         build_engine(run, build_recipe(run), torch.device("cpu"), saved)

@@ -7,9 +7,9 @@ from typing import Any
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.data.dataset import TextDataset
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 
 
 def build(config: dict[str, Any]) -> Recipe:
     dataset = TextDataset(config["text"], config["sequence_length"])
-    return decoder_recipe(DecoderSpec(**config["decoder"]), dataset, config["seed"])
+    return make_decoder_recipe(DecoderSpec(**config["decoder"]), dataset, config["seed"])

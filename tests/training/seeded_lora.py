@@ -7,12 +7,12 @@ from typing import Any
 
 from orchestrator.specs.run import training_run_from_json
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.models.hf_model import hf_recipe
+from orchestrator.training.models.hf_model import make_hf_recipe
 
 
 def build(config: dict[str, Any]) -> Recipe:
     """The recipe of the run in `config`, made with another seed."""
     run = training_run_from_json(config["run"])
-    return hf_recipe(
+    return make_hf_recipe(
         dataclasses.replace(run, training=dataclasses.replace(run.training, seed=config["seed"]))
     )

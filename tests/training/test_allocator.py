@@ -11,12 +11,12 @@ from orchestrator.specs.job.model import ModelSpec, TrainingSpec
 from orchestrator.specs.profile import SEGMENTS_BYTES
 from orchestrator.training.tracing.allocator import (
     MIB,
+    AllocationLedger,
     Block,
     CachingAllocator,
     Exhausted,
-    Ledger,
-    fragmentation,
-    on_lines,
+    extrapolate_ledgers,
+    simulate_fragmentation,
 )
 from orchestrator.training.tracing.model_builder import (
     SAMPLES,
@@ -86,9 +86,9 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
     assert all(block.before is block.after is None for block in free)
 
 
-def ledger(*requests: int) -> Ledger:
+def ledger(*requests: int) -> AllocationLedger:
     """Positive: MiB to allocate, numbered from 1 on; negative: the number of the block to free."""
-    recorder = Ledger()
+    recorder = AllocationLedger()
     recorder.begin()
     for request in requests:
         if request > 0:
@@ -99,7 +99,7 @@ def ledger(*requests: int) -> Ledger:
 
 
 def test_blocks_of_one_size_are_used_again_without_loss() -> None:
-    assert fragmentation([ledger(64, 64, -1, 64, -2, -3)], [64 * MIB]) == 1.0
+    assert simulate_fragmentation([ledger(64, 64, -1, 64, -2, -3)], [64 * MIB]) == 1.0
 
 
 def test_free_blocks_that_are_too_small_count_as_fragmentation() -> None:
@@ -107,15 +107,15 @@ def test_free_blocks_that_are_too_small_count_as_fragmentation() -> None:
     apart = ledger(100, 100, 100, 100, 100, 100)
     apart.sizes = [100 * MIB] * 6
     whole = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
-    factor = fragmentation([whole], [])
+    factor = simulate_fragmentation([whole], [])
     assert factor > 1.2
-    assert fragmentation([apart], []) == 1.0
-    assert fragmentation([apart, whole], []) == factor, "all of them have to run"
+    assert simulate_fragmentation([apart], []) == 1.0
+    assert simulate_fragmentation([apart, whole], []) == factor, "all of them have to run"
 
 
 def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() -> None:
     step = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
-    enough = fragmentation([step], []) * step.peak_bytes + SEGMENTS_BYTES
+    enough = simulate_fragmentation([step], []) * step.peak_bytes + SEGMENTS_BYTES
     for capacity, runs in ((enough, True), (enough - 0.005 * step.peak_bytes, False)):
         allocator, blocks = CachingAllocator(capacity), dict[int, Block]()
         try:
@@ -146,9 +146,9 @@ def unet() -> StepRecorder:
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRecorder) -> None:
     (_, few), (_, many), (_, eight) = (
-        unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
+        unet._record_step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
     )
-    extrapolated = on_lines(few, many, SAMPLES)[8]
+    extrapolated = extrapolate_ledgers(few, many, SAMPLES)[8]
     assert extrapolated.sizes == eight.sizes
     assert extrapolated.requests == eight.requests
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-GUARDED = "from orchestrator.training.guard import build_locks; build_locks.attach()\n"
+GUARDED = "from orchestrator.training.guard import build_locks; build_locks.install_build_locks()\n"
 BEGIN = "from torch.utils.file_baton import FileBaton\nimport sys, time\nb = FileBaton(sys.argv[1], 0.05)\n"
 HOLD = "assert b.try_acquire()\nprint('held', flush=True)\nsys.stdin.readline()\nb.release()\n"
 TRY = "print(b.try_acquire(), flush=True)\nsys.stdin.readline()\n"

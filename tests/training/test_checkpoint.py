@@ -25,9 +25,9 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor
-from orchestrator.training.checkpoint.fragment import Fragment, Narrow, rectangles
-from orchestrator.training.checkpoint.host_copy import shares
+from orchestrator.training.checkpoint.checkpoint import TrainingProgress
+from orchestrator.training.checkpoint.fragment import Fragment, Narrow, list_rectangles
+from orchestrator.training.checkpoint.host_copy import divide_parts
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from tests.ranks import start_ranks
@@ -50,7 +50,7 @@ def test_rectangles_hold_the_run_in_order_and_are_few(
 ) -> None:
     shape, start, stop = run
     numbers = torch.arange(math.prod(shape)).view(shape)
-    parts = list(rectangles(shape, start, stop))
+    parts = list(list_rectangles(shape, start, stop))
     pieces = [
         numbers[
             tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
@@ -71,25 +71,29 @@ def test_whole_and_fragmented_states_load_either_way(
     shape, folder = torch.Size(dims), tmp_path_factory.mktemp("checkpoint") / "a"
     whole = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
     state = {"model.cut": Fragment(whole.flatten(), 0, shape), "model.whole": whole}
-    checkpoint.save(folder, state, Cursor(step=3, samples=24))
+    checkpoint.save_state(folder, state, TrainingProgress(step=3, samples=24))
     pieces = {name: torch.full((stop - start,), -1.0) for name in state}
-    checkpoint.load(folder, {name: Fragment(piece, start, shape) for name, piece in pieces.items()})
+    checkpoint.load_state(
+        folder, {name: Fragment(piece, start, shape) for name, piece in pieces.items()}
+    )
     full = torch.full(shape, -1.0)
-    checkpoint.load(folder, {"model.cut": full})
+    checkpoint.load_state(folder, {"model.cut": full})
     assert (
         pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
     )
     assert full.equal(whole)
-    assert checkpoint.open_saved(folder).cursor == Cursor(step=3, samples=24)
+    assert checkpoint.open_checkpoint(folder).cursor == TrainingProgress(step=3, samples=24)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
 def test_a_checkpoint_has_the_fp32_values_of_weights_that_are_held_in_bf16(tmp_path: Path) -> None:
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
-    checkpoint.save(tmp_path, {"x": checkpoint.saved_weight(weight)}, Cursor())
+    checkpoint.save_state(
+        tmp_path, {"x": checkpoint.prepare_weight_for_saving(weight)}, TrainingProgress()
+    )
     loaded, again = torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.bfloat16)
-    checkpoint.load(tmp_path, {"x": loaded})
-    checkpoint.load(tmp_path, {"x": checkpoint.saved_weight(again)})
+    checkpoint.load_state(tmp_path, {"x": loaded})
+    checkpoint.load_state(tmp_path, {"x": checkpoint.prepare_weight_for_saving(again)})
     stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["x"]
     assert stored.properties.dtype is torch.float32  # type: ignore[union-attr]
     assert loaded.equal(weight.float())
@@ -105,17 +109,17 @@ def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Pa
 
     def found_in(folder: Path) -> torch.Tensor:
         loaded = torch.full(values.shape, -1.0)
-        checkpoint.load(folder, {"x": loaded})
+        checkpoint.load_state(folder, {"x": loaded})
         return loaded
 
-    checkpoint.save(tmp_path / "plain", {"x": values}, Cursor())
+    checkpoint.save_state(tmp_path / "plain", {"x": values}, TrainingProgress())
     of_plain, again = zero_state(), zero_state()
-    checkpoint.load(tmp_path / "plain", {"x": of_plain})
-    checkpoint.save(tmp_path / "quantised", {"x": of_plain}, Cursor())
+    checkpoint.load_state(tmp_path / "plain", {"x": of_plain})
+    checkpoint.save_state(tmp_path / "quantised", {"x": of_plain}, TrainingProgress())
     in_8_bits = found_in(tmp_path / "quantised")
     assert in_8_bits.equal(of_plain.parts[0, 0].dequantize())
     assert 0 < (in_8_bits - values).abs().max() < 0.05 * values.abs().max()
-    checkpoint.load(tmp_path / "quantised", {"x": again})
+    checkpoint.load_state(tmp_path / "quantised", {"x": again})
     torch.testing.assert_close(again.parts[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
 
 
@@ -131,11 +135,13 @@ def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balance
     holdings: list[list[int]],
 ) -> None:
     everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in holdings]
-    all_shares = shares(everyone)
+    all_shares = divide_parts(everyone)
     written = [part for share in all_shares for part in share]
     assert sorted(written) == sorted({part for parts in everyone for part in parts})
     assert all(set(share) <= set(parts) for share, parts in zip(all_shares, everyone, strict=True))
-    loads = [sum(size for *_, size in share) for share in shares([everyone[0]] * len(everyone))]
+    loads = [
+        sum(size for *_, size in share) for share in divide_parts([everyone[0]] * len(everyone))
+    ]
     assert max(loads) - min(loads) <= max((size for *_, size in everyone[0]), default=0)
 
 
@@ -154,9 +160,9 @@ def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balance
 def test_a_checkpoint_of_another_model_is_one_clear_error(
     tmp_path: Path, state: dict[str, Any], message: str
 ) -> None:
-    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
+    checkpoint.save_state(tmp_path / "a", {"model.w": torch.ones(3)}, TrainingProgress())
     with pytest.raises(SpecError) as error:
-        checkpoint.load(tmp_path / "a", state)
+        checkpoint.load_state(tmp_path / "a", state)
     assert re.search(message, str(error.value))
     assert str(tmp_path / "a") in str(error.value)
     assert "to do:" in str(error.value)
@@ -164,38 +170,38 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it loads without a process group
 def test_a_loss_scale_is_kept_if_the_checkpoint_has_none(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
+    checkpoint.save_state(tmp_path / "a", {"model.w": torch.ones(3)}, TrainingProgress())
     weight, scale = torch.zeros(3), torch.tensor([7.0, 2.0])
-    checkpoint.load(tmp_path / "a", {"model.w": weight, loss_scale.STATE: scale})
+    checkpoint.load_state(tmp_path / "a", {"model.w": weight, loss_scale.STATE: scale})
     assert (weight.tolist(), scale.tolist()) == ([1.0] * 3, [7.0, 2.0])
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
 def test_files_match_their_checksums(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
-    files = checkpoint.save(folder, {"model.w": torch.rand(1000)}, Cursor())
+    files = checkpoint.save_state(folder, {"model.w": torch.rand(1000)}, TrainingProgress())
     checkpoint_folder.write_manifest(folder, files)
     assert set(files) == {path.name for path in folder.iterdir()} - {checkpoint_folder.MANIFEST}
-    assert checkpoint_folder.damage(folder) == []
+    assert checkpoint_folder.find_damage(folder) == []
 
 
 def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
-    assert checkpoint_folder.latest_complete(tmp_path / "nothing") is None
+    assert checkpoint_folder.find_latest_complete(tmp_path / "nothing") is None
     _complete(tmp_path, 3)
     _complete(tmp_path, 12)
     _complete(tmp_path, 13)
     os.truncate(tmp_path / "step-00000013" / "data", 99)
-    checkpoint_folder.complete_path(tmp_path, 99).mkdir()  # no manifest
+    checkpoint_folder.complete_checkpoint_path(tmp_path, 99).mkdir()  # no manifest
     _written(tmp_path, epoch=1, step=40)
     (tmp_path / "step-00000050.partial").mkdir()
-    assert checkpoint_folder.latest_complete(tmp_path) == tmp_path / "step-00000012"
-    assert checkpoint_folder.step_of(tmp_path / "step-00000012") == 12
+    assert checkpoint_folder.find_latest_complete(tmp_path) == tmp_path / "step-00000012"
+    assert checkpoint_folder.step_of_checkpoint(tmp_path / "step-00000012") == 12
 
 
 def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _written(tmp_path, epoch=1, step=step)
-        checkpoint_folder.publish(tmp_path, 1, step, keep=2)
+        checkpoint_folder.publish_checkpoint(tmp_path, 1, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
@@ -204,8 +210,11 @@ def test_no_checkpoint_is_removed_if_the_new_one_is_damaged(tmp_path: Path) -> N
         _complete(tmp_path, step)
     os.truncate(_written(tmp_path, epoch=1, step=3) / "data", 99)
     with pytest.raises(OSError, match="data: 99 bytes instead of 100"):
-        checkpoint_folder.publish(tmp_path, 1, 3, keep=1)
-    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [
+        checkpoint_folder.publish_checkpoint(tmp_path, 1, 3, keep=1)
+    assert [
+        checkpoint_folder.step_of_checkpoint(path)
+        for path in checkpoint_folder.list_complete(tmp_path)
+    ] == [
         1,
         2,
     ]
@@ -216,8 +225,11 @@ def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> 
         _complete(tmp_path, step)
     (tmp_path / "step-00000003" / "data").unlink()
     _written(tmp_path, epoch=1, step=4)
-    checkpoint_folder.publish(tmp_path, 1, 4, keep=2)
-    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [
+    checkpoint_folder.publish_checkpoint(tmp_path, 1, 4, keep=2)
+    assert [
+        checkpoint_folder.step_of_checkpoint(path)
+        for path in checkpoint_folder.list_complete(tmp_path)
+    ] == [
         2,
         4,
     ]
@@ -226,7 +238,9 @@ def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> 
 def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _complete(tmp_path, step)
-        checkpoint_folder.quarantine_checkpoint(checkpoint_folder.complete_path(tmp_path, step))
+        checkpoint_folder.quarantine_checkpoint(
+            checkpoint_folder.complete_checkpoint_path(tmp_path, step)
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "damaged-step-00000002",
         "damaged-step-00000003",
@@ -236,7 +250,7 @@ def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     _complete(tmp_path, 5)
     (_written(tmp_path, epoch=2, step=5) / "new").touch()
-    checkpoint_folder.publish(tmp_path, 2, 5, keep=2)
+    checkpoint_folder.publish_checkpoint(tmp_path, 2, 5, keep=2)
     assert (tmp_path / "step-00000005" / "new").exists()
 
 
@@ -255,7 +269,7 @@ def test_an_attempt_is_stale_if_a_newer_one_exists(
 ) -> None:
     if newest is not None:
         (tmp_path / "epoch").write_text(f"{newest}\n")
-    assert checkpoint_folder.is_stale(tmp_path / "epoch", epoch=2) == stale
+    assert checkpoint_folder.has_newer_attempt(tmp_path / "epoch", epoch=2) == stale
 
 
 def test_asking_for_checkpoints_imports_no_torch() -> None:
@@ -265,10 +279,10 @@ def test_asking_for_checkpoints_imports_no_torch() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it loads without a process group
 def test_running_out_of_memory_while_loading_is_still_that_error(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(10_000)}, Cursor())
+    checkpoint.save_state(tmp_path / "a", {"model.w": torch.ones(10_000)}, TrainingProgress())
     target = torch.zeros(10_000)
     with pytest.raises(torch.OutOfMemoryError), VirtualDevice(1_000):
-        checkpoint.load(tmp_path / "a", {"model.w": target})
+        checkpoint.load_state(tmp_path / "a", {"model.w": target})
 
 
 @pytest.mark.long
@@ -305,16 +319,16 @@ def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engi
 
 
 def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
-    path = checkpoint_folder.writing_path(checkpoints, epoch, step)
+    path = checkpoint_folder.unfinished_checkpoint_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
     (path / "data").write_bytes(bytes(range(100)))
     checkpoint_folder.write_manifest(
-        path, {"data": checkpoint_folder.file_entry(100, zlib.crc32(bytes(range(100))))}
+        path, {"data": checkpoint_folder.make_manifest_entry(100, zlib.crc32(bytes(range(100))))}
     )
     return path
 
 
 def _complete(checkpoints: Path, step: int) -> None:
     _written(checkpoints, epoch=1, step=step).rename(
-        checkpoint_folder.complete_path(checkpoints, step)
+        checkpoint_folder.complete_checkpoint_path(checkpoints, step)
     )

@@ -23,9 +23,9 @@ from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.recipe import materialise
 from orchestrator.training.data.dataset import TextDataset
-from orchestrator.training.engines.recompute import recompute
+from orchestrator.training.engines.recompute import apply_checkpointing
 from orchestrator.training.engines.torch_engine import TorchEngine
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 from tests.training import gang
 
 # Of four context-parallel ranks two have each key-value head.
@@ -47,10 +47,10 @@ def four_ranks() -> Iterator[None]:
 def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     tmp_path: Path, mode: ActivationCheckpointing
 ) -> None:
-    recipe = decoder_recipe(
+    recipe = make_decoder_recipe(
         DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
     )
-    recompute(recipe.layers, mode)
+    apply_checkpointing(recipe.layers, mode)
     context = Context(dist.group.WORLD)
     assert recipe.context_parallel
     recipe.context_parallel(context)
@@ -93,7 +93,7 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
 def test_a_model_that_ranks_cannot_share_is_refused(
     tmp_path: Path, layout: dict[str, int], length: int, changes: dict[str, Any], message: str
 ) -> None:
-    recipe = decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), length), seed=0)
+    recipe = make_decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), length), seed=0)
     chosen = Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(**layout),

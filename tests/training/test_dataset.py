@@ -11,18 +11,27 @@ from hypothesis import strategies as st
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import IGNORED_LABEL
-from orchestrator.training.data.dataset import TextDataset, global_batch, micro_batches, sample_at
+from orchestrator.training.data.dataset import (
+    TextDataset,
+    list_global_batch,
+    sample_index_at,
+    split_micro_batches,
+)
 
 
 @given(size=st.integers(1, 300), epoch=st.integers(0, 3), seed=st.integers(0, 2**40))
 def test_every_epoch_is_a_permutation_of_all_samples(size: int, epoch: int, seed: int) -> None:
     positions = range(epoch * size, (epoch + 1) * size)
-    assert sorted(sample_at(position, size, seed) for position in positions) == list(range(size))
+    assert sorted(sample_index_at(position, size, seed) for position in positions) == list(
+        range(size)
+    )
 
 
 def test_epochs_and_seeds_differ() -> None:
     orders = {
-        tuple(global_batch(first, 100, 100, seed)) for first in (0, 100, 200) for seed in (0, 1)
+        tuple(list_global_batch(first, 100, 100, seed))
+        for first in (0, 100, 200)
+        for seed in (0, 1)
     }
     assert len(orders) == 6
     assert tuple(range(100)) not in orders
@@ -30,14 +39,17 @@ def test_epochs_and_seeds_differ() -> None:
 
 @given(first=st.integers(0, 10**9), size=st.integers(1, 10**6), seed=st.integers(0, 10))
 def test_a_batch_is_a_function_of_position_and_seed_alone(first: int, size: int, seed: int) -> None:
-    whole = global_batch(first, 12, size, seed)
-    assert global_batch(first, 5, size, seed) + global_batch(first + 5, 7, size, seed) == whole
+    whole = list_global_batch(first, 12, size, seed)
+    assert (
+        list_global_batch(first, 5, size, seed) + list_global_batch(first + 5, 7, size, seed)
+        == whole
+    )
 
 
 @given(dp=st.integers(1, 6), micro=st.integers(1, 4), accumulation=st.integers(1, 5))
 def test_every_layout_takes_the_same_samples(dp: int, micro: int, accumulation: int) -> None:
     samples = list(range(dp * micro * accumulation))
-    shares = [micro_batches(samples, rank, micro, accumulation) for rank in range(dp)]
+    shares = [split_micro_batches(samples, rank, micro, accumulation) for rank in range(dp)]
     assert all([len(batch) for batch in share] == [micro] * accumulation for share in shares)
     assert [sample for share in shares for batch in share for sample in batch] == samples
 
@@ -47,7 +59,10 @@ def test_ranks_that_normalise_together_take_consecutive_samples_at_a_time(
     dp: int, micro: int, accumulation: int
 ) -> None:
     samples = list(range(dp * micro * accumulation))
-    shares = [micro_batches(samples, rank, micro, accumulation, together=dp) for rank in range(dp)]
+    shares = [
+        split_micro_batches(samples, rank, micro, accumulation, normalised_ranks=dp)
+        for rank in range(dp)
+    ]
     assert [
         sample for turn in zip(*shares, strict=True) for batch in turn for sample in batch
     ] == samples

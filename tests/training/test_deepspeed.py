@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from orchestrator.planning.render import deepspeed_config
+from orchestrator.planning.render import render_deepspeed_config
 from orchestrator.specs.choices import (
     Engine,
     Offload,
@@ -34,10 +34,10 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor
+from orchestrator.training.checkpoint.checkpoint import TrainingProgress
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.engines import deepspeed_nvme
-from orchestrator.training.engines.deepspeed_settings import settings
+from orchestrator.training.engines.deepspeed_settings import make_deepspeed_settings
 from orchestrator.training.engines.optimizers import STEPS
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part
@@ -256,8 +256,10 @@ def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
     plans = list(_plans())
     assert len(plans) > 40
     for plan in plans:
-        config = settings(plan, gang.TRAINING, torch.device(device))
-        theirs = deepspeed_config(plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu")
+        config = make_deepspeed_settings(plan, gang.TRAINING, torch.device(device))
+        theirs = render_deepspeed_config(
+            plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu"
+        )
         if plan.zero_stage is ZeroStage.NONE:
             assert (
                 config.pop("gradient_clipping") == 0.0
@@ -273,7 +275,7 @@ def test_a_script_scales_its_losses_as_our_engines_do() -> None:
     plan = Plan(
         engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16
     )
-    scaling = deepspeed_config(plan, clip_norm=1.0)["fp16"]
+    scaling = render_deepspeed_config(plan, clip_norm=1.0)["fp16"]
     assert 2.0 ** scaling["initial_scale_power"] == loss_scale.INITIAL
     assert scaling["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
 
@@ -327,7 +329,7 @@ def test_an_overflowed_step_is_left_out_halves_the_scale_and_goes_on(tmp_path: P
         assert 1 <= left_out < len(norms) == training.max_steps - 1
         saved = JobFolder(tmp_path, str(number)).checkpoints / f"step-{training.max_steps:08d}"
         state = {loss_scale.STATE: torch.zeros(2), STEPS: torch.zeros(1)}
-        checkpoint.load(saved, state)
+        checkpoint.load_state(saved, state)
         made = len(norms) - left_out
         assert state[loss_scale.STATE].tolist() == [2.0 ** (19 - left_out), made]
         assert state[STEPS].tolist() == [1 + made]
@@ -345,12 +347,12 @@ def _with_scale(home: Path, scale: float) -> Path:
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    checkpoint.load(old, state)
+    checkpoint.load_state(old, state)
     assert state[loss_scale.STATE].tolist() == [loss_scale.INITIAL, 1.0]
     state[loss_scale.STATE][0] = scale
     new = home / old.name
     checkpoint_folder.write_manifest(
-        new, checkpoint.save(new, state, Cursor(step=1, samples=GLOBAL_BATCH))
+        new, checkpoint.save_state(new, state, TrainingProgress(step=1, samples=GLOBAL_BATCH))
     )
     return new
 
@@ -368,11 +370,11 @@ def test_offload_to_files_needs_an_existing_folder(tmp_path: Path) -> None:
         (str(tmp_path / "nvme"), "needs a writable folder"),
     ):
         with pytest.raises(SpecError, match=message):
-            deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
+            deepspeed_nvme.prepare_swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
 
 
 def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_path: Path) -> None:
-    problem = deepspeed_nvme.nvme_problem(tmp_path)
+    problem = deepspeed_nvme.why_no_nvme_offload(tmp_path)
     assert problem is not None
     if "is not compiled" not in problem:
         pytest.skip(problem)
@@ -384,12 +386,12 @@ def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_
 def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
     for name in ("1", "3", "model"):
         (tmp_path / name).mkdir()
-    deepspeed_nvme.remove_older(tmp_path / "2")
+    deepspeed_nvme.remove_older_swap_folders(tmp_path / "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "model"]
 
 
 def _skip_without_files() -> None:
-    problem = deepspeed_nvme.nvme_problem(deepspeed_nvme.extensions_folder())
+    problem = deepspeed_nvme.why_no_nvme_offload(deepspeed_nvme.find_extensions_folder())
     if problem:
         pytest.skip(problem)
 

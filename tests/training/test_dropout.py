@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from orchestrator.memory.profiles import decoder_profile
+from orchestrator.memory.profiles import make_decoder_profile
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
-from orchestrator.training.tracing.allocator import Ledger
+from orchestrator.training.tracing.allocator import AllocationLedger
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import OpRecorder
@@ -139,7 +139,9 @@ def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
     decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
     (trace,) = trace_profiles(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
-    closed_form = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
+    closed_form = make_decoder_profile(
+        decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda
+    )
     of_layers = [
         [part.saved_bytes for part in profile.segments if part.count > 1]
         for profile in (trace, closed_form)
@@ -147,7 +149,7 @@ def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda:
     assert of_layers[0] == of_layers[1]
 
 
-def ledger(*, cuda: bool) -> Ledger:
+def ledger(*, cuda: bool) -> AllocationLedger:
     """Allocations and frees of a step that applies dropout to 1,024 numbers and sums them."""
     module = nn.Dropout(P)
     recorder = OpRecorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import Hardware, list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -383,7 +383,7 @@ def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(
     for case in plans.rounded:
         assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), in_short(case)
         assert curves[case] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
-    for case, same in zip(plans.at_the_end, list_plans.within, strict=True):
+    for case, same in zip(plans.at_the_end, list_plans.probability_within, strict=True):
         assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), (
             in_short(case)
         )
@@ -583,7 +583,7 @@ def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
         hardware = Hardware(
             device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9
         )
-        emitted |= dict.fromkeys(list_plans(read_request(spec), hardware))
+        emitted |= dict.fromkeys(list_plans(read_plan_request(spec), hardware))
     return list(emitted)
 
 

@@ -30,7 +30,7 @@ from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
 from orchestrator.training.contract.dispatch import Dispatch
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.torch_engine import TorchEngine
-from orchestrator.training.models.hf_model import hf_recipe
+from orchestrator.training.models.hf_model import make_hf_recipe
 from tests.training import gang, tiny_hf
 from tests.training.curves import HOPPING, hop
 from tests.training.gang import GLOBAL_BATCH, TORCH_2_12, Part, needs_torch_2_12
@@ -285,7 +285,7 @@ def four_ranks() -> Iterator[None]:
 def test_a_rank_starts_with_the_values_that_one_process_gives_its_experts(tmp_path: Path) -> None:
     world = World(tmp_path)
     run = world.run("one", "mixtral", plan(dp=4, ep=2, micro=1))
-    recipe = hf_recipe(run, world.text_dataset)
+    recipe = make_hf_recipe(run, world.text_dataset)
     name = "model.layers.1.mlp.experts.down_proj"
     whole = torch.empty(recipe.module.get_parameter(name).shape)
     assert recipe.initialise is not None
@@ -315,7 +315,11 @@ def test_a_model_whose_experts_cannot_be_spread_is_refused(
     run = dataclasses.replace(run, model=ModelSpec(hf={"model_type": family, **sizes}))
     with pytest.raises(SpecError, match=message):
         TorchEngine(
-            hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None
+            make_hf_recipe(run, world.text_dataset),
+            run.plan,
+            run.training,
+            torch.device("cpu"),
+            None,
         )
 
 
@@ -328,7 +332,11 @@ def test_a_torch_that_cannot_spread_experts_refuses_and_says_what_to_do(tmp_path
         SpecError, match=r"plan\.expert_parallel: torch 2\.11.*\n.*\n.*torch 2\.12 or newer"
     ):
         TorchEngine(
-            hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None
+            make_hf_recipe(run, world.text_dataset),
+            run.plan,
+            run.training,
+            torch.device("cpu"),
+            None,
         )
 
 
@@ -336,8 +344,10 @@ def test_an_adapted_model_keeps_its_experts_together(tmp_path: Path) -> None:
     world = World(tmp_path)
     run = world.run("one", "mixtral", plan(dp=2))
     adapted = dataclasses.replace(run.model, lora=LoraSpec(rank=2))
-    assert hf_recipe(run, world.text_dataset).experts is not None
-    assert hf_recipe(dataclasses.replace(run, model=adapted), world.text_dataset).experts is None
+    assert make_hf_recipe(run, world.text_dataset).experts is not None
+    assert (
+        make_hf_recipe(dataclasses.replace(run, model=adapted), world.text_dataset).experts is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract.recipe import Recipe, from_factory
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.alternating import AlternatingEngine
-from orchestrator.training.engines.batch_norm import batch_norms, prepare
+from orchestrator.training.engines.batch_norm import list_batch_norms, prepare_batch_norms
 from tests.training import gang
 from tests.training.gang import Part
 from tests.training.reseeded import EXAMPLES
@@ -215,9 +215,9 @@ def test_running_statistics_are_those_of_one_process(trainings: Trainings, name:
 def _statistics(run: TrainingRun) -> dict[str, torch.Tensor]:
     """The buffers in a run's last checkpoint."""
     recipe = from_factory(run.model.factory or "", run.model.config)
-    tensors = dict(checkpoint.model_state(recipe.module, frozenset()))
+    tensors = dict(checkpoint.collect_model_state(recipe.module, frozenset()))
     home, job = Path(run.job_folder).parents[1], Path(run.job_folder).name
-    checkpoint.load(
+    checkpoint.load_state(
         JobFolder(home, job).checkpoints / f"step-{run.training.max_steps:08d}", tensors
     )
     return tensors
@@ -234,8 +234,8 @@ def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_no
 
 
 def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> None:
-    layers = batch_norms(_batch_norm_recipe().module)
-    prepare(layers, plan(dp=1, micro=gang.GLOBAL_BATCH), TrainingSpec(max_steps=1))
+    layers = list_batch_norms(_batch_norm_recipe().module)
+    prepare_batch_norms(layers, plan(dp=1, micro=gang.GLOBAL_BATCH), TrainingSpec(max_steps=1))
     assert layers
     assert all(isinstance(layer.forward, functools.partial) for layer in layers)
 
@@ -262,8 +262,8 @@ def test_a_plan_that_normalises_over_another_number_of_samples_is_refused(
 def test_batch_norm_in_evaluation_mode_needs_no_setting() -> None:
     """Batch norm in evaluation mode uses no batch statistics."""
     module = nn.BatchNorm2d(3)
-    assert batch_norms(module) == [module]
-    assert batch_norms(module.eval()) == []
+    assert list_batch_norms(module) == [module]
+    assert list_batch_norms(module.eval()) == []
 
 
 def _batch_norm_recipe() -> Recipe:

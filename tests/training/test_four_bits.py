@@ -11,13 +11,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.planning.frontier import fitting
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.frontier import list_fitting
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.parse import job_from_data, parse_cluster
-from orchestrator.training.models.hf_adapters import hold_tables_in
+from orchestrator.specs.cluster import make_idle_nodes
+from orchestrator.specs.parse import parse_cluster, parse_job_data
+from orchestrator.training.models.hf_adapters import cast_frozen_tables
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,7 +46,7 @@ def logits_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> None:
     model = published_model(tied=tied)
     narrowed = copy.deepcopy(model)
-    hold_tables_in(narrowed, torch.bfloat16)
+    cast_frozen_tables(narrowed, torch.bfloat16)
     tables = [
         layer
         for layer in narrowed.modules()
@@ -66,7 +66,7 @@ def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> 
 def test_a_table_that_is_trained_keeps_its_precision() -> None:
     model = published_model(tied=False)
     model.model.embed_tokens.weight.requires_grad_(True)
-    hold_tables_in(model, torch.bfloat16)
+    cast_frozen_tables(model, torch.bfloat16)
     assert model.model.embed_tokens.weight.dtype is torch.float32
 
 
@@ -94,7 +94,7 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
     speed = "bf16_tflops: 100, fp32_tflops: 30, memory_bandwidth: 900GB/s, link_bandwidth: 30GB/s"
     device = f"{{name: card, kind: cuda, memory: {memory}, {speed}}}"
     cluster = f"name: one\nnodes: [{{name: n, devices: 1, device: {device}, host_memory: 256GiB}}]"
-    hardware = group_equal_nodes(idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
+    hardware = group_equal_nodes(make_idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
     config = {"model_type": "llama", "vocab_size": 32000, **sizes}
     data = {
         "name": "qlora",
@@ -109,8 +109,8 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
         "data": {"text": ["text"], "sequence_length": 512},
     }
     plans = list(
-        fitting(
-            frontier(read_request(job_from_data(data, "job")), hardware),
+        list_fitting(
+            find_frontier(read_plan_request(parse_job_data(data, "job")), hardware),
             hardware.device.memory,
             UNMEASURED,
         )

@@ -706,7 +706,7 @@ def test_messages_of_cuda_are_parsed(
     error = RuntimeError(message)
     wrapped = ValueError("step failed")
     wrapped.__cause__ = error
-    assert oom_report.out_of_memory(wrapped) is error
+    assert oom_report.find_oom_exception(wrapped) is error
     assert oom_report.requested_bytes(message) == requested
     assert oom_report.capacity_bytes(message) == capacity
     assert oom_report.foreign_bytes(message) == foreign
@@ -725,4 +725,4 @@ def test_messages_of_cuda_are_parsed(
     ids=["desynchronised", "not a runtime error", "host", "host allocator"],
 )
 def test_other_errors_do_not_count_as_device_out_of_memory(error: BaseException) -> None:
-    assert oom_report.out_of_memory(error) is None
+    assert oom_report.find_oom_exception(error) is None

@@ -17,7 +17,7 @@ from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.training.build import build_engine, build_recipe
-from orchestrator.training.models.hf_heads import OwnBatch
+from orchestrator.training.models.hf_heads import SyntheticBatch
 from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.model_builder import Arithmetic, Request, build_meta_recipe
 from orchestrator.training.tracing.trace import trace_arithmetics
@@ -54,7 +54,7 @@ def trains(config: dict[str, Any], home: Path) -> None:
         transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)),
     )
     data = DataSpec(sequence_length=32)
-    if isinstance(recipe.dataset, OwnBatch):
+    if isinstance(recipe.dataset, SyntheticBatch):
         head: Any = getattr(transformers, config["architectures"][0])
         recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
         data = DataSpec(tensors=(str(home / "samples.safetensors"),))

@@ -33,8 +33,8 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.build import build_recipe
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materialise
-from orchestrator.training.data.dataset import global_batch
-from orchestrator.training.export import export
+from orchestrator.training.data.dataset import list_global_batch
+from orchestrator.training.export import export_model
 from orchestrator.training.models import hf_parallel
 from orchestrator.training.models.hf_model import _decoder_inputs
 from tests.training import gang, tiny_hf
@@ -209,7 +209,7 @@ def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
     )
     losses = {}
     for step in range(STEPS):
-        samples = global_batch(
+        samples = list_global_batch(
             step * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), training.seed
         )
         batch = dataset.batch(samples)
@@ -312,7 +312,7 @@ def test_the_output_is_the_trained_model_as_transformers_reads_it(
     curves: Curves, name: str
 ) -> None:
     family = name.split()[0]
-    export(curves.runs[name])
+    export_model(curves.runs[name])
     output = Path(curves.runs[name].job_folder) / "output"
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     model, report = auto.from_pretrained(output, output_loading_info=True)
@@ -329,12 +329,12 @@ def test_the_output_is_the_trained_model_as_transformers_reads_it(
 
 def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
     run = curves.runs["lora fsdp2"]
-    export(run)
-    export(run)  # a restarted last attempt: what stands there stays
+    export_model(run)
+    export_model(run)  # a restarted last attempt: what stands there stays
     base = AutoModelForCausalLM.from_pretrained(str(run.model.hf)).train()
     model = PeftModel.from_pretrained(base, Path(run.job_folder) / "output")
     dataset = build_recipe(run).dataset
-    order = global_batch(
+    order = list_global_batch(
         STEPS * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), run.training.seed
     )
     batch = dataset.batch(order)
@@ -346,7 +346,7 @@ def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
 
 def test_frozen_weights_and_converted_files_come_out_whole(curves: Curves) -> None:
     run = curves.runs["mixtral"]
-    export(run)
+    export_model(run)
     weights = dict(
         AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters()
     )

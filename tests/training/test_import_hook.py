@@ -30,7 +30,7 @@ def hook_modules(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     modules: list[types.ModuleType] = []
-    guard._when_imported("engine", modules.append)
+    guard._call_when_imported("engine", modules.append)
     yield modules
     sys.modules.pop("engine", None)
 

@@ -217,7 +217,7 @@ def _check_life(
         ), label
     assert set(codes) <= {0, -signal.SIGKILL}, f"{label}: {codes}"
     for path in checkpoint_folder.list_published(_checkpoints(run)):
-        assert checkpoint_folder.damage(path) == [], label
+        assert checkpoint_folder.find_damage(path) == [], label
     assert not list(_checkpoints(run).glob("damaged-*")), label
 
 
@@ -272,8 +272,8 @@ def _is_writing(run: TrainingRun) -> bool:
 
 
 def _newest_step(run: TrainingRun) -> int:
-    newest = checkpoint_folder.latest_complete(_checkpoints(run))
-    return checkpoint_folder.step_of(newest) if newest else 0
+    newest = checkpoint_folder.find_latest_complete(_checkpoints(run))
+    return checkpoint_folder.step_of_checkpoint(newest) if newest else 0
 
 
 def _checkpoints(run: TrainingRun) -> Path:

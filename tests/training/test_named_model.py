@@ -25,8 +25,8 @@ from transformers.models.auto import modeling_auto
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.training.models.hf_model import build, published_config
-from orchestrator.training.models.hf_weights import untie
+from orchestrator.training.models.hf_model import build_module, make_published_config
+from orchestrator.training.models.hf_weights import untie_parameter
 from tests.training import gang
 
 CASES, CASES_LONG, SEED = 6, 60, 20261127
@@ -130,7 +130,9 @@ def drawn_models(home: Path, count: int) -> Iterator[tuple[Path, PreTrainedModel
 def load_ours(folder: Path) -> nn.Module:
     """Return our model of a folder, with its values."""
     plan = gang.torch_plan(layout=ParallelLayout())
-    built = build(gang.training_run(folder, "named", plan, (), model=ModelSpec(hf=str(folder))))
+    built = build_module(
+        gang.training_run(folder, "named", plan, (), model=ModelSpec(hf=str(folder)))
+    )
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in list(built.module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in parameters:
@@ -178,7 +180,7 @@ def test_a_model_has_the_head_that_its_folder_holds(
     module = model_of(config)
     assert module is not None
     if own_head and family != "llama":
-        _, head = untie(module, "lm_head.weight")
+        _, head = untie_parameter(module, "lm_head.weight")
         nn.init.normal_(head, std=0.05)
     assert differences(tmp_path, save(module, tmp_path)) == ""
     assert ("lm_head.weight" in dict(load_ours(tmp_path).named_parameters())) == own_head
@@ -207,10 +209,10 @@ def test_an_encoder_is_no_causal_model_unless_its_configuration_makes_it_one(fam
         {"model_type": family, **values, "is_decoder": True},
     )
     with pytest.raises(SpecError, match="sees the tokens that it would have to predict") as refused:
-        build(gang.training_run(Path("/"), "encoder", plan, (), model=ModelSpec(hf=encoder)))
+        build_module(gang.training_run(Path("/"), "encoder", plan, (), model=ModelSpec(hf=encoder)))
     assert "is_decoder: true" in refused.value.hint
     if family != "reformer" and hasattr(config, "is_decoder"):  # whose positions need other sizes
-        build(gang.training_run(Path("/"), "decoder", plan, (), model=ModelSpec(hf=decoder)))
+        build_module(gang.training_run(Path("/"), "decoder", plan, (), model=ModelSpec(hf=decoder)))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,9 @@ def test_an_encoder_that_names_its_causal_head_sees_no_later_tokens(
         if name in {*config.to_dict(), *config.attribute_map}
     }
     plan = gang.torch_plan(layout=ParallelLayout())
-    built = build(gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=settings)))
+    built = build_module(
+        gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=settings))
+    )
     assert not built.own_loss
     module = head._from_config(built.module.config).eval()
     with torch.no_grad():
@@ -251,8 +255,8 @@ def test_a_published_configuration_is_read_as_transformers_reads_it(family: str)
         "of_some_later_version": [1],
     }
     assert (
-        published_config(published).to_dict()
+        make_published_config(published).to_dict()
         == type(tiny_config(family)).from_dict(published).to_dict()
     )
     with pytest.raises(SpecError, match=r"model\.config\.model_type"):
-        published_config(published | {"model_type": "of_some_later_version"})
+        make_published_config(published | {"model_type": "of_some_later_version"})

@@ -28,9 +28,9 @@ from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines import pipeline
-from orchestrator.training.engines.recompute import compile_layers, recompute
-from orchestrator.training.engines.tensor_parallel import tensor_parallel
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.engines.recompute import apply_checkpointing, compile_layers
+from orchestrator.training.engines.tensor_parallel import shard_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH
 
@@ -68,7 +68,7 @@ def test_recomputed_batch_norms_are_not_compiled(
     mode: ActivationCheckpointing, allowed: bool
 ) -> None:
     layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]
-    recompute(layers, mode)
+    apply_checkpointing(layers, mode)
     with (
         contextlib.nullcontext()
         if allowed
@@ -86,7 +86,7 @@ def four_ranks() -> Iterator[None]:
 
 
 def _recipe(tmp_path: Path, spec: DecoderSpec = DECODER) -> Recipe:
-    return decoder_recipe(
+    return make_decoder_recipe(
         spec, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
     )
 
@@ -108,7 +108,7 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(
     owners: dict[str, int] = dict.fromkeys(expected, 0)
     for rank in range(2):
         recipe = _recipe(tmp_path, FOUR_LAYERS)
-        share = pipeline.cut(recipe, chosen, rank)
+        share = pipeline.split_model(recipe, chosen, rank)
         assert len(share.stages) == per_rank
         _materialise(share.stages)
         for name, parameter in recipe.module.named_parameters():
@@ -135,7 +135,7 @@ def test_the_ends_of_a_pipeline_have_as_many_layers_as_its_plan_says(
         {"num_hidden_layers": 7},
     )
     shares = [
-        pipeline.cut(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank)
+        pipeline.split_model(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank)
         for rank in range(2)
     ]
     assert tuple(sum(len(stage.layers) for stage in share.stages) for share in shares) == expected
@@ -147,7 +147,7 @@ def test_a_materialised_model_frees_the_stages_of_other_ranks(tmp_path: Path) ->
     everything = {
         name: weakref.ref(parameter) for name, parameter in recipe.module.named_parameters()
     }
-    pipeline.cut(recipe, plan(pp=2, micro=1), 1)
+    pipeline.split_model(recipe, plan(pp=2, micro=1), 1)
     alive = {name for name, parameter in everything.items() if parameter() is not None}
     assert alive == {
         name for name in everything if name.startswith(("layers.2", "layers.3", "norm", "embed"))
@@ -161,7 +161,7 @@ def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Pat
     batch = whole.dataset.batch([0, 1])
     stages: dict[int, Recipe] = {}
     for rank in range(2):
-        share = pipeline.cut(
+        share = pipeline.split_model(
             _recipe(tmp_path, spec), plan(pp=2, micro=1, pipeline_stages_per_rank=2), rank
         )
         _materialise(share.stages)
@@ -203,12 +203,12 @@ def test_a_model_that_cannot_be_cut_into_stages_is_refused(
 ) -> None:
     spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
     with pytest.raises(SpecError, match=message):
-        pipeline.cut(change(_recipe(tmp_path, spec)), plan(pp=pp, micro=1), 1)
+        pipeline.split_model(change(_recipe(tmp_path, spec)), plan(pp=pp, micro=1), 1)
 
 
 def test_layers_of_the_first_and_the_last_stage_may_share_a_weight(tmp_path: Path) -> None:
     recipe = _with_a_weight_shared_by_two_layers(_recipe(tmp_path, FOUR_LAYERS))
-    share = pipeline.cut(recipe, plan(pp=2, micro=1), 0)
+    share = pipeline.split_model(recipe, plan(pp=2, micro=1), 0)
     assert set(share.shared) == {"embed_tokens.weight", "layers.1.mlp.up_proj.weight"}
 
 
@@ -233,7 +233,7 @@ def test_an_out_of_memory_error_inside_a_stage_stays_one() -> None:
     with pytest.raises(RuntimeError, match="failed to run forward") as wrapped:
         step()
     assert not isinstance(wrapped.value, torch.OutOfMemoryError)
-    with pytest.raises(torch.OutOfMemoryError, match="full"), pipeline.own_out_of_memory():
+    with pytest.raises(torch.OutOfMemoryError, match="full"), pipeline.unwrapping_out_of_memory():
         step()
 
 
@@ -244,7 +244,7 @@ def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(
     spec = dataclasses.replace(DECODER, num_key_value_heads=4)
     whole, cut = _recipe(tmp_path, spec), _recipe(tmp_path, spec)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    placed = tensor_parallel(cut, mesh, MICRO_BATCH, gang.SEQUENCE_LENGTH)
+    placed = shard_recipe(cut, mesh, MICRO_BATCH, gang.SEQUENCE_LENGTH)
     for recipe, place in ((whole, None), (cut, placed.place)):
         materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), place)
     expected = dict(whole.module.named_parameters())
@@ -308,7 +308,7 @@ def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
 ) -> None:
     recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=message):
-        tensor_parallel(
+        shard_recipe(
             recipe,
             init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
             MICRO_BATCH,

@@ -13,7 +13,11 @@ import pytest
 import torch
 import transformers
 
-from orchestrator.specs.published import load_published, published_sizes, smaller_siblings
+from orchestrator.specs.published import (
+    find_published_config,
+    list_smaller_siblings,
+    load_published,
+)
 
 FIT = "from orchestrator.cli import main; import sys; main(sys.argv[1:])"
 
@@ -31,22 +35,22 @@ def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str)
 
 
 def test_tuned_versions_have_the_sizes_of_their_base_and_other_names_have_none() -> None:
-    assert published_sizes("qwen/qwen2.5-7b-INSTRUCT") == dict(
+    assert find_published_config("qwen/qwen2.5-7b-INSTRUCT") == dict(
         load_published()["Qwen/Qwen2.5-7B"].config
     )
-    assert published_sizes("google/gemma-2-9b-it") == dict(
+    assert find_published_config("google/gemma-2-9b-it") == dict(
         load_published()["google/gemma-2-9b"].config
     )
-    assert published_sizes("somebody/Qwen2.5-7B") == {}
+    assert find_published_config("somebody/Qwen2.5-7B") == {}
 
 
 def test_a_refusal_names_the_largest_smaller_model_of_the_line_that_fits(tmp_path: Path) -> None:
-    assert smaller_siblings("Qwen/Qwen2.5-7B-Instruct")[:2] == [
+    assert list_smaller_siblings("Qwen/Qwen2.5-7B-Instruct")[:2] == [
         "Qwen/Qwen2.5-3B",
         "Qwen/Qwen2.5-1.5B",
     ]
-    assert smaller_siblings("google/flan-t5-base") == ["google/flan-t5-small"]
-    assert smaller_siblings("somebody/model-7b") == []
+    assert list_smaller_siblings("google/flan-t5-base") == ["google/flan-t5-small"]
+    assert list_smaller_siblings("somebody/model-7b") == []
     job = tmp_path / "job.yaml"
     model = "model: {hf: Qwen/Qwen2.5-14B}\ndata: {text: [text.txt], sequence_length: 1024}\nprecision: bf16\n"
     job.write_text(f"name: tune\nglobal_batch_size: 8\n{model}")

@@ -13,7 +13,7 @@ from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.specs.attempt import Attempt, Evidence, Heartbeat
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import Change
-from orchestrator.training.guard.sample_mixing import list_mixing
+from orchestrator.training.guard.sample_mixing import list_mixing_operations
 from tests.scheduling.factories import attempt
 
 IMAGES, CLASSES = torch.randn(6, 3, 8, 8), torch.randint(0, 5, (6,))
@@ -51,7 +51,7 @@ def contrast(rows: int, groups: int, **options: float) -> Tensor:
 def test_a_loss_tells_what_mixes_its_samples(
     loss: Callable[[], Tensor], expected: tuple[str, ...]
 ) -> None:
-    assert list_mixing(loss()) == expected
+    assert list_mixing_operations(loss()) == expected
 
 
 @pytest.mark.parametrize(("setting", "told"), [("micro_batch_size", True), ("zero_stage", False)])

@@ -24,9 +24,9 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.engines.recompute import recompute
-from orchestrator.training.engines.tensor_parallel import tensor_parallel
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.engines.recompute import apply_checkpointing
+from orchestrator.training.engines.tensor_parallel import shard_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 from tests.training import gang
 
 RANKS, SAMPLES = 4, 2
@@ -55,7 +55,7 @@ def four_ranks() -> Iterator[None]:
 
 
 def _recipe(tmp_path: Path) -> Recipe:
-    return decoder_recipe(
+    return make_decoder_recipe(
         DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
     )
 
@@ -66,8 +66,8 @@ def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(
     tmp_path: Path, mode: ActivationCheckpointing
 ) -> None:
     recipe = _recipe(tmp_path)
-    recompute(recipe.layers, mode)
-    cut = tensor_parallel(
+    apply_checkpointing(recipe.layers, mode)
+    cut = shard_recipe(
         recipe,
         init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)),
         SAMPLES,
@@ -109,7 +109,7 @@ def test_a_gathered_module_with_a_part_that_is_not_cut_is_refused(tmp_path: Path
     }
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     with pytest.raises(SpecError, match="has a part that is not cut"):
-        tensor_parallel(
+        shard_recipe(
             dataclasses.replace(recipe, tensor_parallel=uncut), mesh, SAMPLES, gang.SEQUENCE_LENGTH
         )
 

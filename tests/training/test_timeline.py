@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
-from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, make_timeline
+from orchestrator.training.tracing.timeline import (
+    Event,
+    ModelPlace,
+    PlaceVisit,
+    RecordedSteps,
+    make_timeline,
+)
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import MIXED, job
 
@@ -25,14 +31,14 @@ def events(*lived: tuple[int, int]) -> list[Event]:
 def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_are_matched() -> None:
     single = events((0, 0), (100, 1), (90, 1), (50, 3))
     two = events((0, 0), (200, 1), (190, 2), (100, 3))
-    steps = Steps(
+    steps = RecordedSteps(
         mode=ActivationCheckpointing.NONE,
         sharded=False,
         zero3=False,
         samples=(1, 2),
-        phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
+        phases=([PlaceVisit(0, 0, True, single)], [PlaceVisit(0, 0, True, two)]),
     )
-    line = make_timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    line = make_timeline([ModelPlace(name="layer", is_layer=True, parameters=3)], [steps])
     lines = {
         moment.own: (moment.fixed_bytes, moment.sample_bytes)
         for stretch in line.stretches
@@ -52,8 +58,8 @@ def mixtures() -> tuple[ModelProfile, ModelProfile]:
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
     (traced,) = trace_arithmetics(request)
-    closed = profile_of(
-        read_model_request(job(MIXED)), Share(precision=Precision.FP32, sequence_length=16)
+    closed = find_rank_profile(
+        read_model_request(job(MIXED)), RankShare(precision=Precision.FP32, sequence_length=16)
     )
     assert closed is not None
     return traced, closed

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, ModelSpec
 from orchestrator.training.contract.recipe import IGNORED_LABEL
-from orchestrator.training.data.dataset import TokenStreams, global_batch, micro_batches
-from orchestrator.training.data.tokenised import dataset_of
+from orchestrator.training.data.dataset import TokenStreams, list_global_batch, split_micro_batches
+from orchestrator.training.data.tokenised import load_dataset
 from tests.training import gang, tiny_hf
 
 LENGTH = 16
@@ -39,7 +39,7 @@ def dataset(
     tiny_hf.tokenizer(template).save_pretrained(home / "tokenizer")
     model = ModelSpec(hf=str(home / "tokenizer"))
     run = gang.training_run(home, job, gang.torch_plan(), (), model=model, data=data)
-    return dataset_of(run, **{"vocabulary": tiny_hf.VOCABULARY, "padding": None, **where})
+    return load_dataset(run, **{"vocabulary": tiny_hf.VOCABULARY, "padding": None, **where})
 
 
 def texts(home: Path, *contents: str) -> DataSpec:
@@ -169,12 +169,15 @@ def test_the_order_of_samples_is_that_of_one_process_and_goes_on_after_a_restart
     samples = dataset(tmp_path, texts(tmp_path, tiny_hf.text()))
     batches = []
     for step in range(3):  # a restarted process knows only the step
-        order = global_batch(step * 8, 8, len(samples), seed=3)
+        order = list_global_batch(step * 8, 8, len(samples), seed=3)
         shares = [
-            micro_batches(order, rank, 8 // dp // 2, 2) if dp < 8 else [] for rank in range(dp)
+            split_micro_batches(order, rank, 8 // dp // 2, 2) if dp < 8 else []
+            for rank in range(dp)
         ]
         batches += [samples.batch(batch)[0] for share in shares for batch in share]
-    whole = [samples.batch(global_batch(step * 8, 8, len(samples), seed=3))[0] for step in range(3)]
+    whole = [
+        samples.batch(list_global_batch(step * 8, 8, len(samples), seed=3))[0] for step in range(3)
+    ]
     assert torch.equal(torch.cat(batches), torch.cat(whole))
 
 

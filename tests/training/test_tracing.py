@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.memory.model_request import Share, read_model_request
+from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models import hf as hf_profiles
-from orchestrator.memory.profiles import decoder_profile, profile_of
+from orchestrator.memory.profiles import find_rank_profile, make_decoder_profile
 from orchestrator.service.intake.profiling import PROGRAM
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import (
@@ -38,19 +38,19 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.models.hf_adapters import NF4_BYTES
-from orchestrator.training.models.hf_weights import FirstValues, without_memory
+from orchestrator.training.models.hf_weights import InitialisationRecorder, recording_initialisation
 from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
-from orchestrator.training.tracing.repeats import Stack, find_stack
+from orchestrator.training.tracing.repeats import RepeatPattern, find_repeat_pattern
 from orchestrator.training.tracing.timeline import (
     Event,
-    Phase,
-    Place,
-    Steps,
+    ModelPlace,
+    PlaceVisit,
+    RecordedSteps,
+    StepsDiffer,
     Timeline,
-    Unlike,
     make_timeline,
 )
 from orchestrator.training.tracing.trace import trace_arithmetics
@@ -195,7 +195,7 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
     head = data.draw(st.lists(st.integers(0, 2), min_size=lead, max_size=lead))
     length = lead + 3 * period + 2 + more
     kinds = head + [pattern[index % period] for index in range(length - lead)]
-    stack = find_stack(kinds, length)
+    stack = find_repeat_pattern(kinds, length)
     if stack is None:
         assert length <= lead + 4 * period + 2
         return
@@ -208,8 +208,8 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
 
 
 def test_a_pattern_that_does_not_come_again_is_traced_whole() -> None:
-    assert find_stack([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
-    assert find_stack([0] * 15 + [1], 16) is None
+    assert find_repeat_pattern([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
+    assert find_repeat_pattern([0] * 15 + [1], 16) is None
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
@@ -260,7 +260,7 @@ def test_dense_layers_do_not_represent_layers_with_experts(
 
 
 def test_the_largest_parameters_never_have_memory() -> None:
-    with without_memory(FirstValues()):
+    with recording_initialisation(InitialisationRecorder()):
         large, small = torch.empty(2**14, 2**14), torch.empty(2**14)
     assert large.is_meta
     assert not small.is_meta
@@ -294,7 +294,7 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     )
     trace, closed_form = (
         trace_model(ModelSpec(decoder=decoder)),
-        decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
+        make_decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
     )
     layer, theirs = (
         next(segment for segment in profile.segments if segment.count == 3)
@@ -313,7 +313,7 @@ def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
             model=model,
             data=DataSpec(text=("text",), sequence_length=32),
         )
-        profile = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
+        profile = find_rank_profile(read_model_request(spec), RankShare(precision=Precision.FP32))
         assert profile is not None
         return profile.forward_flops
 
@@ -417,9 +417,9 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
         command=("python", "train.py") if is_script else None,
         **{"trains" if is_script else "model": model},
     )
-    closed_form = profile_of(
+    closed_form = find_rank_profile(
         read_model_request(spec),
-        Share(precision=Precision.BF16, autocast=True),
+        RankShare(precision=Precision.BF16, autocast=True),
     )
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
@@ -470,10 +470,10 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bent", ["forward", "backward", "held"])
 def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> None:
-    def record_steps(layers: int, bend: int) -> Steps:
+    def record_steps(layers: int, bend: int) -> RecordedSteps:
         """Layers that save 8 bytes of each sample, and one that saves more."""
 
-        def phases(samples: int) -> list[Phase]:
+        def phases(samples: int) -> list[PlaceVisit]:
             forward = [
                 8 * samples * index + (bend if bent == "forward" and index == 2 else 0)
                 for index in range(layers)
@@ -484,10 +484,10 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
             ]
             done = [layers - 1 - index for index in range(layers)]
             return [
-                Phase(index, 0, False, [Event(forward[index], 0, 0, 0, 0)])
+                PlaceVisit(index, 0, False, [Event(forward[index], 0, 0, 0, 0)])
                 for index in range(layers)
             ] + [
-                Phase(index, 0, True, [Event(backward[index], 0, done[index], 0, done[index])])
+                PlaceVisit(index, 0, True, [Event(backward[index], 0, done[index], 0, done[index])])
                 for index in reversed(range(layers))
             ]
 
@@ -498,7 +498,7 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
             }
             for samples in (2, 3)
         )
-        return Steps(
+        return RecordedSteps(
             mode=NONE,
             sharded=False,
             zero3=False,
@@ -509,14 +509,15 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
 
     def grown(depth: int, bend: int = 0) -> Timeline:
         places = [
-            Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)
+            ModelPlace(name=f"layers.{index}", is_layer=True, parameters=1)
+            for index in range(depth)
         ]
         return make_timeline(
-            places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth
+            places, [record_steps(depth, bend)], RepeatPattern(lead=0, period=1, length=9), depth
         )
 
     assert grown(5) == grown(9)
-    with pytest.raises(Unlike):
+    with pytest.raises(StepsDiffer):
         grown(5, 1)
 
 

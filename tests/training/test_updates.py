@@ -19,17 +19,17 @@ from orchestrator.specs.job.model import Freeze, Schedule, TrainingSpec
 from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines import eight_bit
-from orchestrator.training.engines.freezing import freeze_for, next_thaw, thaw_step
+from orchestrator.training.engines.freezing import freeze_parameters, next_thaw_step, thaw_step_of
 from orchestrator.training.engines.optimizers import (
     STEPS,
-    Updates,
-    clip_factor,
+    OptimizerUpdates,
+    clipping_factor,
     gradient_norm,
     scale_gradients,
 )
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.engines.recompute import recompute
-from orchestrator.training.engines.schedule import learning_rate
+from orchestrator.training.engines.recompute import apply_checkpointing
+from orchestrator.training.engines.schedule import learning_rate_after
 from orchestrator.training.models import cross_entropy
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
 
@@ -48,7 +48,7 @@ def test_a_learning_rate_rises_then_never_rises_again_and_stays_within_its_bound
         learning_rate=0.5,
         min_learning_rate=0.1,
     )
-    rates = [learning_rate(training, step) for step in range(steps + 5)]
+    rates = [learning_rate_after(training, step) for step in range(steps + 5)]
     peak = min(warmup, len(rates) - 1)
     assert all(0 < rate <= 0.5 for rate in rates)
     assert rates[:peak] == sorted(rates[:peak])
@@ -61,8 +61,8 @@ def test_a_learning_rate_rises_then_never_rises_again_and_stays_within_its_bound
 
 def test_a_cosine_is_half_way_down_in_the_middle() -> None:
     training = TrainingSpec(max_steps=100, schedule=Schedule.COSINE, learning_rate=1.0)
-    assert learning_rate(training, 50) == pytest.approx(0.5)
-    assert learning_rate(training, 25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert learning_rate_after(training, 50) == pytest.approx(0.5)
+    assert learning_rate_after(training, 25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_the_longest_of_several_freezes_counts() -> None:
@@ -71,8 +71,8 @@ def test_the_longest_of_several_freezes_counts() -> None:
         Freeze(parameters="*.w", until_step=5),
         Freeze(parameters="z*"),
     )
-    assert [thaw_step(name, freeze) for name in ("a.b", "a.w", "b.c", "z.w")] == [3, 5, 0, None]
-    assert [next_thaw(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
+    assert [thaw_step_of(name, freeze) for name in ("a.b", "a.w", "b.c", "z.w")] == [3, 5, 0, None]
+    assert [next_thaw_step(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
 
 
 def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None:
@@ -81,7 +81,7 @@ def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None
     )
     module["base"].requires_grad_(False)
     freeze = (Freeze(parameters="late.*", until_step=4), Freeze(parameters="head.bias"))
-    assert freeze_for(module, freeze, step=0) == {"late.weight", "late.bias", "head.weight"}
+    assert freeze_parameters(module, freeze, step=0) == {"late.weight", "late.bias", "head.weight"}
     assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == {
         "head.weight"
     }
@@ -89,9 +89,9 @@ def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None
 
 def test_freezing_nothing_or_everything_is_refused() -> None:
     with pytest.raises(SpecError, match="no parameter matches"):
-        freeze_for(nn.Linear(2, 2), (Freeze(parameters="wieght", until_step=1),), step=0)
+        freeze_parameters(nn.Linear(2, 2), (Freeze(parameters="wieght", until_step=1),), step=0)
     with pytest.raises(SpecError, match="every parameter is frozen"):
-        freeze_for(nn.Linear(2, 2), (Freeze(parameters="*", until_step=1),), step=0)
+        freeze_parameters(nn.Linear(2, 2), (Freeze(parameters="*", until_step=1),), step=0)
 
 
 def test_a_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> None:
@@ -142,7 +142,7 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(
         optimizer=optimizer, learning_rate=0.1, clip_norm=0.5, schedule=Schedule.LINEAR
     )
     tuned, plain = _twins()
-    updates = Updates(tuned.named_parameters(), training, CPU, step=0)
+    updates = OptimizerUpdates(tuned.named_parameters(), training, CPU, step=0)
     updates.allocate()
     reference = {
         Optimizer.ADAMW: lambda p: torch.optim.AdamW(
@@ -159,7 +159,7 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(
             (module(torch.ones(3, 4)) ** 2).sum().backward()
         norm = gradient_norm(tuned.parameters()).item()
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
-        scale_gradients(tuned.parameters(), clip_factor(norm, 0.5))
+        scale_gradients(tuned.parameters(), clipping_factor(norm, 0.5))
         updates.prepare(step)
         updates.optimizer.step()
         updates.count()
@@ -184,7 +184,7 @@ def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     training = TrainingSpec(optimizer=Optimizer.ADAMW_8BIT, learning_rate=1e-3, weight_decay=0.0)
     seeds = itertools.count()
-    updates = Updates(
+    updates = OptimizerUpdates(
         [("weight", weight)], training, CPU, step=0, seed=lambda _: torch.manual_seed(next(seeds))
     )
     updates.allocate()
@@ -217,13 +217,13 @@ def _advance(
     steps: int,
     start: int,
     saved: dict[str, torch.Tensor] | None = None,
-) -> Updates:
+) -> OptimizerUpdates:
     """Train for some steps with a new optimizer, restored from another one's state at `start`."""
     module.requires_grad_(True)
-    freeze_for(module, training.freeze, start)
-    updates = Updates(module.named_parameters(), training, CPU, start)
+    freeze_parameters(module, training.freeze, start)
+    updates = OptimizerUpdates(module.named_parameters(), training, CPU, start)
     updates.allocate()
-    for name, value in updates.state(known_at=start).items():
+    for name, value in updates.state(unfrozen_before=start).items():
         value.copy_((saved or {}).get(name, value))
     updates.set_steps()
     for step in range(start, start + steps):
@@ -262,7 +262,7 @@ def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
         module = nn.Sequential(*layers)
-        recompute(tuple(layers), mode)
+        apply_checkpointing(tuple(layers), mode)
         randomness = Randomness(
             Recipe(
                 module=module,

@@ -120,7 +120,7 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
         message = str(caught.value)
         assert oom_report.requested_bytes(message) == MIB
         assert oom_report.capacity_bytes(message) == MIB
-        assert oom_report.out_of_memory(caught.value) is caught.value
+        assert oom_report.find_oom_exception(caught.value) is caught.value
         rest = torch.zeros(128 * KIB)  # and going on works, up to the last byte
         assert device.live_bytes == device.peak_bytes == tensor.nbytes + rest.nbytes == MIB
 

@@ -25,7 +25,7 @@ from orchestrator.backends.attempts.watch import (
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
 
@@ -72,7 +72,7 @@ class ProcessBackend:
             users=cluster.users,
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
-        self._declared = idle_nodes(cluster)
+        self._declared = make_idle_nodes(cluster)
         self._policy = cluster.policy
         self._told: tuple[object, ...] | None = None
         # by the monotonic clock: nothing is decided on nodes of an earlier service
@@ -128,7 +128,7 @@ class ProcessBackend:
         continue.
         """
         self._world.nodes.set_cluster(cluster)
-        self._declared = idle_nodes(cluster)
+        self._declared = make_idle_nodes(cluster)
         self._policy = cluster.policy
 
     def address_by_node(self) -> dict[str, str]:

@@ -58,7 +58,7 @@ from orchestrator.specs.attempt import (
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
@@ -221,7 +221,7 @@ def collect_folder_evidence(folder: AttemptFolder) -> Evidence:
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     numbers = set[int]()
     for path in islice(folder.path.glob("rank*.*"), FILES_MAX):
-        rank = count_of(path.name.removeprefix("rank").partition(".")[0])
+        rank = parse_count(path.name.removeprefix("rank").partition(".")[0])
         if rank is not None and rank < RANKS_MAX:
             numbers.add(rank)
     ranks = sorted(numbers)
@@ -383,14 +383,18 @@ def _add_worker_findings(
     The findings of the worker that died first stand first.
     """
     died = next(
-        (count_of(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))),
+        (
+            parse_count(match[1])
+            for finding in findings
+            if (match := WORKER_DIED.search(finding.line))
+        ),
         0,
     )
     merged = [replace(finding, rank=0) for finding in findings]
     logs = file_access.search(job_folder.output, ("**/worker_*.log",)).matches
     for entry in sorted(logs, key=lambda entry: entry.path)[:WORKERS_MAX]:
         path = Path(entry.path)
-        rank = count_of(path.stem.removeprefix("worker_"))
+        rank = parse_count(path.stem.removeprefix("worker_"))
         if (
             rank is not None and entry.mtime_ns >= attempt.launched_at_s * 1e9
         ):  # not an earlier attempt's

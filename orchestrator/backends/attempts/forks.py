@@ -23,7 +23,7 @@ from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.environment import INHERITED, select_matching
 from orchestrator.specs.command_line import Env
-from orchestrator.training.guard.fork_server import GUARD, user_of
+from orchestrator.training.guard.fork_server import GUARD, peer_user_id
 
 SERVER = GUARD.with_name("fork_server.py")
 HOOKS = str(GUARD.with_name("inherited"))  # PYTHONPATH of a guarded script
@@ -188,7 +188,7 @@ def _connect_to_server(connection: socket.socket, interpreter: str, env: Env) ->
         if why:
             return why
         connection.connect("\0" + name)
-    return "" if user_of(connection) == os.geteuid() else "another user has its name"
+    return "" if peer_user_id(connection) == os.geteuid() else "another user has its name"
 
 
 def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> str:

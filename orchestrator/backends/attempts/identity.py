@@ -21,7 +21,7 @@ from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, uploads_folder
 
@@ -125,7 +125,7 @@ def hand_files_to_user(
     attempt.path.chmod(ADD)  # from here on other ranks of the user may add to it
     os.chown(folder.path, os.geteuid(), identity.gid)
     folder.path.chmod(ENTER_GROUP)
-    for _, named in paths_of(job.spec):
+    for _, named in list_paths(job.spec):
         if (upload := find_upload(home, named)) is not None:
             _make_readable(upload[0], uploads_folder(home))
 

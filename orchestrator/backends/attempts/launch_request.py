@@ -14,11 +14,11 @@ import yaml
 from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import (
     RenderedCommand,
-    accelerate_config,
-    deepspeed_config,
-    script_command,
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
 )
-from orchestrator.planning.request import read_script
+from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.failures.done_steps import steps_before
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
@@ -247,7 +247,7 @@ def list_attempt_files(
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if _has_deepspeed_file(job.spec, attempt.plan):
-        config = deepspeed_config(
+        config = render_deepspeed_config(
             attempt.plan,
             clip_norm=job.spec.training.clip_norm,
             keys=job.spec.deepspeed,
@@ -256,7 +256,9 @@ def list_attempt_files(
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
         deepspeed = str(_deepspeed_path(paths))
-        config = accelerate_config(job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed)
+        config = render_accelerate_config(
+            job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed
+        )
         files.append((str(_accelerate_path(paths)), yaml.safe_dump(config)))
     return tuple(files)
 
@@ -325,8 +327,8 @@ def _render_command(
     if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
         return RenderedCommand((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
-    return script_command(
-        read_script(spec),
+    return render_script_command(
+        read_script_request(spec),
         attempt.plan,
         output_dir=_output_argument(spec, paths.output if attempt.probe else folder.output, paths),
         resume_from=resume_from,

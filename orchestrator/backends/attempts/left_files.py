@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.specs.attempt import Heartbeat
-from orchestrator.specs.report_bounds import bounded_values
+from orchestrator.specs.report_bounds import split_bounded_values
 from orchestrator.specs.run import AttemptFolder
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -79,7 +79,7 @@ def read_reports(
         except ValueError as error:
             problems.add_sentences(f"{name}: {error}")
             continue
-        values, wrong = bounded_values(report_type, data)
+        values, wrong = split_bounded_values(report_type, data)
         problems.add_sentences(*(f"{name}: {reason}" for reason in wrong))
         if values.get("rank") != rank:
             problems.add_sentences(f"{name}: it is no report of this rank")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orchestrator.specs.globs import ANY_FOLDERS, compile_name, parse_glob
+from orchestrator.specs.globs import ANY_FOLDERS, compile_glob_part, parse_glob
 
 ENTRIES_MAX = 200_000  # names that one search looks at
 MATCHES_MAX = 5_000  # of one search
@@ -129,7 +129,7 @@ def iterate_matches(root: str, parts: Sequence[str], budget: SearchBudget) -> It
     A link to a folder is followed, but not by `**`. Folders that cannot be read have no matches.
     Raises OutOfBounds.
     """
-    names = [compile_name(part) for part in parts]
+    names = [compile_glob_part(part) for part in parts]
     left = [("/", 1)] if parts[0] == "/" else [(root, 0)]
     visited = set(left)
 

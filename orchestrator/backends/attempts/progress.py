@@ -14,7 +14,7 @@ from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess,
 from orchestrator.scheduling.failures.meeting import count_lone_ranks
 from orchestrator.specs.attempt import LEARNED_STEPS, PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder
 
 READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
@@ -59,7 +59,7 @@ class LogCounter:
             self._read[path] = (offset + len(new), rest[-LINE_BYTES_MAX:])
             for line in lines:
                 text = line[:LINE_CHARACTERS_MAX].decode("utf-8", errors="replace")
-                numbers = map(count_of, self.pattern.list_groups(text))
+                numbers = map(parse_count, self.pattern.list_groups(text))
                 for number in numbers:
                     if number is not None:
                         self.last = number

@@ -11,9 +11,9 @@ from pathlib import Path
 from orchestrator.backends.attempts.left_files import iterate_log_lines
 from orchestrator.backends.attempts.output_scan import FileMatch, SearchResult, search_as_user
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.training.checkpoint.folder import latest_complete, step_of
+from orchestrator.training.checkpoint.folder import find_latest_complete, step_of_checkpoint
 
 ENTRIES_MAX = 1000  # of an output folder that are looked at for files that may be checkpoints
 UNMATCHED_MAX = 4  # files that are named
@@ -151,8 +151,8 @@ def find_saved_step(spec: JobSpec, job_folder: JobFolder, checkpoints: Checkpoin
                 pattern, relative_to_output(output_folder(spec, job_folder), newest.path)
             )
         )
-    checkpoint = latest_complete(job_folder.checkpoints)
-    return None if checkpoint is None else step_of(checkpoint)
+    checkpoint = find_latest_complete(job_folder.checkpoints)
+    return None if checkpoint is None else step_of_checkpoint(checkpoint)
 
 
 def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def find_last_number(pattern: LinePattern | None, text: str) -> int | None:
     pattern.
     """
     groups = [] if pattern is None else pattern.list_groups(text)
-    return count_of(groups[-1]) if groups else None
+    return parse_count(groups[-1]) if groups else None
 
 
 def iterate_lost_state(

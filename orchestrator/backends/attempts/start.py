@@ -30,10 +30,10 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.checkpoint.folder import (
-    complete_path,
-    latest_complete,
-    step_of,
-    writing_path,
+    complete_checkpoint_path,
+    find_latest_complete,
+    step_of_checkpoint,
+    unfinished_checkpoint_path,
 )
 
 
@@ -165,14 +165,14 @@ def link_source_checkpoint(job: Job, home: Path) -> None:
     """
     assert job.continues_from is not None, job.id
     checkpoints = JobFolder(home, job.id).checkpoints
-    newest = latest_complete(JobFolder(home, job.continues_from).checkpoints)
-    if job.spec.is_script or newest is None or latest_complete(checkpoints) is not None:
+    newest = find_latest_complete(JobFolder(home, job.continues_from).checkpoints)
+    if job.spec.is_script or newest is None or find_latest_complete(checkpoints) is not None:
         return
-    unfinished = writing_path(checkpoints, 0, step_of(newest))
+    unfinished = unfinished_checkpoint_path(checkpoints, 0, step_of_checkpoint(newest))
     shutil.rmtree(unfinished, ignore_errors=True)
     checkpoints.mkdir(parents=True, exist_ok=True)
     shutil.copytree(newest, unfinished, copy_function=_link_or_copy)
-    unfinished.rename(complete_path(checkpoints, step_of(newest)))
+    unfinished.rename(complete_checkpoint_path(checkpoints, step_of_checkpoint(newest)))
 
 
 def _link_or_copy(source: str, target: str) -> None:

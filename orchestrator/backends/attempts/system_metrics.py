@@ -16,7 +16,7 @@ from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.metric_row import is_bounded_number, parse_row
+from orchestrator.specs.metric_row import is_bounded_number, parse_metric_row
 from orchestrator.specs.run import AttemptFolder
 
 # until the second sample; then twice as long each time, so that short attempts have some
@@ -134,7 +134,7 @@ def mean_busy_percent(folder: AttemptFolder) -> float | None:
     for path in folder.systems():
         before_s = 0.0
         for line in read_log_tail(path, SAMPLES_BYTES).splitlines():
-            row = parse_row(line)
+            row = parse_metric_row(line)
             shares = [row[name] for name in row if OF_DEVICE.search(name)]
             at_s = row.get("at_s", 0.0)
             if at_s <= before_s or not (any(shares) or (shares and before_s)):

@@ -13,7 +13,7 @@ import yaml
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.specs.errors import OrchestratorError
-from orchestrator.specs.job.paths import with_paths
+from orchestrator.specs.job.paths import change_paths
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder, find_upload
@@ -112,7 +112,7 @@ def relocate_uploads(job: Job, home: Path) -> Job:
         root = JobFolder(home, job.id).workdir if key == "workdir" else upload[0]
         return str(root / upload[1])
 
-    return replace(job, spec=with_paths(job.spec, locate))
+    return replace(job, spec=change_paths(job.spec, locate))
 
 
 def copy_upload(job: Job, home: Path) -> None:

@@ -16,7 +16,7 @@ from pydantic_core import CoreConfig, PydanticSerializationError, SchemaSerializ
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.events import Event
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.report_bounds import bounded_report
+from orchestrator.specs.report_bounds import bound_report
 from orchestrator.specs.spec_model import HISTORY
 
 EVENTS = Annotated[Event, Field(discriminator="type")]
@@ -150,5 +150,5 @@ def _with_report_bounds(schema: JsonObject) -> JsonObject:
     today's bounds.
     """
     reference = {"ref": schema.pop("ref")} if "ref" in schema else {}
-    function = {"type": "no-info", "function": bounded_report}
+    function = {"type": "no-info", "function": bound_report}
     return {"type": "function-after", "function": function, "schema": schema, **reference}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
@@ -51,7 +51,7 @@ class LocalScheduler:
         typed = attempt.relative_to
         if typed is None or typed.micro_batch_size == attempt.plan.micro_batch_size:
             return
-        for candidate in frontier(read_request(job.spec), group.hardware).candidates:
+        for candidate in find_frontier(read_plan_request(job.spec), group.hardware).candidates:
             plan = candidate.plan
             if (
                 plan.micro_batch_size == typed.micro_batch_size

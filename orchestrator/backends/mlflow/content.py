@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
@@ -26,10 +26,10 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
+from orchestrator.specs.job.recorded import find_recorded_precision, list_recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS
 
@@ -108,7 +108,7 @@ def job_run_content(
     params = {
         "family": job.spec.family_name,
         "kind": "script" if job.spec.is_script else "model",
-        **recorded_precision(job.spec),
+        **find_recorded_precision(job.spec),
         "gpus": f"{job.spec.gpus.min}-{job.spec.gpus.max}",
         "priority": str(job.spec.priority),
     }
@@ -194,7 +194,7 @@ def attempt_run_content(
         tags=_cut_texts(tags),
         params=_cut_texts(
             {
-                **recorded_settings(job.spec, attempt.plan),
+                **list_recorded_settings(job.spec, attempt.plan),
                 **_training_parameters(job.spec),
                 "placement": place,
             }
@@ -264,7 +264,7 @@ def parse_curves(metric_lines: str, elapsed_ms: float) -> tuple[list[MetricPoint
     """
     points = []
     for text_line in metric_lines.splitlines():
-        row = parse_row(text_line)
+        row = parse_metric_row(text_line)
         step = row.get("step")
         if not isinstance(step, int):
             continue
@@ -285,7 +285,7 @@ def parse_samples(sample_lines: str, first_number: int) -> tuple[list[MetricPoin
     """
     points = []
     for text_line in sample_lines.splitlines():
-        row = parse_row(text_line)
+        row = parse_metric_row(text_line)
         if "at_s" not in row:
             continue
         at_ms = _milliseconds(row["at_s"])
@@ -305,7 +305,7 @@ def _attempt_metric_values(attempt: Attempt, observation: Observation | None) ->
     reserved_bytes = (
         None
         if predicted is None
-        else corrected(attempt.estimate, attempt.correction).reserved_bytes
+        else correct_estimate(attempt.estimate, attempt.correction).reserved_bytes
     )
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
@@ -369,7 +369,7 @@ def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict
 
 
 def _attempt_texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
-    estimate = corrected(attempt.estimate, attempt.correction)
+    estimate = correct_estimate(attempt.estimate, attempt.correction)
     totals = {
         name: getattr(estimate, name)
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
+from orchestrator.planning.picture import Mark, Picture, choose_byte_ticks, choose_second_ticks
 from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def draw_figure(title: str, picture: Picture, label_prefix: str = "attempt ") ->
                 fontsize=9,
                 zorder=9,
             )
-    places, labels = zip(*second_ticks(*picture.span_s, TICKS_MAX), strict=True)
+    places, labels = zip(*choose_second_ticks(*picture.span_s, TICKS_MAX), strict=True)
     axes.set_xticks(places, labels)
-    places, labels = zip(*byte_ticks(*picture.span_bytes, TICKS_MAX), strict=True)
+    places, labels = zip(*choose_byte_ticks(*picture.span_bytes, TICKS_MAX), strict=True)
     axes.set_yticks(places, labels)
     axes.minorticks_off()
     axes.grid(color="#e8e8e8", linewidth=0.8)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import OUTCOME_TAG
-from orchestrator.memory.calibration.calibrate import select_newest
+from orchestrator.memory.calibration.calibrate import select_observations_to_keep
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 
@@ -65,7 +65,7 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     except MlflowException as error:
         message = str(error).partition(" with exception")[0][:300]
         raise ServiceError(f"MLflow at {tracking_uri} does not answer: {message}") from None
-    return select_newest(
+    return select_observations_to_keep(
         outcome for text in texts if (outcome := _parse_observation(text)) is not None
     )
 

@@ -11,7 +11,7 @@ from orchestrator.backends.simulated.process import SimulatedProcess, make_evide
 from orchestrator.scheduling.base.migration import SAVE_S, saves_on_request
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, Device, Evidence, FailureKind
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
 
@@ -28,7 +28,7 @@ class SimulatedBackend:
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = itertools.count()
-        nodes = idle_nodes(cluster)
+        nodes = make_idle_nodes(cluster)
         self._outbox: list[Event] = [
             NodesSeen(nodes=nodes, declared=nodes, policy=cluster.policy, at_s=0.0)
         ]

@@ -11,7 +11,7 @@ from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Device, FailureKind
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.replace import replace
 
@@ -43,7 +43,7 @@ class SharedBackend(SimulatedBackend):
         super().__init__(shared)
         self._policy = shared.policy
         self._rate = shared_card_rate
-        self._nodes = idle_nodes(shared)
+        self._nodes = make_idle_nodes(shared)
         self._used_bytes = Counter[Device]()  # as planned, by place
         self._training = dict[str, tuple[SimulatedProcess, Course]]()  # by attempt
         self._outbox = []

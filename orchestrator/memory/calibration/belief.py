@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from orchestrator.memory.calibration.correction import observed_correction
+from orchestrator.memory.calibration.correction import observed_activation_factor
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import MemoryEstimate
 
@@ -45,67 +45,78 @@ STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
-    """Cumulative distribution of the activation factor: `shares[i]` is P(factor <= `least` x exp(i x STEP))."""
+class ActivationFactorBelief:
+    """The distribution of a job's activation factor: true over predicted activation bytes.
+
+    `shares[i]` is the probability that the factor is at most `least` x exp(i x STEP).
+    """
 
     least: float
     shares: tuple[float, ...]
 
-    def within(self, factor: float) -> float:
-        """Return the probability that activations are at most `factor` times the predicted ones."""
+    def probability_within(self, factor: float) -> float:
+        """Return the probability that the activations are at most `factor` times the predicted
+        ones.
+        """
         if factor < self.least:
             return 0.0
         return self.shares[min(STEPS - 1, int(math.log(factor / self.least) / STEP))]
 
-    def quantile(self, share: float) -> float:
-        """Return the smallest factor that is not exceeded with probability `share`."""
-        return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
+    def quantile(self, probability: float) -> float:
+        """Return the smallest factor that is not exceeded with this probability."""
+        return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, probability)))
 
 
-def belief(
-    burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]
-) -> Belief:
-    """Return the distribution of the activation factor of a job that ran out of memory in the attempts `burst`.
+def believe_activation_factor(
+    out_of_memory: Sequence[Observation],
+    trained: Sequence[Observation],
+    others: Sequence[Observation],
+) -> ActivationFactorBelief:
+    """Return the distribution of the activation factor of a job that ran out of memory.
 
-    `trained` are attempts (launches) of the job that trained, `others` those of jobs in its family.
+    `out_of_memory` are its observations that ran out, `trained` those that trained, and `others`
+    those of other jobs in its family.
     """
     bounds = [
-        observed_correction(observations.moments, observations.measured_bytes)
-        for observations in burst
+        observed_activation_factor(observations.moments, observations.measured_bytes)
+        for observations in out_of_memory
     ]
     least = max(bounds)
-    logs = [math.log(factor / least) for factor in _factors(others) if factor > least]
+    logs = [math.log(factor / least) for factor in _activation_factors(others) if factor > least]
     clues = [
         (math.log(bound / least) - math.log(share), spread)
-        for bound, failure in zip(bounds, burst, strict=True)
-        for share, spread in _clue(failure)
+        for bound, failure in zip(bounds, out_of_memory, strict=True)
+        for share, spread in _read_guard_clue(failure)
     ]
     clues += [
-        (math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)
+        (math.log(max(factor, least) / least), MEASURED_SPREAD)
+        for factor in _activation_factors(trained)
     ]
     weights = []
     for step in range(STEPS):
         x = step * STEP
         weight = math.exp(-x) + sum(
-            _student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
+            _student_density((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
         )
         weights.append(
-            weight * math.prod(_student((x - centre) / spread) for centre, spread in clues)
+            weight * math.prod(_student_density((x - centre) / spread) for centre, spread in clues)
         )
     total = sum(weights)
-    newest = burst[-1]
+    newest = out_of_memory[-1]
     beyond = math.log(bounds[-1] / least)
-    return Belief(
+    return ActivationFactorBelief(
         least,
         tuple(
-            weight_sum / total * _no_later_excess(newest, step * STEP - beyond)
+            weight_sum / total * _probability_of_no_excess(newest, step * STEP - beyond)
             for step, weight_sum in enumerate(accumulate(weights))
         ),
     )
 
 
-def factor_within(estimate: MemoryEstimate, capacity_bytes: float) -> float:
-    """Return the largest activation factor with which the estimate stays within `capacity_bytes` of one device."""
+def largest_fitting_factor(estimate: MemoryEstimate, capacity_bytes: float) -> float:
+    """Return the largest activation factor with which the estimate fits `capacity_bytes` of one
+    device.
+    """
     overhead = max(1.0, estimate.reserved_bytes / max(1, estimate.allocated_bytes))
     allocated = estimate.allocated_bytes + (capacity_bytes - estimate.device_bytes) / overhead
     return min(
@@ -118,11 +129,13 @@ def factor_within(estimate: MemoryEstimate, capacity_bytes: float) -> float:
     )
 
 
-def _no_later_excess(burst: Observation, x: float) -> float:
-    """The probability that no later pass needs more than exp(x) times the bound of the one that failed.
+def _probability_of_no_excess(burst: Observation, x: float) -> float:
+    """Return the probability that no later pass needs more than exp(x) times what the failed pass
+    needed.
 
-    Whether samples differ at all is even beforehand. Alike ones fail in the first step; others do so at their rate,
-    of which only the magnitude is unknown: its mean is 1 / ln(steps) where its logarithm is uniform.
+    Whether samples differ at all has even odds beforehand. Equal samples fail in the first step.
+    Others fail at their rate, of which only the magnitude is unknown: its mean is 1 / ln(steps)
+    where its logarithm is uniform.
     """
     left = STEPS_SUPPOSED if burst.steps_left is None else burst.steps_left
     first = 1 / math.log(max(left, 3))
@@ -132,20 +145,26 @@ def _no_later_excess(burst: Observation, x: float) -> float:
     return 1 - differ + differ * none
 
 
-def _factors(observations: Sequence[Observation]) -> list[float]:
+def _activation_factors(observations: Sequence[Observation]) -> list[float]:
     return [
-        observed_correction(observation.moments, observation.measured_bytes)
+        observed_activation_factor(observation.moments, observation.measured_bytes)
         for observation in observations
     ]
 
 
-def _clue(failure: Observation) -> list[tuple[float, float]]:
-    """Return (share of its activations that was live, spread of the logarithm) as the guard reported, if it did."""
+def _read_guard_clue(failure: Observation) -> list[tuple[float, float]]:
+    """Return (share of its activations that was live, spread of its logarithm) as the guard saw the
+    failed pass.
+
+    The list is empty where the guard saw nothing.
+    """
     if failure.phase == "forward" and failure.pass_done is not None:
         return [(max(DONE_MIN, failure.pass_done), FORWARD_SPREAD)]
     return [(1.0, PEAK_SPREAD)] if failure.phase in ("backward", "optimizer") else []
 
 
-def _student(value: float) -> float:
-    """Student's density, but for its constant (Gelman et al. 2013, Bayesian Data Analysis, appendix A)."""
+def _student_density(value: float) -> float:
+    """Return Student's density without its constant (Gelman et al. 2013, Bayesian Data Analysis,
+    appendix A).
+    """
     return float((1 + value * value / FREEDOM) ** (-(FREEDOM + 1) / 2))

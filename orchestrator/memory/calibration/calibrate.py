@@ -16,13 +16,21 @@ from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 from typing import NamedTuple
 
-from orchestrator.memory.calibration.belief import Belief, belief, factor_within
-from orchestrator.memory.calibration.correction import (
-    corrected_bytes,
-    corrected_peak,
-    observed_correction,
+from orchestrator.memory.calibration.belief import (
+    ActivationFactorBelief,
+    believe_activation_factor,
+    largest_fitting_factor,
 )
-from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
+from orchestrator.memory.calibration.correction import (
+    corrected_device_bytes,
+    corrected_peak_bytes,
+    observed_activation_factor,
+)
+from orchestrator.memory.engines.overhead import (
+    SUPPOSED_OVERHEAD,
+    MeasuredOverhead,
+    measured_overhead,
+)
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.frozen import frozen
@@ -87,39 +95,47 @@ OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families n
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Remaining prediction errors of one engine: measured over corrected peak memory."""
+class PredictionErrors:
+    """The prediction errors of one engine that remain after correction: measured over corrected
+    peak memory.
+    """
 
     ratios: tuple[float, ...] = ()  # measured over corrected peak
     spent: int = 0  # of them, those that set the correction: they prove no precision
     supposed: float = MARGIN  # the margin before anything was measured: one of MARGINS
 
-    def within(self, room: float) -> float:
-        """Return the probability that the measured peak is at most `room` times the corrected prediction.
+    def probability_within(self, room: float) -> float:
+        """Return the probability that the measured peak is at most `room` times the corrected
+        prediction.
 
-        The logarithm of a ratio is taken as normal around 0. The outcomes give its spread, beginning with
-        PRIOR_OUTCOMES of the spread that `supposed` means. So the next one follows Student's t (Gelman et al. 2013,
-        Bayesian Data Analysis, sections 2.6 and 3.2). More than one outcome beyond `room` is no outlier but a pattern.
-        The share is then bounded by the rank of the others, as in split conformal prediction (Vovk et al. 2005,
-        Algorithmic Learning in a Random World, section 2.2).
+        The logarithm of a ratio is taken as normal around 0. The outcomes give its spread,
+        beginning with PRIOR_OUTCOMES of the spread that `supposed` means. So the next one follows
+        Student's t (Gelman et al. 2013, Bayesian Data Analysis, sections 2.6 and 3.2). More than
+        one outcome beyond `room` is no outlier but a pattern. The probability is then bounded by
+        the rank of the others, as in split conformal prediction (Vovk et al. 2005, Algorithmic
+        Learning in a Random World, section 2.2).
         """
         if room <= 0:
             return 0.0
-        share = round(_student(math.log(room) / self.spread, self._freedom), ROUNDING_DIGITS)
+        share = round(_student_cdf(math.log(room) / self.spread, self._freedom), ROUNDING_DIGITS)
         beyond = sum(ratio > room for ratio in self.ratios)
         return min(share, 1 - max(0, beyond - 1) / (len(self.ratios) + 1))
 
     @cached_property
     def margin(self) -> float:
-        """The smallest factor on a corrected prediction that covers the measured peak with probability CONFIDENCE."""
+        """The factor on a corrected prediction that covers the measured peak with probability
+        CONFIDENCE.
+        """
         pattern = sorted(self.ratios)[-2:-1]  # one of them may be an outlier
         return max((math.exp(self.spread * _student_quantile(self._freedom)), *pattern))
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the log ratios, from their positive part; at least that of the outcomes themselves.
+        """Standard deviation of the log ratios (measured over predicted), computed from the
+        positive ones.
 
-        A symmetric distribution has half of its variance above its centre. What needed less than predicted is no risk.
+        It is at least that of all outcomes. A symmetric distribution has half of its variance above
+        its centre. Needing less than predicted is no risk.
         """
         supposed = prior_spread(self.supposed)
         if not self.ratios:
@@ -135,8 +151,8 @@ class Errors:
 
 
 @frozen
-class Refuted:
-    """A plan that ran out of memory, and needs at least `needed_bytes` by the prediction."""
+class RefutedPlan:
+    """A plan that ran out of memory, with the bytes that it needs at least."""
 
     plan: Plan
     predicted_bytes: int  # allocated, before correction
@@ -144,7 +160,7 @@ class Refuted:
 
 
 @frozen
-class Proven:
+class ProvenPlan:
     """A plan under which trainings finished, with their highest measured peak."""
 
     plan: Plan
@@ -153,28 +169,30 @@ class Proven:
 
 
 class StepKind(NamedTuple):
-    """The group of plans that share one correction of predicted step time."""
+    """A kind of plans that share one correction of their predicted step time."""
 
     place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
     # how ranks share state, whether in a pipeline, and whether layers are compiled
     shared: tuple[type[Mechanics], ZeroStage, bool, bool]
 
 
-def step_kind(plan: Plan) -> StepKind:
-    """Return the plan's key in `Calibration.step_factors`."""
+def step_kind_of(plan: Plan) -> StepKind:
+    """Return the kind of plan by which `Calibration.step_factors` is keyed."""
     mechanics = plan.mechanics
     shared = (type(mechanics), mechanics.stage, plan.layout.pp > 1, plan.compiled)
     return StepKind((plan.engine, plan.offload, plan.offload_target), shared)
 
 
-def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
-    """Return measured over predicted step time for the plan, from the first source with data; 1 where none has any.
+def correction_of_step_time(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
+    """Return the factor (measured over predicted step time) for the plan, from the first source
+    that has one.
 
-    Within a source, the plan's own kind comes first. Else the median over kinds that differ only in how ranks shard
-    state. Else other engines count: a slow machine slows all of them, and an unmeasured plan is no faster for it. Host
-    offload is an exception: its speed says nothing of plans without.
+    1 where none has. Within a source, the plan's own kind comes first. Else it is the median over
+    kinds that differ only in how ranks shard state. Else other engines count: a slow machine slows
+    all of them, and an unmeasured plan is no faster for it. Host offload is an exception: its speed
+    says nothing about plans without it.
     """
-    kind = step_kind(plan)
+    kind = step_kind_of(plan)
     for factors in sources:
         alike = [factor for other, factor in factors.items() if other.place == kind.place]
         if alike:
@@ -190,44 +208,53 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
 
 @frozen
 class Calibration:
-    """Measured errors of predictions for one model family on one kind of device."""
+    """Measured errors of the predictions for one model family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
     # of a job that ran out of memory itself: what its activations may be
-    belief: Belief | None = None
-    errors: Mapping[Engine, Errors] = field(default_factory=dict)
-    refuted: tuple[Refuted, ...] = ()
-    proven: tuple[Proven, ...] = ()
+    belief: ActivationFactorBelief | None = None
+    errors: Mapping[Engine, PredictionErrors] = field(default_factory=dict)
+    refuted: tuple[RefutedPlan, ...] = ()
+    proven: tuple[ProvenPlan, ...] = ()
     step_factors: Mapping[StepKind, float] = field(
         default_factory=dict
     )  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
     # whether anything of the family ran here before, or a probe ran out of memory
     is_seen: bool = False
-    overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
+    overhead: MeasuredOverhead = (
+        SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
+    )
     # settings of the script to which outcomes are relative; None: no script
     relative_to: OwnSettings | None = None
 
-    def errors_of(self, engine: Engine, source: Source) -> Errors:
-        """Return the engine's errors for a profile of this source; assumed ones before any measurement."""
-        return _with_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
+    def errors_of_engine(self, engine: Engine, source: Source) -> PredictionErrors:
+        """Return the engine's prediction errors for profiles of this source; assumed ones before
+        any measurement.
+        """
+        return _with_least_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
-    def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
-        """Return the factor on the plan's activations: from its own measured peak if it ran, else from the family."""
-        proven = self._proof_of(plan, estimate)
+    def activation_factor_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
+        """Return the factor on the plan's activations: from its own measured peak if it ran, else
+        the family's.
+        """
+        proven = self._find_proof(plan, estimate)
         return (
             self.correction
             if proven is None
-            else observed_correction(estimate.moments, proven.measured_bytes)
+            else observed_activation_factor(estimate.moments, proven.measured_bytes)
         )
 
-    def errors_for(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
-        """Return the errors for judging the plan. A plan that already ran varies as much as an unmeasured one."""
-        if self._proof_of(plan, estimate) is None:
-            return self.errors_of(plan.engine, estimate.source)
-        return _with_margin(SUPPOSED, MARGINS[estimate.source])
+    def errors_of_plan(self, plan: Plan, estimate: MemoryEstimate) -> PredictionErrors:
+        """Return the prediction errors by which the plan is judged.
 
-    def _proof_of(self, plan: Plan, estimate: MemoryEstimate) -> Proven | None:
+        A plan that already ran varies as much as an unmeasured one.
+        """
+        if self._find_proof(plan, estimate) is None:
+            return self.errors_of_engine(plan.engine, estimate.source)
+        return _with_least_margin(SUPPOSED, MARGINS[estimate.source])
+
+    def _find_proof(self, plan: Plan, estimate: MemoryEstimate) -> ProvenPlan | None:
         return next(
             (
                 row
@@ -237,8 +264,10 @@ class Calibration:
             None,
         )
 
-    def refutes(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
-        """Return whether this plan already ran out of memory at this capacity, predicted no higher than today."""
+    def has_run_out(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
+        """Return whether this plan already ran out of memory at this capacity, although predicted
+        no higher than now.
+        """
         allocated_bytes = capacity_bytes - (estimate.device_bytes - estimate.allocated_bytes)
         return any(
             row.plan == plan
@@ -248,33 +277,34 @@ class Calibration:
         )
 
 
-SUPPOSED = Errors()
+SUPPOSED = PredictionErrors()
 UNMEASURED = Calibration()
 
 
-def calibration(
+def calibrate(
     observations: Iterable[Observation], *, device: str, family: str, job: str = ""
 ) -> Calibration:
-    """Return the calibration of a model family on a kind of device. `job` (a Job.key) is the job to plan.
+    """Return the calibration of predictions for a model family on a kind of device.
 
-    `observations` come oldest first, as `select_newest` returns them. The correction is the upper median of the
-    observed factors, none above CORRECTION_MAX: one outlier among three or more does not move it out of the others'
-    range. A job that ran out of memory uses the median of its `Belief` instead. Outcomes under another torch than the
-    newest do not count, but refuted plans stay refuted. Outcomes of a script also do not count if they were predicted
-    relative to other settings than the newest.
+    `job` is the key of the job to plan. `observations` come oldest first, as
+    `select_observations_to_keep` returns them. The correction is the upper median of the observed
+    factors, none above CORRECTION_MAX: one outlier among three or more does not move it out of the
+    others' range. A job that ran out of memory uses the median of its belief instead. Outcomes
+    under another torch than the newest do not count, but plans that ran out stay excluded. Outcomes
+    of a script also do not count if they were predicted relative to other settings than the newest.
     """
     of_device = [outcome for outcome in observations if outcome.device == device]
     of_family = [outcome for outcome in of_device if outcome.family == family]
-    relative_to = _newest_settings(of_family, job)
+    relative_to = _newest_own_settings(of_family, job)
     if relative_to is not None:
         of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
-    counted = [outcome for outcome in _of_newest_torch(of_family) if not outcome.probe]
+    counted = [outcome for outcome in _under_newest_torch(of_family) if not outcome.probe]
     observed = [
-        observed_correction(outcome.moments, outcome.measured_bytes)
+        observed_activation_factor(outcome.moments, outcome.measured_bytes)
         for outcome in counted[-WINDOW:]
     ]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
-    believed = _belief(counted, job)
+    believed = _make_belief(counted, job)
     correction = max(1.0, median_high(factors) if factors else 1.0)
     if believed is not None:
         correction = max(correction, believed.quantile(EVEN))
@@ -283,16 +313,18 @@ def calibration(
         for engine in {outcome.plan.engine for outcome in counted}
     }
     ratios = group_values(
-        (step_kind(outcome.plan), outcome.step_ratio)
+        (step_kind_of(outcome.plan), outcome.step_ratio)
         for outcome in counted
         if outcome.step_ratio is not None
     )
     return Calibration(
         correction=correction,
         belief=believed,
-        errors={engine: _errors(outcomes, correction) for engine, outcomes in by_engine.items()},
+        errors={
+            engine: _make_errors(outcomes, correction) for engine, outcomes in by_engine.items()
+        },
         refuted=tuple(
-            Refuted(
+            RefutedPlan(
                 plan=outcome.plan,
                 predicted_bytes=outcome.predicted_bytes,
                 needed_bytes=outcome.measured_bytes,
@@ -300,19 +332,20 @@ def calibration(
             for outcome in of_family
             if outcome.ran_out and not outcome.probe
         ),
-        proven=_proven(counted),
+        proven=_list_proven_plans(counted),
         step_factors={kind: median(of_kind[-WINDOW:]) for kind, of_kind in ratios.items()},
-        line=_line(of_family),
+        line=_fit_probe_line(of_family),
         is_seen=any(outcome.ran_out or not outcome.probe for outcome in of_family),
-        overhead=overhead_of(of_device, device),
+        overhead=measured_overhead_of(of_device, device),
         relative_to=relative_to,
     )
 
 
-def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
-    """Return the settings of the newest informative outcome, of the job itself if it ran out of memory; else None.
+def _newest_own_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
+    """Return the script's settings in the newest informative outcome; None without one.
 
-    An outcome that needed no more than was assumed is not informative: a job with other settings assumes anew.
+    Outcomes of a job that ran out of memory itself come first. An outcome that needed no more than
+    was assumed is not informative: a job with other settings assumes anew.
     """
     telling = [
         outcome
@@ -330,15 +363,15 @@ def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings 
     )
 
 
-def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:
-    """Return the memory that a kind of device uses outside the allocator, measured under its newest torch."""
+def measured_overhead_of(observations: Iterable[Observation], device: str) -> MeasuredOverhead:
+    """Return the memory outside the allocator on a kind of device, measured under its newest torch."""
     return measured_overhead(
-        _of_newest_torch([outcome for outcome in observations if outcome.device == device])
+        _under_newest_torch([outcome for outcome in observations if outcome.device == device])
     )
 
 
-def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
-    """The largest peak of each plan that ended a training and never ran out of memory."""
+def _list_proven_plans(counted: Sequence[Observation]) -> tuple[ProvenPlan, ...]:
+    """Return each plan that ended a training and never ran out of memory, with its largest peak."""
     peaks: dict[tuple[Plan, int], int] = {}
     for outcome in counted:
         key = (outcome.plan, outcome.predicted_bytes)
@@ -348,18 +381,20 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
     )
     burst = {outcome.plan for outcome in counted if outcome.ran_out}
     return tuple(
-        Proven(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
+        ProvenPlan(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
         for plan, predicted in ended
         if plan not in burst
     )
 
 
-def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
-    """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None without two.
+def _fit_probe_line(of_family: Sequence[Observation]) -> MeasuredLine | None:
+    """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None
+    without two.
 
-    A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope is then below that of
-    the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX look for it before these count. No slope is
-    0: then a failure teaches what samples need. With 0 it would say that no micro-batch fits.
+    A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope
+    is then below that of the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX
+    look for it before these count. No slope is 0: then a failure teaches what samples need. With 0
+    it would say that no micro-batch fits.
     """
     probed = {
         outcome.plan.micro_batch_size: outcome
@@ -386,10 +421,12 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     )
 
 
-def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the observations to keep, oldest first: the newest WINDOW per key, newest failure per plan, all probes.
+def select_observations_to_keep(observations: Iterable[Observation]) -> tuple[Observation, ...]:
+    """Return the observations to store, oldest first: the newest WINDOW per key, each plan's newest
+    failure, all probes.
 
-    Each attempt (launch of a job) counts once. Order and repetition do not matter, so outcomes can be imported again.
+    Each attempt (launch of a job) counts once. Order and repetition do not matter, so outcomes can
+    be imported again.
     """
     ordered = sorted(
         observations,
@@ -423,33 +460,44 @@ def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...
 
 
 def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
-    """Return the free bytes that each device must have for the plan: its corrected estimate times the margin."""
-    margin = calibrated.errors_for(plan, estimate).margin
+    """Return the free bytes that the plan needs on each device: its corrected estimate times the
+    margin.
+    """
+    margin = calibrated.errors_of_plan(plan, estimate).margin
     if has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
-    return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
+    return math.ceil(
+        corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate)) * margin
+    )
 
 
 def plan_fit_probability(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
 ) -> float:
-    """Return the probability that the plan fits `capacity_bytes` of each device; 0 where it already failed there."""
-    if calibrated.refutes(plan, estimate, capacity_bytes):
+    """Return the probability that the plan fits `capacity_bytes` per device; 0 where it already ran
+    out there.
+    """
+    if calibrated.has_run_out(plan, estimate, capacity_bytes):
         return 0.0
-    if calibrated.belief is not None and calibrated._proof_of(plan, estimate) is None:
-        return calibrated.belief.within(factor_within(estimate, capacity_bytes))
+    if calibrated.belief is not None and calibrated._find_proof(plan, estimate) is None:
+        return calibrated.belief.probability_within(
+            largest_fitting_factor(estimate, capacity_bytes)
+        )
     room = capacity_bytes / max(
-        1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+        1, corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
     )
-    share = calibrated.errors_for(plan, estimate).within(room)
-    return min(share, SUPPOSED.within(room)) if has_unmeasured_cache(estimate) else share
+    share = calibrated.errors_of_plan(plan, estimate).probability_within(room)
+    return (
+        min(share, SUPPOSED.probability_within(room)) if has_unmeasured_cache(estimate) else share
+    )
 
 
 def is_measured(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
-    """Return whether a prediction rests on more than what a job file says of its script.
+    """Return whether a prediction rests on measurements, and not only on what a job file says of
+    its script.
 
-    Our own trainings are counted or traced. What a file says of a script, its model among it, is measured once an
-    attempt of its family has ended.
+    Our own trainings are counted or traced. A script, its declared model included, counts as
+    measured once an attempt of its family has ended.
     """
     is_said = estimate.source not in (Source.ASSUMED, Source.PROBED)
     if not is_said or (facts_of(plan.engine).is_ours and estimate.source not in DECLARED):
@@ -460,42 +508,50 @@ def is_measured(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -
 def reported_fit_probability(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
 ) -> float | None:
-    """Return the probability that an unmeasured plan fits, by REPORTED_ERROR; None where it is measured.
+    """Return the probability that an unmeasured plan fits, by REPORTED_ERROR; None for a measured
+    plan.
 
-    The mean of absolute values of a normal distribution is its spread times the square root of 2 / pi.
+    The mean of absolute values of a normal distribution is its spread times the square root of 2 /
+    pi.
     """
     if is_measured(plan, estimate, calibrated):
         return None
-    expected = corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+    expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
     spread = math.log(REPORTED_ERROR) * math.sqrt(math.pi / 2)
-    return _student(math.log(capacity_bytes / max(1, expected)) / spread, PRIOR_OUTCOMES)
+    return _student_cdf(math.log(capacity_bytes / max(1, expected)) / spread, PRIOR_OUTCOMES)
 
 
-def likely_band_bytes(
+def likely_needed_bytes_range(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration
 ) -> tuple[int, int]:
-    """Return the (least, most) bytes that an unmeasured plan most probably needs, by REPORTED_ERROR."""
-    expected = corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+    """Return (least, most) bytes that an unmeasured plan probably needs, by REPORTED_ERROR."""
+    expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
     return int(expected / REPORTED_ERROR), math.ceil(expected * REPORTED_ERROR)
 
 
 def has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
-    """Return whether the allocator reserves more than it allocates: measured peaks are allocated bytes only."""
+    """Return whether the allocator reserves more bytes than it allocates; measured peaks are
+    allocated bytes.
+    """
     return estimate.reserved_bytes > estimate.allocated_bytes
 
 
-def _of_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
+def _under_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
     versions = [outcome.torch_version for outcome in observations if outcome.torch_version]
     return [outcome for outcome in observations if outcome.torch_version in ("", *versions[-1:])]
 
 
-def _belief(counted: Sequence[Observation], job: str) -> Belief | None:
-    """Return the belief about the job's activations; None where it never ran out of memory."""
+def _make_belief(counted: Sequence[Observation], job: str) -> ActivationFactorBelief | None:
+    """Return the distribution of the job's activation factor; None where it never ran out of
+    memory.
+    """
     burst = [outcome for outcome in counted if _ran_out_itself(outcome, job)]
     trained = [outcome for outcome in counted if not outcome.ran_out]
     of_job = [outcome for outcome in trained if outcome.job == job]
     return (
-        belief(burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:])
+        believe_activation_factor(
+            burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:]
+        )
         if burst
         else None
     )
@@ -505,20 +561,24 @@ def _ran_out_itself(outcome: Observation, job: str) -> bool:
     return outcome.ran_out and outcome.job == job
 
 
-def _errors(outcomes: Sequence[Observation], correction: float) -> Errors:
-    """Return the errors of the outcomes, without those that ran out of memory within the present prediction."""
+def _make_errors(outcomes: Sequence[Observation], correction: float) -> PredictionErrors:
+    """Return the prediction errors of these outcomes, without those that ran out below their
+    prediction.
+    """
     ratios = []
     spent = 0
     for outcome in outcomes:
         ratio = outcome.measured_bytes / max(
-            1, corrected_peak(outcome.predicted_bytes, outcome.moments, correction)
+            1, corrected_peak_bytes(outcome.predicted_bytes, outcome.moments, correction)
         )
         if ratio > 0 and not (outcome.ran_out and ratio <= 1.0):
             ratios.append(ratio)
             spent = spent or int(
-                1.0 < correction == observed_correction(outcome.moments, outcome.measured_bytes)
+                1.0
+                < correction
+                == observed_activation_factor(outcome.moments, outcome.measured_bytes)
             )
-    return Errors(tuple(ratios), spent)
+    return PredictionErrors(tuple(ratios), spent)
 
 
 def _without_outliers(logs: Sequence[float], supposed: float) -> list[float]:
@@ -528,8 +588,9 @@ def _without_outliers(logs: Sequence[float], supposed: float) -> list[float]:
     return [min(log, fence) for log in logs]
 
 
-def _student(value: float, freedom: int) -> float:
-    """Student's distribution function for a whole number of degrees of freedom of at least 2.
+def _student_cdf(value: float, freedom: int) -> float:
+    """Return Student's distribution function at `value`, for a whole number of degrees of freedom
+    from 2 on.
 
     Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
@@ -546,21 +607,21 @@ def _student(value: float, freedom: int) -> float:
 
 @cache
 def _student_quantile(freedom: int) -> float:
-    """Return where Student's distribution function reaches CONFIDENCE."""
+    """Return the value at which Student's distribution function reaches CONFIDENCE."""
     # 6.96 with 2 degrees of freedom
     low = 0.0
     high = 10.0
     while high - low > 1e-12:
         middle = (low + high) / 2
-        low, high = (middle, high) if _student(middle, freedom) < CONFIDENCE else (low, middle)
+        low, high = (middle, high) if _student_cdf(middle, freedom) < CONFIDENCE else (low, middle)
     return high
 
 
 def prior_spread(margin: float) -> float:
-    """Return the standard deviation of log ratios at which CONFIDENCE of them stay below `margin`."""
+    """Return the standard deviation of log ratios of which CONFIDENCE stay below `margin`."""
     return math.log(margin) / _student_quantile(PRIOR_OUTCOMES)
 
 
 @lru_cache(maxsize=1024)
-def _with_margin(errors: Errors, margin: float) -> Errors:
+def _with_least_margin(errors: PredictionErrors, margin: float) -> PredictionErrors:
     return errors if errors.supposed == margin else replace(errors, supposed=margin)

@@ -1,4 +1,4 @@
-"""Corrections of a memory estimate by a factor on its activations."""
+"""Corrections of a memory estimate by a factor on its activation bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.replace import replace
 
 
-def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
-    """Return the smallest activation factor with which some peak point reaches `measured_bytes`; at least 1.
+def observed_activation_factor(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
+    """Return the smallest factor on the activations with which some moment reaches
+    `measured_bytes`; at least 1.
 
-    A plan that needed less than predicted says nothing about later plans. A wrong "fits" costs an attempt; a wrong "too
-    big" costs only speed.
+    A plan that needed less than predicted says nothing about later plans. A wrong "fits" costs an
+    attempt; a wrong "too big" costs only speed.
     """
     factors = (
         (measured_bytes - moment.counted_bytes) / moment.activation_bytes
@@ -25,22 +26,22 @@ def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> 
     return max(1.0, min(factors, default=1.0))
 
 
-def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
-    """Return the estimate at its highest peak, with activations times `correction`.
+def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> MemoryEstimate:
+    """Return the estimate at its highest peak when activations are multiplied by the factor.
 
-    Where that is another point of the step than estimated, all counted bytes become one entry.
+    Where that is another moment of the step than estimated, all counted bytes become one entry.
     """
-    allocated_bytes = corrected_allocated_bytes(estimate, correction)
+    allocated_bytes = corrected_allocated_bytes(estimate, activation_factor)
     if allocated_bytes == estimate.allocated_bytes:
         return estimate
     worst = max(
         estimate.moments,
-        key=lambda moment: moment.counted_bytes + correction * moment.activation_bytes,
+        key=lambda moment: moment.counted_bytes + activation_factor * moment.activation_bytes,
     )
     counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
     if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
         counted = (("all that is counted", worst.counted_bytes),)
-    growth = corrected_bytes(estimate, correction) - estimate.device_bytes
+    growth = corrected_device_bytes(estimate, activation_factor) - estimate.device_bytes
     return replace(
         estimate,
         moment=worst.name,
@@ -51,49 +52,60 @@ def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
     )
 
 
-def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
-    """Return the estimate's device bytes with activations times `correction`; never below the estimate itself.
+def corrected_device_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
+    """Return the estimate's device bytes with activations times the factor; never less than the
+    estimate.
 
-    The allocator's overhead grows with what it holds; context and communicators stay.
+    The allocator's overhead grows with its bytes; context and communicators stay.
     """
-    growth = corrected_allocated_bytes(estimate, correction) - estimate.allocated_bytes
+    growth = corrected_allocated_bytes(estimate, activation_factor) - estimate.allocated_bytes
     overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
     return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))
 
 
-def corrected_allocated_bytes(estimate: MemoryEstimate, correction: float) -> int:
-    """Return the estimate's allocated peak with activations times `correction`; never below the estimate itself."""
-    return corrected_peak(estimate.allocated_bytes, estimate.moments, correction)
+def corrected_allocated_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
+    """Return the estimate's allocated peak with activations times the factor; never less than the
+    estimate.
+    """
+    return corrected_peak_bytes(estimate.allocated_bytes, estimate.moments, activation_factor)
 
 
-def corrected_peak(predicted_bytes: int, moments: Sequence[MomentBytes], correction: float) -> int:
-    """Return the highest allocated bytes over these peak points, with activations times `correction`.
+def corrected_peak_bytes(
+    predicted_bytes: int, moments: Sequence[MomentBytes], activation_factor: float
+) -> int:
+    """Return the highest allocated bytes over these moments, with activations times the factor.
 
     Never returns less than `predicted_bytes`.
     """
-    if correction <= 1.0:
+    if activation_factor <= 1.0:
         return predicted_bytes
-    grown = (moment.counted_bytes + correction * moment.activation_bytes for moment in moments)
+    grown = (
+        moment.counted_bytes + activation_factor * moment.activation_bytes for moment in moments
+    )
     return max(predicted_bytes, math.ceil(max(grown, default=0.0)))
 
 
-def is_known(estimate: MemoryEstimate, correction: float) -> bool:
-    """Return whether the estimate is a real prediction.
+def is_real_prediction(estimate: MemoryEstimate, activation_factor: float) -> bool:
+    """Return whether the estimate is a prediction and not a guess.
 
-    For a script that declares nothing, only after it failed once.
+    For a script that declares nothing, it is one only after the script failed once.
     """
-    return estimate.source is not Source.ASSUMED or correction > 1.0
+    return estimate.source is not Source.ASSUMED or activation_factor > 1.0
 
 
 def predicted_peak_bytes(attempt: Attempt) -> int | None:
-    """Return the allocated peak predicted for the attempt at its launch; None where its memory was unknown."""
-    if not is_known(attempt.estimate, attempt.correction):
+    """Return the allocated peak that was predicted at the attempt's launch; None where its memory
+    was unknown.
+    """
+    if not is_real_prediction(attempt.estimate, attempt.correction):
         return None
     return corrected_allocated_bytes(attempt.estimate, attempt.correction)
 
 
-def worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
-    """Return the peak points that are the highest at some activation factor of at least 1, without duplicates."""
+def select_worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
+    """Return the moments that are the highest at some activation factor of at least 1, without
+    duplicates.
+    """
     worst: list[MomentBytes] = []
     total = -1
     for moment in sorted(

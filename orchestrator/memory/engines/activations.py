@@ -1,4 +1,6 @@
-"""Live activations at each candidate for the memory peak, as linear functions of the micro-batch size."""
+"""Bytes of live activations at each moment that may be the memory peak, as linear functions of the
+micro-batch size.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,21 @@ from typing import NamedTuple
 from orchestrator.memory.engines.moments import (
     FORWARDED,
     NOTHING,
-    Passage,
-    Point,
+    PassPoint,
+    PointKind,
     Rank,
-    full_parts,
-    passages,
-    traced_passages,
+    count_full_parts,
+    list_pass_points,
+    list_traced_pass_points,
 )
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 
 class Activations(NamedTuple):
-    """Live activation bytes: per sample, fixed, and of a loss in chunks, which is not linear."""
+    """Live activation bytes at one moment: per sample, fixed, and of a loss in chunks, which is not
+    linear.
+    """
 
     per_sample_bytes: int
     fixed_bytes: int = 0
@@ -39,8 +43,8 @@ class Activations(NamedTuple):
 NONE = Activations(0)
 
 
-class _How(NamedTuple):
-    """A plan's settings that decide which activations are kept."""
+class _KeptActivations(NamedTuple):
+    """The settings of a plan that decide which activations are kept for the backward pass."""
 
     mode: ActivationCheckpointing
     casts: bool
@@ -49,7 +53,7 @@ class _How(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def activations(
+def list_live_activations(
     rank: Rank,
     mode: ActivationCheckpointing,
     *,
@@ -57,25 +61,29 @@ def activations(
     full_layers: int = 0,
     offloads: bool = False,
 ) -> tuple[Activations, ...]:
-    """Return the live activations at each passage (peak candidate) of the rank, then at FORWARDED, then at NOTHING.
+    """Return the live activations at each pass point of the rank, then at the entries FORWARDED and
+    NOTHING.
 
-    Other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
-    until the forward pass is over; those that the backward pass needs live on, and recomputed layers cast them again.
-    It keeps none of the weights that tensor parallelism splits, which are views of parameters (`cached_cast` in
-    aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
-    `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
+    FORWARDED (last but one) is the end of the forward pass, NOTHING (last) a moment without
+    activations of this micro-batch. Other micro-batches in flight keep theirs. `casts`: autocast
+    keeps low-precision copies of the weights until the forward pass is over; those that the
+    backward pass needs live on, and recomputed layers cast them again. It keeps none of the weights
+    that tensor parallelism splits, which are views of parameters (`cached_cast` in
+    aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep
+    their input only. `offloads`: the layers' inputs wait in host memory
+    (training/engines/recompute.py).
     """
-    how = _How(mode, casts, full_layers, offloads)
-    alone = _single_micro_batch(
+    how = _KeptActivations(mode, casts, full_layers, offloads)
+    alone = _list_of_micro_batch(
         rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates
     )
     if not rank.others:
         return alone
     saved_bytes = copied_bytes = 0
     for stage, passes in rank.others:
-        full = full_parts(stage, full_layers)
+        full = count_full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
-            saved, copied = _saved(segment, how, segment.count, parts)
+            saved, copied = _saved_bytes(segment, how, segment.count, parts)
             saved_bytes += passes * saved
             copied_bytes += passes * copied
     beside = (
@@ -87,16 +95,18 @@ def activations(
     return (*beside, alone[NOTHING])
 
 
-def full_is_lightest(profile: ModelProfile) -> bool:
-    """Return whether full checkpointing never needs more than selective, at any mix of layers."""
+def is_full_checkpointing_lightest(profile: ModelProfile) -> bool:
+    """Return whether full checkpointing never needs more memory than selective, for any mix of
+    layers.
+    """
     return (
         not profile.fragmentation
         and not profile.moments
-        and all(map(_full_is_lightest, profile.segments))
+        and all(map(_is_full_lightest_for, profile.segments))
     )
 
 
-def _full_is_lightest(segment: Segment) -> bool:
+def _is_full_lightest_for(segment: Segment) -> bool:
     if segment.selective_bytes is None or any(peak.mode for peak in segment.peaks):
         return not segment.is_unit
     if segment.peaks:  # the same under both
@@ -112,29 +122,36 @@ def _full_is_lightest(segment: Segment) -> bool:
     )
 
 
-def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
-    """Return indices of the rank's passages (peak candidates) with the most live bytes, or with a loss in chunks.
+def highest_activation_places(rank: Rank, *, casts: bool) -> frozenset[int]:
+    """Return the indices of the rank's pass points with the most live bytes, or with a loss in
+    chunks.
 
-    Counted for large micro-batches, under each kind of checkpointing.
+    They are determined for large micro-batches, under each kind of checkpointing.
     """
-    return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts, rank.updates)
+    return _highest_places_of_stage(
+        rank.stage, rank.has_loss, not rank.messages, casts, rank.updates
+    )
 
 
 @lru_cache(maxsize=8192)
-def _highest_places(
+def _highest_places_of_stage(
     stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool
 ) -> frozenset[int]:
-    """Return the highest places of one micro-batch; the others in flight add the same bytes to all places."""
+    """Return `highest_activation_places` for one micro-batch; others in flight add equal bytes
+    everywhere.
+    """
     points = (
-        traced_passages(stage)
+        list_traced_pass_points(stage)
         if stage.moments
-        else passages(stage, has_loss, gathers=gathers, updates=updates)
+        else list_pass_points(stage, has_loss, gathers=gathers, updates=updates)
     )
-    places = [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL]
+    places = [
+        place for place, passage in enumerate(points) if passage.point is not PointKind.ARRIVAL
+    ]
     highest = set()
     for mode in ActivationCheckpointing:
-        passing = _single_micro_batch(
-            stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates
+        passing = _list_of_micro_batch(
+            stage, has_loss, gathers, _KeptActivations(mode, casts, 0, False), 0, updates
         )[:FORWARDED]
         highest.add(max(places, key=lambda place: passing[place].per_sample_bytes))
         highest.update(place for place, live in enumerate(passing) if live.chunks is not None)
@@ -142,10 +159,19 @@ def _highest_places(
 
 
 @lru_cache(maxsize=8192)
-def _single_micro_batch(
-    stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int, updates: bool
+def _list_of_micro_batch(
+    stage: ModelProfile,
+    has_loss: bool,
+    gathers: bool,
+    how: _KeptActivations,
+    passing: int,
+    updates: bool,
 ) -> tuple[Activations, ...]:
-    """Return `activations` of one micro-batch; `passing`: full layers whose passages count; `updates`: see Rank."""
+    """Return `list_live_activations` of one micro-batch.
+
+    `passing` is the number of fully recomputed layers whose pass points count; `updates` is as in
+    Rank.
+    """
     mode = how.mode
     casts = how.casts
     if stage.moments:
@@ -155,9 +181,9 @@ def _single_micro_batch(
         )
         return (*lines, NONE, NONE)
     segments = stage.segments
-    full = full_parts(stage, how.full_layers)
+    full = count_full_parts(stage, how.full_layers)
     saved_pairs = [
-        _saved(segment, how, segment.count, parts)
+        _saved_bytes(segment, how, segment.count, parts)
         for segment, parts in zip(segments, full, strict=True)
     ]
     saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
@@ -171,29 +197,35 @@ def _single_micro_batch(
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (
                 all_copied // count
             )
-        own_saved, own_copied = _saved(segments[place], how, parts, full[place])
+        own_saved, own_copied = _saved_bytes(segments[place], how, parts, full[place])
         return saved[place] + own_saved, copied[place] + own_copied
 
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     live = []
-    for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing, updates=updates):
-        if passage.point is Point.FORWARD:
+    for passage in list_pass_points(
+        stage, has_loss, gathers=gathers, full_layers=passing, updates=updates
+    ):
+        if passage.point is PointKind.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
-            waiting_bytes = gradient_bytes * _waiting_elements(passage, segments[-1])
+            waiting_bytes = gradient_bytes * _waiting_gradient_elements(passage, segments[-1])
             live.append(
-                _forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast)
+                _activations_at_forward_end(
+                    segments, passage.segment, *kept_then, waiting_bytes, recast=recast
+                )
             )
             continue
         parts = passage.segment.count - passage.position
-        waiting = _waiting_elements(passage, segments[-1])
-        if passage.point is Point.START:
+        waiting = _waiting_gradient_elements(passage, segments[-1])
+        if passage.point is PointKind.START:
             saved_before, copied_before = up_to(passage.place, parts)
             live.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
             continue
         saved_before, copied_before = up_to(passage.place, parts - 1)
         is_full = parts <= full[passage.place]
-        own_saved, summed = _backward(passage, ActivationCheckpointing.FULL if is_full else mode)
+        own_saved, summed = _backward_bytes_and_elements(
+            passage, ActivationCheckpointing.FULL if is_full else mode
+        )
         summed += waiting
         cast_bytes = passage.segment.cast_bytes if casts else 0
         if passage.segment.holds_boundaries and mode is ActivationCheckpointing.FULL:
@@ -208,10 +240,11 @@ def _single_micro_batch(
     return (*live, NONE)
 
 
-def _saved(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
-    """Return what the first `parts` of a segment save for backward: bytes per sample, bytes of weight copies.
+def _saved_bytes(segment: Segment, how: _KeptActivations, parts: int, full: int) -> tuple[int, int]:
+    """Return (bytes per sample, bytes of weight copies) that the first `parts` of a segment save
+    for backward.
 
-    The first `full` of the segment keep their input only.
+    The first `full` of them keep their input only.
     """
     if how.mode is ActivationCheckpointing.FULL:
         return 0 if how.offloads and segment.is_unit else parts * segment.checkpointed_bytes, 0
@@ -226,7 +259,7 @@ def _saved(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int
     return saved_bytes, (parts - inputs) * segment.cast_bytes if how.casts else 0
 
 
-def _forward_end(
+def _activations_at_forward_end(
     segments: tuple[Segment, ...],
     last: Segment,
     saved_bytes: int,
@@ -235,7 +268,10 @@ def _forward_end(
     *,
     recast: bool,
 ) -> Activations:
-    """Return live activations at the last layer's forward pass, or after the loss. Autocast keeps all weight copies."""
+    """Return the live activations in the last layer's forward pass, or after the loss.
+
+    Autocast keeps all weight copies until then.
+    """
     transient = last.forward_transient_bytes
     if last is segments[-1] and last.chunks is None:
         transient += -(-last.transient_bytes // 2)
@@ -243,19 +279,26 @@ def _forward_end(
     return Activations(saved_bytes + transient, copied_bytes + waiting_bytes + cast, last.chunks)
 
 
-def _waiting_elements(passage: Passage, loss: Segment) -> int:
-    """Return the existing elements of a shared weight's gradient. A loss in chunks makes it in the forward pass."""
+def _waiting_gradient_elements(passage: PassPoint, loss: Segment) -> int:
+    """Return the elements of a shared weight's gradient that exist at this point.
+
+    A loss in chunks makes that gradient in the forward pass.
+    """
     if passage.segment is loss and loss.chunks is None:
-        return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0
+        return loss.waiting_gradients if passage.point in (PointKind.GRADIENT, PointKind.END) else 0
     return passage.segment.waiting_gradients if passage.backward or passage.segment is loss else 0
 
 
-def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:
-    """Return (bytes per sample in a part's backward pass, elements of a shared weight's gradients that coexist)."""
+def _backward_bytes_and_elements(
+    passage: PassPoint, mode: ActivationCheckpointing
+) -> tuple[int, int]:
+    """Return (bytes per sample in a part's backward pass, elements of coexisting gradients of a
+    shared weight).
+    """
     segment = passage.segment
-    if passage.point is Point.END:
+    if passage.point is PointKind.END:
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0
-    if passage.point is Point.GRADIENT:
+    if passage.point is PointKind.GRADIENT:
         return segment.saved_bytes, 0
     if passage.peak is not None and passage.peak.mode not in (None, mode):
         return segment.saved_bytes, 0

@@ -1,21 +1,34 @@
-"""Peak points of a training step under DeepSpeed 0.19.8, ZeRO stages 0 to 3 (arXiv:1910.02054)."""
+"""Moments of a training step that may be the memory peak under DeepSpeed 0.19.8, ZeRO stages 0 to 3
+(arXiv:1910.02054).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
-from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
-from orchestrator.memory.engines.optimizers import state_bytes, temporaries
-from orchestrator.memory.engines.widths import compute_bytes
+from orchestrator.memory.engines.deepspeed_buckets import (
+    BucketReduction,
+    largest_shard_elements,
+    simulate_bucket,
+)
+from orchestrator.memory.engines.moments import (
+    FP32_BYTES,
+    Causes,
+    Moment,
+    PassPoint,
+    PointKind,
+    Rank,
+)
+from orchestrator.memory.engines.optimizers import optimizer_state_bytes, update_temporary_bytes
+from orchestrator.memory.engines.widths import compute_bytes_per_weight
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
-from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, buckets_of
+from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, find_bucket_sizes
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
 
-def moments(
+def list_peak_moments(
     rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool
 ) -> list[Moment]:
     """Return the candidates for the memory peak of a rank under the plan's ZeRO stage; `zero` is its mechanics.
@@ -27,11 +40,11 @@ def moments(
     (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
     profile = rank.profile
-    buckets = buckets_of(profile.deepspeed, virtual=not cuda)
+    buckets = find_bucket_sizes(profile.deepspeed, virtual=not cuda)
     dp = plan.layout.dp
     stage = zero.stage
     count = profile.trained_parameters
-    width = compute_bytes(plan)
+    width = compute_bytes_per_weight(plan)
     shard = -(-count // dp)
     at_once = max(
         profile.turns, default=count
@@ -43,24 +56,33 @@ def moments(
     fixed = (
         ("parameters", 0 if plan.offload is Offload.PARAMETERS else parameter_bytes),
         ("master weights", on_device * FP32_BYTES * shard if stage is not ZeroStage.NONE else 0),
-        ("optimizer states", on_device * state_bytes(profile, plan, zero.shards)),
+        ("optimizer states", on_device * optimizer_state_bytes(profile, plan, zero.shards)),
         ("workspace", profile.workspace_bytes),
     )
     points = []
     for place in places:
-        passage = rank.passages[place]
-        if passage.point is not Point.ARRIVAL or _reductions(profile, stage, buckets, passage)[0]:
+        passage = rank.pass_points[place]
+        if (
+            passage.point is not PointKind.ARRIVAL
+            or _list_reductions(profile, stage, buckets, passage)[0]
+        ):
             points.append(
-                Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), place)
+                Moment(
+                    passage.name,
+                    (*fixed, *_transient_bytes(profile, plan, buckets, passage)),
+                    place,
+                )
             )
-    points.append(_build(rank, plan))
+    points.append(_model_building_moment(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
         points.append(
-            Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets)))
+            Moment(
+                "last gradient reduction", (*fixed, *_last_reduction_bytes(profile, plan, buckets))
+            )
         )
     if stage is ZeroStage.NONE:
-        updated = temporaries(
-            plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest
+        updated = update_temporary_bytes(
+            plan, profile.largest_trained, cuda=cuda, elements_before=profile.updated_before_largest
         )
         gradients = ("gradients", width * at_once)
         points.append(
@@ -72,12 +94,12 @@ def moments(
         return points
     shard_bytes = 0
     group = -(-at_once // dp)
-    updated = temporaries(plan, group, cuda=cuda)
+    updated = update_temporary_bytes(plan, group, cuda=cuda)
     if stage is ZeroStage.PARAMETERS:
-        shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce)
+        shard_bytes = width * (shard + _count_buckets(profile) * buckets.reduce)
         group = min(group, buckets.group + -(-profile.largest_trained // dp))
         joined = width * group if width < FP32_BYTES else 0
-        updated = max(joined, temporaries(plan, group, cuda=cuda))
+        updated = max(joined, update_temporary_bytes(plan, group, cuda=cuda))
     step = (
         ("gradients", on_device * (shard_bytes + FP32_BYTES * group)),
         ("optimizer temporaries", on_device * updated),
@@ -86,8 +108,10 @@ def moments(
     return points
 
 
-def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
-    """Return whether the counted bytes of `moments` on CUDA depend on the kind of checkpointing."""
+def depends_on_checkpointing(profile: ModelProfile, zero: Zero) -> bool:
+    """Return whether the counted bytes of `list_peak_moments` on CUDA depend on the kind of
+    checkpointing.
+    """
     viewed = zero.stage is ZeroStage.PARAMETERS and any(
         segment.viewed for segment in profile.segments
     )
@@ -95,23 +119,25 @@ def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
 
 
 def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Return host bytes of one rank that offloads to files: fp32 buffers of masters, gradients, moments, parameters.
+    """Return the host bytes of one rank that offloads to files: fp32 buffers of masters, gradients,
+    moments, parameters.
 
-    `engines/deepspeed_nvme.py` asks for the first four; DeepSpeed's default is five of the largest parameter's part
-    (deepspeed/runtime/zero/offload_config.py).
+    `engines/deepspeed_nvme.py` asks for the first four; DeepSpeed's default is five of the largest
+    parameter's part (deepspeed/runtime/zero/offload_config.py).
     """
     largest = -(-max(segment.largest_parameter for segment in profile.segments) // plan.layout.dp)
-    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * compute_bytes(plan) * largest
+    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * compute_bytes_per_weight(plan) * largest
 
 
-def _build(rank: Rank, plan: Plan) -> Moment:
-    """Return the bytes while the model is built.
+def _model_building_moment(rank: Rank, plan: Plan) -> Moment:
+    """Return the moment at which the model is built, with its bytes.
 
-    Every rank has the module in fp32 before DeepSpeed partitions it: the whole module, and at stage 3 one layer, or
-    everything outside the layers, at a time. Stages 1 and 2 then copy the trained parameters into a flat tensor.
+    Every rank first makes the module in fp32, and DeepSpeed then partitions it. Before stage 3 that
+    is the whole module. At stage 3 it is one layer at a time, and everything outside the layers at
+    once. Stages 1 and 2 then copy the trained parameters into a flat tensor.
     """
     profile = rank.profile
-    width = compute_bytes(plan)
+    width = compute_bytes_per_weight(plan)
     stage = plan.zero_stage
     made = profile.weight_bytes(profile.parameter_bytes)
     cast = profile.weight_bytes(width)
@@ -128,15 +154,19 @@ def _build(rank: Rank, plan: Plan) -> Moment:
     )
 
 
-def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
-    """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
+def _transient_bytes(
+    profile: ModelProfile, plan: Plan, buckets: Buckets, passage: PassPoint
+) -> Causes:
+    """Return the bytes of gradients, buckets and gathered parameters at a point of the forward or
+    backward pass.
 
-    A tensor that no bucket holds is there until it is reduced. Stages 1 and 2 make the bucket at the first gradient
-    (`setup_buckets` in deepspeed/runtime/zero/stage_1_and_2.py). Stage 2 makes the buffer of its share when it has
-    reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
-    in deepspeed/runtime/zero/stage_1_and_2.py).
+    A tensor that no bucket holds is there until it is reduced. Stages 1 and 2 make the bucket at
+    the first gradient (`setup_buckets` in deepspeed/runtime/zero/stage_1_and_2.py). Stage 2 makes
+    the buffer of its share when it has reduced for the first time, and what it copied for that has
+    gone (`copy_grads_in_partition` behind `average_tensor` in
+    deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    width = compute_bytes(plan)
+    width = compute_bytes_per_weight(plan)
     stage = plan.zero_stage
     dp = plan.layout.dp
     count = passage.turn or profile.trained_parameters
@@ -146,14 +176,17 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + fresh if accumulates else passage.done + passage.gradients
         is_made = stage is ZeroStage.OPTIMIZER and (begun or accumulates)
-        bucket = _bucket(buckets, stage) if is_made else 0
+        bucket = _bucket_elements(buckets, stage) if is_made else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
-    reductions, has_reduced = _reductions(profile, stage, buckets, passage)
+    reductions, has_reduced = _list_reductions(profile, stage, buckets, passage)
     if stage is ZeroStage.GRADIENTS:
-        partition = _partition(profile, dp)
+        partition = _partition_elements(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
-        bucket = _bucket(buckets, stage) if begun else 0
-        meets = _meets(profile, passage) or passage.gradients == passage.segment.trained_parameters
+        bucket = _bucket_elements(buckets, stage) if begun else 0
+        meets = (
+            _has_reduction_copies(profile, passage)
+            or passage.gradients == passage.segment.trained_parameters
+        )
         alone = copied = 0
         for reduction in reductions:
             if alone < reduction.elements > buckets.reduce:
@@ -161,24 +194,25 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
             if meets:
                 copied = max(
                     copied,
-                    _copied(reduction.elements, dp) - (partition if reduction.is_first else 0),
+                    _copied_elements(reduction.elements, dp)
+                    - (partition if reduction.is_first else 0),
                 )
         return (
             ("gradients", width * (partitions + fresh + alone)),
             ("gradient buckets", width * (bucket + copied)),
         )
-    bucket = _bucket(buckets, stage) * _bucket_count(profile)
+    bucket = _bucket_elements(buckets, stage) * _count_buckets(profile)
     waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
     peak = fresh + waiting
     copies = 0
-    gathered = _gathered(profile, plan, buckets, passage)
-    meets = _meets(profile, passage)
+    gathered = _gathered_elements(profile, plan, buckets, passage)
+    meets = _has_reduction_copies(profile, passage)
     for reduction in reductions:
         alone = reduction.elements if reduction.elements > buckets.reduce else 0
         unreduced = (0 if reduction.waiting else fresh) + reduction.waiting + alone
         copied = buckets.copies * reduction.elements - alone if meets else 0
         beside = (
-            _gathered(profile, plan, buckets, passage, in_leaf=True)
+            _gathered_elements(profile, plan, buckets, passage, in_leaf=True)
             if reduction.waiting
             else gathered
         )
@@ -193,21 +227,30 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     )
 
 
-def _bucket(buckets: Buckets, stage: ZeroStage) -> int:
-    """Return the elements of the bucket, and of the second one that fills while the first is reduced."""
+def _bucket_elements(buckets: Buckets, stage: ZeroStage) -> int:
+    """Return the elements of the gradient bucket, and of a second one that fills while the first is
+    reduced.
+    """
     return buckets.reduce * (2 if buckets.overlaps(stage) else 1)
 
 
-def _gathered(
-    profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage, *, in_leaf: bool = False
+def _gathered_elements(
+    profile: ModelProfile,
+    plan: Plan,
+    buckets: Buckets,
+    passage: PassPoint,
+    *,
+    in_leaf: bool = False,
 ) -> int:
-    """Elements that stage 3 has gathered; `in_leaf`: while what waits of the part's leaf is reduced.
+    """Return the elements that stage 3 has gathered at this point.
 
-    It gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each is
-    then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that is
-    recomputed keeps all of its own, each until its gradient is made: the recomputation saves views of them
-    (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
-    partition_parameters.py). A leaf is gathered until all of it has gone backward.
+    `in_leaf`: the gradients of the part's leaf module are being reduced. It gathers the tensors of
+    one module at a time: one where it comes to lie, several side by side, of which each is then
+    copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But
+    a layer that is recomputed keeps all of its own, each until its gradient is made: the
+    recomputation saves views of them (torch/utils/checkpoint.py, _recomputation_hook, torch
+    2.13.0). A single rank uses what it has (`NoGatherHandle` in partition_parameters.py). A leaf is
+    gathered until all of it has gone backward.
     """
     if plan.layout.dp == 1 and plan.offload is not Offload.PARAMETERS:
         return 0
@@ -220,10 +263,10 @@ def _gathered(
     at_once = segment.largest_parameter if is_made else 0
     if recomputed and passage.backward:
         at_once += segment.parameters - max(passage.gradients, at_once)
-    if passage.backward and passage.point is not Point.START:
+    if passage.backward and passage.point is not PointKind.START:
         at_once = max(at_once, segment.looked_up)
     leaf_ended = 0 < segment.leaf_until <= passage.gradients
-    side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
+    side_by_side = segment.side_by_side * (2 if passage.point is PointKind.START else 1)
     if leaf_ended and not in_leaf:
         side_by_side = 0
     at_once = min(
@@ -233,41 +276,45 @@ def _gathered(
         at_once = side_by_side = 0
     gathered = min(profile.parameters, buckets.live) or max(at_once, side_by_side)
     if passage.backward and not buckets.live:
-        gathered += _looked_up(profile, passage.place)
+        gathered += _lookup_table_elements(profile, passage.place)
     return (
         gathered
         if recomputed
-        else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
+        else gathered + _elements_held_by_views(profile, passage, leaf_ended=leaf_ended)
     )
 
 
-def _looked_up(profile: ModelProfile, place: int) -> int:
-    """Elements of tables behind the place: let go when a module's inputs have gradients, which a lookup's never have.
+def _lookup_table_elements(profile: ModelProfile, place: int) -> int:
+    """Return the elements of embedding tables after this place, which stage 3 does not release in
+    time.
 
-    (`_post_backward_module_hook` in deepspeed/runtime/zero/parameter_offload.py.)
+    It releases a module when its inputs have gradients, which a lookup's inputs never have
+    (`_post_backward_module_hook` in deepspeed/runtime/zero/parameter_offload.py).
     """
     return sum(segment.count * segment.looked_up for segment in profile.segments[place + 1 :])
 
 
-def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool) -> int:
-    """Return the elements of gathered weights that outlive their release, since a saved view holds their memory.
+def _elements_held_by_views(profile: ModelProfile, passage: PassPoint, *, leaf_ended: bool) -> int:
+    """Return the elements of gathered weights that outlive their release, since a saved view holds
+    their memory.
 
-    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward, or the
-    leaf in it.
+    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has
+    gone backward, or the leaf in it.
     """
     before = sum(segment.count * segment.viewed for segment in profile.segments[: passage.place])
-    ended = leaf_ended or passage.point is Point.END
+    ended = leaf_ended or passage.point is PointKind.END
     return before + passage.segment.viewed * (passage.segment.count - passage.position - ended)
 
 
-def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
-    """Return the causes of the last reduction: after backward, stages 2 and 3 reduce what their bucket still holds.
+def _last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
+    """Return the bytes at the last reduction, after the backward pass: stages 2 and 3 reduce the
+    rest of their bucket.
 
-    (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.) Stage 2 copies
-    it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
-    deepspeed/runtime/comm/coalesced_collectives.py).
+    (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and
+    stage3.py.) Stage 2 copies it (`average_tensor`), stage 3 sorts all by ranks
+    (`reduce_scatter_coalesced` in deepspeed/runtime/comm/coalesced_collectives.py).
     """
-    width = compute_bytes(plan)
+    width = compute_bytes_per_weight(plan)
     stage = plan.zero_stage
     dp = plan.layout.dp
     at_once = max(profile.turns, default=profile.trained_parameters)
@@ -275,21 +322,25 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     rest = (
         min(buckets.reduce, at_once)
         if profile.turns
-        else filling(profile, buckets.reduce, leaves=leaves).rest
+        else simulate_bucket(profile, buckets.reduce, leaves=leaves).rest
     )
     if stage is ZeroStage.GRADIENTS:
-        partition = _partition(profile, dp)
-        copied = _copied(rest, dp)
+        partition = _partition_elements(profile, dp)
+        copied = _copied_elements(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
         return (
             ("gradients", width * partitions),
-            ("gradient buckets", width * (_bucket(buckets, stage) + copied)),
+            ("gradient buckets", width * (_bucket_elements(buckets, stage) + copied)),
         )
-    bucket = _bucket(buckets, stage) * _bucket_count(profile)
+    bucket = _bucket_elements(buckets, stage) * _count_buckets(profile)
     shard = -(-profile.trained_parameters // dp)
-    looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
+    looked_up = (
+        0
+        if dp == 1 and plan.offload is not Offload.PARAMETERS
+        else _lookup_table_elements(profile, -1)
+    )
     return (
         ("gradients", width * shard),
         ("gradient buckets", width * (bucket + buckets.copies * rest)),
@@ -297,72 +348,84 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     )
 
 
-def _copied(reduced: int, dp: int) -> int:
-    """Return the elements that stage 2 copies for a reduction; 0 where a lone rank has them in one tensor.
+def _copied_elements(reduced_elements: int, dp: int) -> int:
+    """Return the elements that stage 2 copies for a reduction; 0 for a single rank, which has them
+    in one tensor.
 
-    (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a single tensor back as it
-    is: deepspeed/runtime/zero/stage_1_and_2.py, torch/csrc/utils/tensor_flatten.h.)
+    (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a
+    single tensor back as it is: deepspeed/runtime/zero/stage_1_and_2.py,
+    torch/csrc/utils/tensor_flatten.h.)
     """
-    return reduced if dp > 1 else 0
+    return reduced_elements if dp > 1 else 0
 
 
-def _reductions(
-    profile: ModelProfile, stage: ZeroStage, buckets: Buckets, passage: Passage
-) -> tuple[list[Reduction], bool]:
-    """Return what is reduced while the part goes backward, and whether anything was reduced by then.
+def _list_reductions(
+    profile: ModelProfile, stage: ZeroStage, buckets: Buckets, passage: PassPoint
+) -> tuple[list[BucketReduction], bool]:
+    """Return (reductions during the part's backward pass, whether any gradient was reduced by
+    then).
 
-    A gradient without room in the bucket causes a reduction: a trace has what is live then. At its other moments only
-    tensors larger than a bucket are live, until they are reduced with the next gradient.
+    A gradient without room in the bucket causes a reduction: a trace has what is live then. At its
+    other moments only tensors larger than a bucket are live, until they are reduced with the next
+    gradient.
     """
     if not passage.backward:
         return [], False
     if profile.turns:  # a bucket for each, of whose parts the profile does not tell
         least = passage.done + passage.gradients > buckets.reduce
-        return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
-    fill = filling(profile, buckets.reduce, leaves=stage is ZeroStage.PARAMETERS)
+        return ([BucketReduction(0, min(buckets.reduce, passage.done))] if least else []), least
+    fill = simulate_bucket(profile, buckets.reduce, leaves=stage is ZeroStage.PARAMETERS)
     part = passage.place, passage.position
-    peaked = passage.segment.is_unit or passage.peak is not None or passage.point is Point.ARRIVAL
+    peaked = (
+        passage.segment.is_unit or passage.peak is not None or passage.point is PointKind.ARRIVAL
+    )
     gradients = passage.gradients if peaked else passage.segment.trained_parameters
-    if passage.point is Point.ARRIVAL:
+    if passage.point is PointKind.ARRIVAL:
         return [
             reduction
-            for reduction in fill.up_to(part, gradients - 1)
+            for reduction in fill.list_reductions_until(part, gradients - 1)
             if reduction.gradients >= passage.since
         ], fill.has_begun(part, gradients - 1)
     if profile.moments or passage.segment.arrivals:
         large = [
             reduction
-            for reduction in fill.up_to(part, gradients)
+            for reduction in fill.list_reductions_until(part, gradients)
             if reduction.elements > buckets.reduce
             and (reduction.gradients == gradients or not peaked)
         ]
         return large, fill.has_begun(part, gradients - peaked)
     if not passage.segment.peaks:
-        return fill.up_to(part, gradients), fill.has_begun(part, gradients)
+        return fill.list_reductions_until(part, gradients), fill.has_begun(part, gradients)
     earlier = max((peak.own for peak in passage.segment.peaks if peak.own < gradients), default=0)
     reduced = [
-        reduction for reduction in fill.up_to(part, gradients - 1) if reduction.gradients >= earlier
+        reduction
+        for reduction in fill.list_reductions_until(part, gradients - 1)
+        if reduction.gradients >= earlier
     ]  # each peak meets those of its gradients
     return reduced, fill.has_begun(part, gradients - 1)
 
 
-def _meets(profile: ModelProfile, passage: Passage) -> bool:
-    """Return whether copies of reduced gradients exist here: only at arrivals, where the profile has these."""
+def _has_reduction_copies(profile: ModelProfile, passage: PassPoint) -> bool:
+    """Return whether copies of reduced gradients exist at this point.
+
+    In a profile that records when gradients arrive, they exist only at those moments.
+    """
     has_arrivals = bool(profile.moments or passage.segment.arrivals)
-    return passage.point is Point.ARRIVAL or bool(profile.turns) or not has_arrivals
+    return passage.point is PointKind.ARRIVAL or bool(profile.turns) or not has_arrivals
 
 
-def _bucket_count(profile: ModelProfile) -> int:
+def _count_buckets(profile: ModelProfile) -> int:
     """Return the number of stage 3's permanent buckets: one per alternating recipe."""
     return max(1, len(profile.turns))
 
 
-def _partition(profile: ModelProfile, dp: int) -> int:
-    """Elements of the buffer in which stage 2 keeps the gradients of its share: of all tensors that reach into it.
+def _partition_elements(profile: ModelProfile, dp: int) -> int:
+    """Return the elements of stage 2's buffer for the gradients of its share: of all tensors that
+    reach into it.
 
     (`copy_grads_in_partition` in deepspeed/runtime/zero/stage_1_and_2.py.)
     """
     if not profile.turns:
-        return largest_share(profile, dp)
+        return largest_shard_elements(profile, dp)
     most = max(profile.turns)
     return min(most, -(-most // dp) + 2 * profile.largest_trained)

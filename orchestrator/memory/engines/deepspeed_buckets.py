@@ -1,4 +1,4 @@
-"""Simulation of DeepSpeed's gradient bucket: when it is reduced, in the order in which gradients come."""
+"""Simulates when DeepSpeed reduces its gradient bucket, from the order in which gradients are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.profile import ModelProfile, Segment
 Part = tuple[int, int]  # of the model: its segment, and its position there in backward order
 
 
-class Reduction(NamedTuple):
+class BucketReduction(NamedTuple):
     """A reduction of the bucket, caused by a gradient that no longer fits."""
 
     gradients: int  # gradients that the part has by then
@@ -25,13 +25,13 @@ class Reduction(NamedTuple):
 
 
 @frozen
-class Filling:
+class BucketReductions:
     """All reductions of the bucket in one backward pass, by part of the model."""
 
-    reduced: Mapping[Part, tuple[Reduction, ...]]
+    reduced: Mapping[Part, tuple[BucketReduction, ...]]
     rest: int  # what is in the bucket when the backward pass is over
 
-    def up_to(self, part: Part, gradients: int) -> list[Reduction]:
+    def list_reductions_until(self, part: Part, gradients: int) -> list[BucketReduction]:
         """Return the reductions in the part's backward pass up to its `gradients`-th gradient."""
         return [
             reduction
@@ -40,32 +40,36 @@ class Filling:
         ]
 
     def has_begun(self, part: Part, gradients: int) -> bool:
-        """Return whether any reduction has happened when this part has so many gradients."""
+        """Return whether any reduction has happened when this part has made `gradients` gradients."""
         first = next(iter(self.reduced), None)
         if first is None or part == first:
-            return first is not None and bool(self.up_to(part, gradients))
+            return first is not None and bool(self.list_reductions_until(part, gradients))
         return (-part[0], part[1]) > (-first[0], first[1])
 
 
 @lru_cache(maxsize=256)
-def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Filling:
-    """Return the reductions of a bucket of `bucket` elements. It is reduced before a tensor that does not fit.
+def simulate_bucket(
+    profile: ModelProfile, bucket_elements: int, *, leaves: bool = False
+) -> BucketReductions:
+    """Return the reductions of a bucket with so many elements, which is reduced before a tensor
+    that does not fit.
 
-    (`reduce_independent_p_g_buckets_and_remove_grads` in deepspeed/runtime/zero/stage3.py and stage_1_and_2.py.)
-    `leaves`: gradients of a leaf module wait until all have been made (`reduce_leaf_module_grads` in stage3.py).
+    (`reduce_independent_p_g_buckets_and_remove_grads` in deepspeed/runtime/zero/stage3.py and
+    stage_1_and_2.py.) `leaves`: gradients of a leaf module wait until all have been made
+    (`reduce_leaf_module_grads` in stage3.py).
     """
-    reduced: dict[Part, tuple[Reduction, ...]] = {}
+    reduced: dict[Part, tuple[BucketReduction, ...]] = {}
     in_bucket = 0
     gradients = 0
     last = None
     for part, size in _in_backward_order(profile, leaves=leaves):
         if part != last:
             gradients = 0
-        if in_bucket and in_bucket + size > bucket:
+        if in_bucket and in_bucket + size > bucket_elements:
             segment = profile.segments[part[0]]
             until = segment.leaf_until if leaves else 0
             waiting = until - gradients if until - sum(segment.leaf) <= gradients < until else 0
-            reduction = Reduction(
+            reduction = BucketReduction(
                 until - 1 if waiting else gradients, in_bucket, waiting, is_first=not reduced
             )
             reduced[part] = (*reduced.get(part, ()), reduction)
@@ -73,15 +77,17 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
         in_bucket += size
         gradients += size
         last = part
-    return Filling(reduced=reduced, rest=in_bucket)
+    return BucketReductions(reduced=reduced, rest=in_bucket)
 
 
 @lru_cache(maxsize=4096)
-def largest_share(profile: ModelProfile, shares: int) -> int:
-    """Return the elements of all tensors that overlap the largest of `shares` equal shards of trained parameters."""
+def largest_shard_elements(profile: ModelProfile, shards: int) -> int:
+    """Return the elements of all tensors that overlap the largest of `shards` equal shards of
+    trained parameters.
+    """
     ends = list(accumulate(_registered_sizes(profile))) or [0]
     starts = [0, *ends[:-1]]
-    share = -(-ends[-1] // shares)
+    share = -(-ends[-1] // shards)
     largest = 0
     for begin in range(0, ends[-1], max(1, share)):
         end = min(begin + share, ends[-1])
@@ -102,14 +108,20 @@ def _in_backward_order(
 ) -> Iterator[tuple[Part, int]]:
     for place in range(len(profile.segments) - 1, -1, -1):
         segment = profile.segments[place]
-        sizes = _leaf_last(segment) if leaves and segment.leaf_until else segment.gradients
+        sizes = (
+            _gradients_with_leaf_last(segment)
+            if leaves and segment.leaf_until
+            else segment.gradients
+        )
         for position in range(segment.count):
             for size in sizes:
                 yield (place, position), size
 
 
-def _leaf_last(segment: Segment) -> tuple[int, ...]:
-    """Return a part's gradients in the order of their reduction: those of its leaf once all have been made."""
+def _gradients_with_leaf_last(segment: Segment) -> tuple[int, ...]:
+    """Return the elements of a part's gradients in the order of their reduction; those of its leaf
+    come last.
+    """
     made = list(accumulate(segment.gradients))
     count = bisect_left(made, segment.leaf_until) + 1
     before = list(segment.gradients[:count])

@@ -1,7 +1,9 @@
-"""Candidates for the memory peak of a training step: passages (points of forward and backward pass), and counted bytes.
+"""The moments of a training step that may be its memory peak: points of the forward and backward
+pass, and counted bytes.
 
-A passage records which parts have finished their backward pass. The live activations (memory.activations) and the
-engine's buffers (memory.torch_engines, memory.deepspeed) follow from it.
+A pass point records which parts have finished their backward pass. The live activations
+(memory.activations) and the engine's buffers (memory.torch_engines, memory.deepspeed) follow from
+it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _BYTES = itemgetter(1)  # of a cause
 
 
 class Moment(NamedTuple):
-    """A candidate for the memory peak: counted bytes by cause, and an index into the rank's live activations.
+    """A moment that may be the memory peak: counted bytes by cause, and an index into the rank's
+    live activations.
 
-    A tuple, as Passage is, since a search makes thousands: that takes a third of the time of a frozen dataclass.
+    It is a tuple, as PassPoint is, since a search makes thousands: that takes a third of the time
+    of a frozen dataclass.
     """
 
     name: str
@@ -43,8 +47,8 @@ class Moment(NamedTuple):
         return sum(map(_BYTES, self.counted))
 
 
-class Point(Enum):
-    """The point within one part's forward or backward pass."""
+class PointKind(Enum):
+    """Where in one part's forward or backward pass a point lies."""
 
     ENTRY = "start of forward"
     FORWARD = "forward"
@@ -55,11 +59,13 @@ class Point(Enum):
     END = "end of backward"
 
 
-class Passage(NamedTuple):
-    """A point of the forward or backward pass where a part of the model has its own memory peak."""
+class PassPoint(NamedTuple):
+    """A point of the forward or backward pass at which a part of the model may have its memory
+    peak.
+    """
 
     name: str
-    point: Point
+    point: PointKind
     segment: Segment
     place: int  # index of the segment in the model, or in the pipeline stage
     position: int  # of the part in its segment, in backward order: the deepest is 0
@@ -78,15 +84,16 @@ class Passage(NamedTuple):
 
     @property
     def backward(self) -> bool:
-        return self.point is not Point.FORWARD and self.point is not Point.ENTRY
+        return self.point is not PointKind.FORWARD and self.point is not PointKind.ENTRY
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The part of a model on one rank; under pipeline parallelism, the layers of its stages.
+    """The part of a model on one rank; with pipeline parallelism, the layers of its stages.
 
-    `stage` is one of its pipeline stages: all of `profile` unless stages are interleaved. Every further pass in flight
-    keeps the activations of its stage. Compared by identity: there is one of each (pipeline.ranks).
+    `stage` is one of its pipeline stages: all of `profile` unless stages are interleaved. Every
+    further pass in flight keeps the activations of its stage. Compared by identity: there is one of
+    each (pipeline.list_critical_ranks).
     """
 
     name: str  # position in the pipeline; "" without one
@@ -102,10 +109,10 @@ class Rank:
     updates: bool = False
 
     @cached_property
-    def passages(self) -> tuple[Passage, ...]:
+    def pass_points(self) -> tuple[PassPoint, ...]:
         if self.stage.moments:
-            return traced_passages(self.stage)
-        return passages(
+            return list_traced_pass_points(self.stage)
+        return list_pass_points(
             self.stage,
             self.has_loss,
             gathers=not self.messages,
@@ -127,7 +134,7 @@ class Rank:
 
     @cached_property
     def accumulated(self) -> int:
-        """Number of trained parameters whose gradients from earlier micro-batches exist."""
+        """Number of trained parameters for which gradients of earlier micro-batches exist."""
         return (
             0
             if not self.accumulates
@@ -157,8 +164,10 @@ class Rank:
         return self.messages * plan.micro_batch_size * self.profile.boundary_bytes
 
 
-def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
-    """Return, for each segment, how many of its parts are among the stage's first `full_layers` layers."""
+def count_full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
+    """Return, for each segment, how many of its parts are among the stage's first `full_layers`
+    layers.
+    """
     if not full_layers:
         return [0] * len(stage.segments)
     counts = []
@@ -170,20 +179,22 @@ def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
 
 
 @lru_cache(maxsize=8192)
-def passages(
+def list_pass_points(
     stage: ModelProfile,
     has_loss: bool,
     *,
     gathers: bool,
     full_layers: int = 0,
     updates: bool = False,
-) -> tuple[Passage, ...]:
-    """Return the passages (peak candidates) of one micro-batch through the stage, in order of time.
+) -> tuple[PassPoint, ...]:
+    """Return the pass points (moments that may be the peak) of one micro-batch through the stage,
+    in order of time.
 
-    Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
-    none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
-    Where the first layers keep less than the others, the last of them and the first of the others count as well. Where
-    a gradient `updates` its parameter at once, so does the largest one of a part without declared peaks.
+    Between the second part of a segment and the last everything changes linearly, so three are
+    enough; but the last has none ahead. Where an engine `gathers` one part ahead of another, as no
+    pipeline does, the last but one counts too. Where the first layers keep less than the others,
+    the last of them and the first of the others count as well. Where a gradient `updates` its
+    parameter at once, so does the largest one of a part without declared peaks.
     """
     segments = stage.segments
     last = segments[-1]
@@ -191,14 +202,16 @@ def passages(
     in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
     fresh = min(in_forward, last.largest_gradient)
     points = [
-        Passage(f"forward of last {segment.name}", Point.FORWARD, segment, place, 0, 0, 0, 0, 0, 0)
+        PassPoint(
+            f"forward of last {segment.name}", PointKind.FORWARD, segment, place, 0, 0, 0, 0, 0, 0
+        )
         for place, segment in enumerate(segments)
         if segment.forward_transient_bytes
     ]
     points.append(
-        Passage(
+        PassPoint(
             f"forward {last.name}",
-            Point.FORWARD,
+            PointKind.FORWARD,
             last,
             len(segments) - 1,
             0,
@@ -211,7 +224,7 @@ def passages(
     )
     done = units = ends = passed = 0
     layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
-    full = full_parts(stage, full_layers)
+    full = count_full_parts(stage, full_layers)
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
         if gathers and segment.count > 3:
@@ -223,8 +236,8 @@ def passages(
         for position in sorted(positions):
             layer = len(layers) - 1 - passed - position
             points += [
-                Passage(
-                    name=f"{point.value} of {_order(segment, position)}{segment.name}",
+                PassPoint(
+                    name=f"{point.value} of {_describe_order(segment, position)}{segment.name}",
                     point=point,
                     segment=segment,
                     place=place,
@@ -232,7 +245,7 @@ def passages(
                     done=done + position * segment.trained_parameters,
                     gradients=gradients,
                     fresh=min(gradients, segment.largest_gradient) if peak is None else peak.fresh,
-                    units_done=units + position * stage.gathered(segment),
+                    units_done=units + position * stage.count_gathered_parameters(segment),
                     ends_done=ends,
                     ahead=layers[layer - 1] if repeated and layer > 0 else None,
                     behind=layers[layer + 1] if repeated and layer + 1 < len(layers) else None,
@@ -242,13 +255,13 @@ def passages(
                         default=0,
                     ),
                 )
-                for point, gradients, peak in _backward(
+                for point, gradients, peak in _list_backward_points(
                     segment, is_loss=is_loss, arrives=gathers, updates=updates
                 )
             ]
         done += segment.count * segment.trained_parameters
         if repeated:
-            units += segment.count * stage.gathered(segment)
+            units += segment.count * stage.count_gathered_parameters(segment)
             passed += segment.count
         else:
             ends += segment.trained_parameters
@@ -256,8 +269,10 @@ def passages(
 
 
 @lru_cache(maxsize=1024)
-def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
-    """Return the passages (peak candidates) of a traced model, under every kind of checkpointing."""
+def list_traced_pass_points(stage: ModelProfile) -> tuple[PassPoint, ...]:
+    """Return the pass points (moments that may be the peak) of a traced model, under every kind of
+    checkpointing.
+    """
     layers = [(place, segment) for place, segment in enumerate(stage.segments) if segment.is_unit]
     first = {
         place: sum(before.count for _, before in layers[:number])
@@ -277,16 +292,16 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
         since = 0
         if moment.fresh:
             part = moment.mode, moment.turn, moment.segment, moment.position, moment.zero3
-            point = Point.ARRIVAL
+            point = PointKind.ARRIVAL
             since = come.get(part, 0)
             come[part] = moment.own
         elif moment.backward:
-            point = Point.START if moment.starts else Point.PEAK
+            point = PointKind.START if moment.starts else PointKind.PEAK
         else:
-            point = Point.ENTRY if moment.starts else Point.FORWARD
+            point = PointKind.ENTRY if moment.starts else PointKind.FORWARD
         points.append(
-            Passage(
-                name=f"{point.value} of {_order(segment, moment.position)}{segment.name}",
+            PassPoint(
+                name=f"{point.value} of {_describe_order(segment, moment.position)}{segment.name}",
                 point=point,
                 segment=segment,
                 place=moment.segment,
@@ -306,40 +321,45 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
     return tuple(points)
 
 
-def _order(segment: Segment, position: int) -> str:
+def _describe_order(segment: Segment, position: int) -> str:
     if segment.count == 1:
         return ""
     return "last " if position == 0 else "first " if position == segment.count - 1 else ""
 
 
-def _backward(
+def _list_backward_points(
     segment: Segment, *, is_loss: bool, arrives: bool, updates: bool
-) -> list[tuple[Point, int, BackwardPeak | None]]:
-    """Return the points of one part's backward pass, each with the gradients by then: start, peaks, end.
+) -> list[tuple[PointKind, int, BackwardPeak | None]]:
+    """Return (kind of point, gradients made by then, peak) for the start, the peaks and the end of
+    one part's backward pass.
 
-    In a repeated part without peaks of its own, the largest activations and the gradient of the largest matrix (of the
-    feed-forward) meet. A loss that holds all logits has its peak before the head has any gradient. One in chunks has
-    the head's from the forward pass.
+    In a repeated part without peaks of its own, the largest activations and the gradient of the
+    largest matrix (of the feed-forward) meet. A loss that holds all logits has its peak before the
+    head has any gradient. One in chunks has the head's from the forward pass.
     """
     trained = segment.trained_parameters
     largest = segment.largest_gradient
     if is_loss and segment.chunks is not None:
         return [
-            (Point.PEAK, min(segment.chunks.gradients, trained), None),
-            (Point.END, trained, None),
+            (PointKind.PEAK, min(segment.chunks.gradients, trained), None),
+            (PointKind.END, trained, None),
         ]
     if is_loss and segment.peaks:
         return [
-            *((Point.PEAK, peak.own, peak) for peak in segment.peaks),
-            (Point.END, trained, None),
+            *((PointKind.PEAK, peak.own, peak) for peak in segment.peaks),
+            (PointKind.END, trained, None),
         ]
     if is_loss:
-        return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
-    points: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
-    points += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [
-        (Point.PEAK, largest, None)
+        return [
+            (PointKind.PEAK, 0, None),
+            (PointKind.GRADIENT, largest, None),
+            (PointKind.END, trained, None),
+        ]
+    points: list[tuple[PointKind, int, BackwardPeak | None]] = [(PointKind.START, 0, None)]
+    points += [(PointKind.PEAK, peak.own, peak) for peak in segment.peaks] or [
+        (PointKind.PEAK, largest, None)
     ]
     if updates and not segment.peaks:
-        points.append((Point.GRADIENT, largest, None))
-    points += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
-    return [*points, (Point.END, trained, None)]
+        points.append((PointKind.GRADIENT, largest, None))
+    points += [(PointKind.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
+    return [*points, (PointKind.END, trained, None)]

@@ -1,4 +1,4 @@
-"""Memory of the optimizer: its states per parameter, and its temporaries during an update."""
+"""Memory of the optimizer: its states per parameter, and its temporary tensors during an update."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ EAGER_8BIT_BYTES = 53
 WIDENED_BYTES = 4
 
 
-def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
-    """Return the bytes of optimizer states on a rank with one of `shards` equal shards of the trained parameters."""
+def optimizer_state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
+    """Return the bytes of optimizer states on a rank with one of `shards` equal shards of the
+    trained parameters.
+    """
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored_elements(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return sum(
-            segment.count * _states_in_8_bits(segment, profile, plan, shards)
+            segment.count * _eight_bit_state_bytes(segment, profile, plan, shards)
             for segment in profile.segments
         )
     return (
@@ -48,12 +50,15 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     )
 
 
-def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
-    """Return the bytes held while a tensor of `elements` elements is updated.
+def update_temporary_bytes(
+    plan: Plan, elements: int, *, cuda: bool, elements_before: int = 0
+) -> int:
+    """Return the bytes of temporary tensors while a tensor of `elements` elements is updated.
 
-    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. bitsandbytes, by
-    which scripts have 8 bits, updates in one kernel (`optimizer_update_8bit_blockwise`, version 0.48). AdamW's
-    denominator for the tensor that went `before` lives until that for the next one is there (torch/optim/adam.py,
+    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others
+    one. bitsandbytes, by which scripts have 8 bits, updates in one kernel
+    (`optimizer_update_8bit_blockwise`, version 0.48). AdamW's denominator for the tensor updated
+    before, of `elements_before` elements, lives until the next one exists (torch/optim/adam.py,
     _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
@@ -63,32 +68,39 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
         return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES + widened)
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
-    return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)
+    return FP32_BYTES * (
+        2 * elements + elements_before if plan.optimizer is Optimizer.ADAMW else elements
+    )
 
 
-def _states_in_8_bits(segment: Segment, profile: ModelProfile, plan: Plan, shards: int) -> int:
-    """Bytes of the states of one part of a segment.
+def _eight_bit_state_bytes(segment: Segment, profile: ModelProfile, plan: Plan, shards: int) -> int:
+    """Return the bytes of the 8-bit states of one part of a segment.
 
-    A declared profile names no tensors, so all but the last block of a part is in 8 bits. transformers' Trainer keeps
-    those of embeddings in fp32 (transformers/trainer.py, create_optimizer: `register_module_override`).
+    A declared profile names no tensors, so all but the last block of a part is in 8 bits.
+    transformers' Trainer keeps those of embeddings in fp32 (transformers/trainer.py,
+    create_optimizer: `register_module_override`).
     """
     if profile.source in (Source.DECLARED, Source.DECLARED_MEMORY):
         elements = -(-segment.trained_parameters // shards)
-        return _in_8_bits(elements - elements % BLOCK) + ADAM_BYTES * (elements % BLOCK)
+        return _eight_bit_moment_bytes(elements - elements % BLOCK) + ADAM_BYTES * (
+            elements % BLOCK
+        )
     if plan.engine is Engine.SCRIPT and not segment.is_unit:
         return ADAM_BYTES * -(-segment.trained_parameters // shards)
-    return sum(_in_8_bits(-(-tensor // shards)) for tensor in segment.gradients)
+    return sum(_eight_bit_moment_bytes(-(-tensor // shards)) for tensor in segment.gradients)
 
 
-def _in_8_bits(elements: int) -> int:
-    """Return the bytes of both 8-bit moments of a tensor with so many elements on a rank."""
+def _eight_bit_moment_bytes(elements: int) -> int:
+    """Return the bytes of both 8-bit moments of a tensor with `elements` elements on a rank."""
     if elements < QUANTISED_MIN or elements % BLOCK:
         return ADAM_BYTES * elements
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES
 
 
 def _factored_elements(profile: ModelProfile) -> int:
-    """Elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235, section 3)."""
+    """Return the elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235,
+    section 3).
+    """
     return sum(
         segment.count
         * (

@@ -31,7 +31,7 @@ STEP_BYTES = 32 * 2**20
 COUNTED = 32  # newest measurements that count of each supposed overhead
 
 
-def supposed_overhead_bytes(plan: Plan) -> int:
+def assumed_overhead_bytes(plan: Plan) -> int:
     """Return the assumed bytes of a CUDA context and of the plan's communicators.
 
     Communicators exist for all ranks together, and along every smaller axis of the mesh. Expert parallelism adds a mesh
@@ -39,11 +39,11 @@ def supposed_overhead_bytes(plan: Plan) -> int:
     """
     if plan.world_size == 1 and not plan.mechanics.talks_alone:
         return CONTEXT_BYTES
-    return _supposed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
+    return _assumed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
 
 
 @lru_cache(maxsize=4096)
-def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: int) -> int:
+def _assumed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: int) -> int:
     world = layout.world_size
     axes = [layout.cp, layout.tp, layout.pp, layout.dp_cp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
@@ -55,16 +55,18 @@ def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: 
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
-    """Measured memory outside the allocator on one kind of device."""
+class MeasuredOverhead:
+    """The measured device memory outside the allocator on one kind of device."""
 
     measured: tuple[
         tuple[int, int], ...
     ] = ()  # supposed bytes, and measured bytes of plans with those
 
     def bytes_of(self, plan: Plan) -> int:
-        """Return the plan's overhead in bytes: the assumed one, corrected by the error of the nearest measured one."""
-        supposed_bytes = supposed_overhead_bytes(plan)
+        """Return the plan's overhead in bytes: the assumed one, corrected by the error of the
+        nearest measured one.
+        """
+        supposed_bytes = assumed_overhead_bytes(plan)
         if not self.measured:
             return supposed_bytes
         nearest_bytes, measured_bytes = min(
@@ -73,27 +75,29 @@ class Overhead:
         return max(0, supposed_bytes + measured_bytes - nearest_bytes)
 
 
-SUPPOSED_OVERHEAD = Overhead()
+SUPPOSED_OVERHEAD = MeasuredOverhead()
 
 
-def measured_overhead(observations: Iterable[Observation]) -> Overhead:
-    """Return the upper median of the measured overheads on one kind of device, for each assumed overhead.
+def measured_overhead(observations: Iterable[Observation]) -> MeasuredOverhead:
+    """Return the measured overheads on one kind of device: the upper median for each assumed
+    overhead.
 
-    `observations` are of that device and of one torch, oldest first, and of any model family, since a CUDA context does
-    not depend on the model. Foreign programs that come and go during an attempt are outliers in both directions.
+    `observations` are of that device and of one torch, oldest first, and of any model family, since
+    a CUDA context does not depend on the model. Foreign programs that come and go during an attempt
+    are outliers in both directions.
     """
     by_supposed = group_values(
-        (supposed_overhead_bytes(observation.plan), observation.overhead_bytes)
+        (assumed_overhead_bytes(observation.plan), observation.overhead_bytes)
         for observation in observations
         if observation.overhead_bytes is not None
     )
-    return Overhead(
+    return MeasuredOverhead(
         tuple(
-            (supposed, _in_steps(median_high(measured[-COUNTED:])))
+            (supposed, _round_to_step(median_high(measured[-COUNTED:])))
             for supposed, measured in sorted(by_supposed.items())
         )
     )
 
 
-def _in_steps(count_bytes: int) -> int:
+def _round_to_step(count_bytes: int) -> int:
     return -(-count_bytes // STEP_BYTES) * STEP_BYTES

@@ -13,53 +13,62 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import stage_layers
 
 
-def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[Rank, ...]:
-    """Return one rank of each kind that can need the most memory: first stage, largest middle stages, last stage.
+def list_critical_ranks(
+    profile: ModelProfile, plan: Plan, *, full_layers: int = 0
+) -> tuple[Rank, ...]:
+    """Return one rank of each kind that may need the most memory: first stage, largest middle
+    stages, last stage.
 
-    The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
-    is split as in specs.stages; segments before it belong to the first stage, segments behind it to the last. Where a
-    step has few micro-batches, fewer gradients exist while the most are in flight: ranks are listed twice.
-    `full_layers`: number of first layers of each stage that are recomputed in full, for the ranks' passages.
+    The first stage has the embedding and the most micro-batches in flight, the last has the loss.
+    The repeated segment is split as in specs.stages; segments before it belong to the first stage,
+    segments behind it to the last. Where a step has few micro-batches, fewer gradients exist while
+    the most are in flight: ranks are listed twice. `full_layers`: number of first layers of each
+    stage that are recomputed in full, for the ranks' pass points.
     """
     layout = plan.layout
     per_rank = plan.pipeline_stages_per_rank
-    in_flight = filling(layout.pp, per_rank, plan.gradient_accumulation_steps)
+    in_flight = find_pipeline_fill(layout.pp, per_rank, plan.gradient_accumulation_steps)
     if layout.pp == 1:
-        return _whole(
+        return _unsplit_ranks(
             profile,
             full_layers,
             is_alone=in_flight.is_one_round,
             updates=plan.optimizer_in_backward,
         )
     ends = plan.first_stage_layers, plan.last_stage_layers
-    sizes = stage_layers(split_ends(profile).layer.count, layout.pp * per_rank, *ends)
-    return _stages(profile, layout.pp, sizes, in_flight, full_layers)
+    sizes = stage_layers(split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends)
+    return _pipeline_ranks(profile, layout.pp, sizes, in_flight, full_layers)
 
 
-class Filling(NamedTuple):
-    """How the number of micro-batches affects what is in flight in the pipeline."""
+class PipelineFill(NamedTuple):
+    """How the number of micro-batches limits what is in flight in the pipeline."""
 
     at_a_time: int  # micro-batches that go through one stage of a rank before the next has its turn
     is_one_round: bool  # whether these are all of a step
 
 
 @lru_cache(maxsize=4096)
-def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
-    """Return the effect of this number of micro-batches; equal results mean equal memory.
+def find_pipeline_fill(pp: int, per_rank: int, micro_batches: int) -> PipelineFill:
+    """Return how this number of micro-batches fills the pipeline; equal results mean equal memory.
 
-    (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B, torch 2.13.0.)
+    (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,
+    torch 2.13.0.)
     """
     rounds = max(1, micro_batches // pp)
     at_a_time = micro_batches // rounds if per_rank > 1 else pp
-    return Filling(at_a_time, micro_batches == at_a_time)
+    return PipelineFill(at_a_time, micro_batches == at_a_time)
 
 
 @lru_cache(maxsize=4096)
-def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, ...]:
-    """Return, per stage of the rank, how many forward passes wait for backward when the first backward begins.
+def count_waiting_passes(
+    rank: int, pp: int, per_rank: int, filling: PipelineFill
+) -> tuple[int, ...]:
+    """Return, per stage of the rank, how many forward passes wait for backward when the first
+    backward begins.
 
-    1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up, and one
-    (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0). It never has more of them later.
+    1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the
+    warm-up, and one (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0).
+    It never has more of them later.
     """
     if per_rank == 1:
         return (pp - rank,)
@@ -74,7 +83,7 @@ def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, .
 
 
 @lru_cache(maxsize=1024)
-def _whole(
+def _unsplit_ranks(
     profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool
 ) -> tuple[Rank, ...]:
     whole = Rank(
@@ -89,28 +98,30 @@ def _whole(
 
 
 @lru_cache(maxsize=4096)
-def _stages(
-    profile: ModelProfile, pp: int, sizes: tuple[int, ...], filling: Filling, full_layers: int
+def _pipeline_ranks(
+    profile: ModelProfile, pp: int, sizes: tuple[int, ...], filling: PipelineFill, full_layers: int
 ) -> tuple[Rank, ...]:
     per_rank = len(sizes) // pp
     kinds = []
-    for rank in distinct_ranks(pp, sizes):
+    for rank in list_distinct_ranks(pp, sizes):
         layer_counts = sizes[rank::pp]
-        passes = waiting(rank, pp, per_rank, filling)
+        passes = count_waiting_passes(rank, pp, per_rank, filling)
         first = rank == 0
         last = rank == pp - 1
         stages = [
-            part(profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1)
+            profile_of_part(
+                profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1
+            )
             for turn, layers in enumerate(layer_counts)
         ]
         every = Rank(
             name=f" in pipeline rank {rank}",
-            profile=part(profile, sum(layer_counts), first=first, last=last),
-            stage=part(profile, max(layer_counts), first=first, last=last),
+            profile=profile_of_part(profile, sum(layer_counts), first=first, last=last),
+            stage=profile_of_part(profile, max(layer_counts), first=first, last=last),
             has_loss=last,
-            others=_others(stages, passes, -1),
+            others=_other_passes(stages, passes, -1),
             accumulates=True,
-            messages=messages(rank, pp, passes, per_rank - first),
+            messages=count_messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
         kinds += (
@@ -129,34 +140,35 @@ def _split_round(
     pp: int,
     at_a_time: int,
 ) -> list[Rank]:
-    """The rank where its last stage goes backward first, goes on, and where its first stage does.
+    """Return the rank at three times: its last stage begins backward, it goes on, and its first
+    stage does.
 
-    No stage before the last has a gradient until the last has been through all of its backward passes. No forward pass
-    is left then.
+    No stage before the last has a gradient until the last has been through all of its backward
+    passes. No forward pass is left then.
     """
     per_rank = len(stages)
     variants = []
     of_last = replace(every, stage=stages[-1])
     if sum(passes) == per_rank * at_a_time:
-        sent = messages(rank, pp, passes, 0)
+        sent = count_messages(rank, pp, passes, 0)
         variants.append(replace(of_last, accumulates=False, messages=sent))
         passes = (*passes[:-1], passes[-1] - 1)
-    sent = messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
-    others = _others(stages, passes, -1)
+    sent = count_messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
+    others = _other_passes(stages, passes, -1)
     variants.append(
         replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent)
     )
     if per_rank > 1:
         passes = (at_a_time - 1, *(0 for _ in stages[1:]))
-        sent = messages(rank, pp, passes, per_rank - (rank == 0))
-        others = _others(stages, passes, 0)
+        sent = count_messages(rank, pp, passes, per_rank - (rank == 0))
+        others = _other_passes(stages, passes, 0)
         variants.append(
             replace(every, stage=stages[0], has_loss=False, others=others, messages=sent)
         )
     return variants
 
 
-def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def list_distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the indices of the first rank, each middle rank with more layers than all before it, and the last rank."""
     per_rank = len(sizes) // pp
     chosen = [0]
@@ -169,10 +181,10 @@ def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*chosen, pp - 1)
 
 
-def _others(
+def _other_passes(
     stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
 ) -> tuple[tuple[ModelProfile, int], ...]:
-    """Return what is in flight beside one pass of the stage that goes backward."""
+    """Return (stage, number of passes) in flight beside the one pass that goes backward."""
     in_flight: dict[ModelProfile, int] = {}
     for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
         others = count - (turn == backward % len(stages))
@@ -181,12 +193,14 @@ def _others(
     return tuple(in_flight.items())
 
 
-def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
-    """Return how many hidden states and gradients from and to other ranks the rank holds at most at once.
+def count_messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
+    """Return the most hidden states and gradients from and to other ranks that the rank holds at
+    once.
 
-    These are inputs of the passes in flight that came from another rank, and a gradient that arrives. Gradients on
-    their way count as well: at 1F1B the last one sent, interleaved one of each stage that has begun to go backward
-    (training/engines/pipeline.py). The first stage receives nothing.
+    These are inputs of the passes in flight that came from another rank, and a gradient that
+    arrives. Gradients on their way count as well: at 1F1B the last one sent, interleaved one of
+    each stage that has begun to go backward (training/engines/pipeline.py). The first stage
+    receives nothing.
     """
     received = sum(passes) - passes[0] * (rank == 0)
     arriving = 1 - (rank == pp - 1 and len(passes) == 1)
@@ -194,40 +208,44 @@ def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-class Parts(NamedTuple):
-    """The segments of a model, by the stages of a pipeline that have them."""
+class StageSegments(NamedTuple):
+    """The segments of a model that the first, every, and the last pipeline stage has."""
 
     first: tuple[Segment, ...]  # only the first stage
     layer: Segment  # every stage
     last: tuple[Segment, ...]  # only the last stage
 
 
-def split_ends(profile: ModelProfile) -> Parts:
+def split_stage_segments(profile: ModelProfile) -> StageSegments:
     """Return the segments that only the first stage, every stage, and only the last stage has.
 
-    Both ends hold a weight that they share.
+    Where both ends share a weight, each holds it.
     """
     repeated = max(profile.segments, key=lambda segment: segment.count)
     place = profile.segments.index(repeated)
     before = profile.segments[:place]
     behind = profile.segments[place + 1 :]
-    return Parts(
-        tuple(map(_with_shared, before)),
+    return StageSegments(
+        tuple(map(_with_own_weight, before)),
         replace(repeated, waiting_gradients=0),
-        tuple(map(_with_shared, behind)),
+        tuple(map(_with_own_weight, behind)),
     )
 
 
 @lru_cache(maxsize=4096)
-def part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
-    """Return the profile of a rank with `layers` layers, and with the model's first or last segments."""
-    before, repeated, behind = split_ends(profile)
+def profile_of_part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
+    """Return the profile of a rank with `layers` layers, and with the model's first or last
+    segments.
+    """
+    before, repeated, behind = split_stage_segments(profile)
     ends = before if first else (), behind if last else ()
     return replace(profile, segments=(*ends[0], replace(repeated, count=layers), *ends[1]))
 
 
-def _with_shared(segment: Segment) -> Segment:
-    """Return the embedding or head with its own copy of the shared weight, so that gradients need no waiting."""
+def _with_own_weight(segment: Segment) -> Segment:
+    """Return the embedding or head with its own copy of the shared weight, so that no gradient
+    waits.
+    """
     if segment.summed_gradients:
         return replace(segment, summed_gradients=0, waiting_gradients=0)
     if not segment.waiting_gradients:

@@ -1,27 +1,41 @@
-"""Peak points of a training step under the torch engine: DistributedDataParallel and FSDP2's fully_shard."""
+"""Moments of a training step that may be the memory peak under DistributedDataParallel and FSDP2's
+fully_shard.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passage, Point, Rank
-from orchestrator.memory.engines.optimizers import state_bytes, temporaries
-from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
+from orchestrator.memory.engines.moments import (
+    FORWARDED,
+    Causes,
+    Moment,
+    PassPoint,
+    PointKind,
+    Rank,
+)
+from orchestrator.memory.engines.optimizers import optimizer_state_bytes, update_temporary_bytes
+from orchestrator.memory.engines.widths import (
+    compute_bytes_per_weight,
+    exchanged_bytes_per_gradient,
+)
 from orchestrator.specs.choices import Offload, Optimizer
 from orchestrator.specs.mechanics import Fsdp, Replicated, ScriptFsdp
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
 
 
-def ddp_moments(
+def list_ddp_moments(
     rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool
 ) -> list[Moment]:
-    """Return the candidates for the memory peak of a rank without sharding (Li et al. 2020, arXiv:2006.15704).
+    """Return the moments that may be the memory peak of a rank without sharding (Li et al. 2020,
+    arXiv:2006.15704).
 
-    With several data-parallel ranks there are buckets for all gradients from the start. In our engine they are the
-    gradients, but for accumulation: gradients of unsynchronised micro-batches lie beside them. They go into the buckets
-    in the backward pass of the last one: of two micro-batches the second has less and less of it. A single rank has no
-    buckets, and its gradients appear as the backward pass goes on.
+    With several data-parallel ranks there are buckets for all gradients from the start. In our
+    engine they are the gradients, but for accumulation: gradients of unsynchronised micro-batches
+    lie beside them. They go into the buckets in the backward pass of the last one: of two
+    micro-batches the second has less and less of it. A single rank has no buckets, and its
+    gradients appear as the backward pass goes on.
     """
     profile = rank.profile
     count = rank.trained_parameters
@@ -30,14 +44,14 @@ def ddp_moments(
     are_views = replicated.is_ours and buckets > 0
     fixed = (
         ("parameters", rank.weight_bytes),
-        ("optimizer states", state_bytes(profile, plan, 1)),
+        ("optimizer states", optimizer_state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
     )
 
-    def gradients(passage: Passage) -> int:
+    def gradients(passage: PassPoint) -> int:
         if plan.optimizer_in_backward:
-            return width * _gradient_elements(passage)
+            return width * _existing_gradient_elements(passage)
         if rank.accumulates:
             whole = passage.turn or rank.accumulated
             if are_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
@@ -49,7 +63,7 @@ def ddp_moments(
 
     points = []
     for place in places:
-        passage = rank.passages[place]
+        passage = rank.pass_points[place]
         at_once = (
             ("gradients", gradients(passage)),
             ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda)),
@@ -59,7 +73,9 @@ def ddp_moments(
         return points
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest = profile.largest_trained
-    temporary = temporaries(plan, largest, cuda=cuda, before=profile.updated_before_largest)
+    temporary = update_temporary_bytes(
+        plan, largest, cuda=cuda, elements_before=profile.updated_before_largest
+    )
     if cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
         temporary = width * count  # torch's foreach rules hold as much as all gradients
     points.append(
@@ -71,31 +87,35 @@ def ddp_moments(
     return points
 
 
-def _gradient_elements(passage: Passage) -> int:
-    """Return the elements of the only existing gradient, under updates in the backward pass.
+def _existing_gradient_elements(passage: PassPoint) -> int:
+    """Return the elements of the one gradient that exists, when updates happen in the backward
+    pass.
 
-    At a layer's peak, the gradient of its largest matrix is already freed. A loss in chunks made its own long before.
+    At a layer's peak, the gradient of its largest matrix is already freed. A loss in chunks made
+    its own long before.
     """
-    has_gone = passage.point is Point.PEAK and passage.segment.is_unit and passage.peak is None
+    has_gone = passage.point is PointKind.PEAK and passage.segment.is_unit and passage.peak is None
     return 0 if has_gone else passage.fresh
 
 
-def _update_bytes(passage: Passage, plan: Plan, *, cuda: bool) -> int:
-    """Bytes held while a gradient that has just come is used up within the backward pass.
+def _update_bytes(passage: PassPoint, plan: Plan, *, cuda: bool) -> int:
+    """Return the bytes held while a new gradient is used for its update within the backward pass.
 
-    One of a loss in chunks, or of a weight that other parts share, waits. One of a layer whose tokens are gathered is
-    used when these have gone (training/engines/sequence_parallel.py).
+    The gradient of a loss in chunks, or of a weight that other parts share, waits. That of a layer
+    whose tokens are gathered is used when these have gone (training/engines/sequence_parallel.py).
     """
     is_gathered = plan.layout.tp > 1 and passage.segment.is_unit
-    waits = (passage.segment.chunks is not None or is_gathered) and passage.point is Point.PEAK
+    waits = (passage.segment.chunks is not None or is_gathered) and passage.point is PointKind.PEAK
     if not plan.optimizer_in_backward or not passage.backward or waits:
         return 0
-    return temporaries(
-        plan, min(_gradient_elements(passage), passage.segment.trained_parameters), cuda=cuda
+    return update_temporary_bytes(
+        plan,
+        min(_existing_gradient_elements(passage), passage.segment.trained_parameters),
+        cuda=cuda,
     )
 
 
-def fsdp_moments(
+def list_fsdp_moments(
     rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool
 ) -> list[Moment]:
     """Return the candidates for the memory peak of a rank with sharded parameters, gradients and optimizer states.
@@ -111,46 +131,47 @@ def fsdp_moments(
     """
     profile = rank.profile
     shards = fsdp.shards
-    compute = compute_bytes(plan)
-    device = _on_device(plan)
-    fixed = _shards(rank, plan, shards)
+    compute = compute_bytes_per_weight(plan)
+    device = _device_share(plan)
+    fixed = _shard_bytes(rank, plan, shards)
     of_turn: dict[
         int, int
     ] = {}  # gradients by the end of it, those of recipes out of turn among them
-    for passage in rank.passages if profile.turns else ():
+    for passage in rank.pass_points if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.gradients)
     points: list[Moment] = []
     for place in places:
-        passage = rank.passages[place]
-        transients = _transients(rank, plan, fsdp, passage, compute, gloo=not cuda)
+        passage = rank.pass_points[place]
+        transients = _transient_bytes(rank, plan, fsdp, passage, compute, gloo=not cuda)
         reduced = _reduced_elements(
             rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters)
         )
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
-        if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
-            updating = _update_behind(rank, plan, fsdp, passage, compute, cuda=cuda)
+        if plan.optimizer_in_backward and passage.behind and passage.point is PointKind.START:
+            updating = _update_behind_bytes(rank, plan, fsdp, passage, compute, cuda=cuda)
             points.append(
                 Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), place)
             )
     layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
     unit = layer.parameters if layer.count > 1 else 0
     if unit and not fsdp.is_pipelined and shards > 1 and not profile.moments:
-        gathering = _last_gathering(rank, plan, fsdp, layer, compute, device)
+        gathering = _last_gathering_bytes(rank, plan, fsdp, layer, compute, device)
         points.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and fsdp.is_pipelined:
         points.append(
             Moment(
-                "gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))
+                "gradient reduction of a layer",
+                (*fixed, *_first_reduction_bytes(rank, unit, compute)),
             )
         )
-    reduction = _root_reduction(rank, plan, fsdp, device, gloo=not cuda)
+    reduction = _root_reduction_bytes(rank, plan, fsdp, device, gloo=not cuda)
     points.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
         points.append(
             Moment(
                 "update of the root",
-                (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda)),
+                (*fixed, *_root_update_bytes(rank, plan, compute, shards, cuda=cuda)),
             )
         )
     if device and not plan.optimizer_in_backward:
@@ -162,7 +183,7 @@ def fsdp_moments(
         is_foreach = (
             cuda and isinstance(fsdp, ScriptFsdp) and plan.optimizer is not Optimizer.ADAMW_8BIT
         )
-        temporary = temporaries(plan, largest, cuda=cuda, before=before)
+        temporary = update_temporary_bytes(plan, largest, cuda=cuda, elements_before=before)
         step = (
             ("gradients", profile.parameter_bytes * shard),
             ("optimizer temporaries", profile.parameter_bytes * shard if is_foreach else temporary),
@@ -171,60 +192,65 @@ def fsdp_moments(
     return points
 
 
-def _transients(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool
+def _transient_bytes(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, gloo: bool
 ) -> Causes:
-    """Return what is gathered and not yet reduced at a passage."""
+    """Return the bytes of gathered weights and of gradients not yet reduced, at this point."""
     if fsdp.is_pipelined:
-        return _pipelined(rank, passage, compute)
+        return _pipelined_bytes(rank, passage, compute)
     if fsdp.once_a_step:
-        return _reduced_once(rank, plan, passage, compute, fsdp.shards, gloo=gloo)
-    return _unit(rank, plan, fsdp, passage, compute, gloo=gloo)
+        return _reduced_once_bytes(rank, plan, passage, compute, fsdp.shards, gloo=gloo)
+    return _unit_bytes(rank, plan, fsdp, passage, compute, gloo=gloo)
 
 
-def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whole: int) -> int:
-    """Return the reduced gradients of which the rank has a shard; `whole`: those of an earlier micro-batch."""
+def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, whole: int) -> int:
+    """Return the elements of reduced gradients of which the rank has a shard.
+
+    `whole`: the elements of an earlier micro-batch's gradients.
+    """
     if fsdp.is_pipelined or fsdp.once_a_step:
         return 0
     fresh = max(0, passage.done - passage.ends_done)
     if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
         fresh = (
             passage.behind.trained_parameters
-            if passage.behind and passage.point is Point.START
+            if passage.behind and passage.point is PointKind.START
             else 0
         )
     return whole + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
-def _on_device(plan: Plan) -> int:
-    """Return 1 where the device holds the shards, 0 where the host does."""
+def _device_share(plan: Plan) -> int:
+    """Return 1 where the device holds the shards, 0 where host memory does."""
     return 0 if plan.offload is Offload.PARAMETERS else 1
 
 
-def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """Return the bytes by cause that a rank holds throughout the step."""
-    device = _on_device(plan)
+def _shard_bytes(rank: Rank, plan: Plan, shards: int) -> Causes:
+    """Return the bytes by cause that a rank holds throughout the step: its shards."""
+    device = _device_share(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),
-        ("optimizer states", device * state_bytes(rank.profile, plan, shards)),
+        ("optimizer states", device * optimizer_state_bytes(rank.profile, plan, shards)),
         ("workspace", rank.profile.workspace_bytes),
     )
 
 
-def _unit(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool
+def _unit_bytes(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, gloo: bool
 ) -> Causes:
-    """Return what is gathered and not yet reduced where every unit is gathered and freed by itself.
+    """Return the bytes of gathered weights and unreduced gradients where each unit is gathered and
+    freed by itself.
 
-    Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They are in the flat
-    input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction). This unit
-    waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
-    another, and the input is still there (`post_backward` and `pre_backward` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up over micro-batches,
-    the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
-    nothing is gathered any more.
+    Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They
+    are in the flat input of their reduce-scatter, of which gloo makes a copy, beside the last of
+    them (see _root_reduction_bytes). This unit waits in the flat buffer in which it was gathered
+    ahead. Then its weights leave that, the one before comes in another, and the input is still
+    there (`post_backward` and `pre_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up
+    over micro-batches, the shard that is to be added lies beside: under HSDP it is among those that
+    wait for their copies. At stage 2 nothing is gathered any more.
     """
-    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     segment = passage.segment
     keeps = fsdp.keeps_gathered
     alone = fsdp.shards == 1
@@ -234,14 +260,14 @@ def _unit(
     ahead = passage.ahead
     behind = passage.behind
     if segment.experts and plan.expert_parallel > 1:
-        return _mixture(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
+        return _mixture_bytes(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
     if segment.is_unit and passage.backward:
         unit = 0 if keeps else segment.parameters
         reducing = behind.trained_parameters if behind else 0
         waiting = 0 if alone else unit
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
-        if passage.point is Point.START:
+        if passage.point is PointKind.START:
             added = reducing // fsdp.shards if rank.accumulates and fsdp.copies == 1 else 0
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
@@ -257,7 +283,7 @@ def _unit(
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
         gathered += flat + (0 if keeps else segment.parameters)
-        if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
+        if passage.point is PointKind.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
     elif not alone and not passage.outside and not (passage.backward and keeps):
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it
@@ -265,31 +291,44 @@ def _unit(
         earlier = reversed(rank.stage.segments[: passage.place])
         layer = next((unit for unit in earlier if unit.is_unit), None)
         if layer is not None:
-            gathered += layer.parameters if plan.expert_parallel == 1 else _flat(plan, layer)[1]
+            gathered += (
+                layer.parameters
+                if plan.expert_parallel == 1
+                else _flat_buffer_elements(plan, layer)[1]
+            )
     whole = compute * (passage.ends_done + passage.gradients + named) + exchanged * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
-def _mixture(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, gathered: int, *, gloo: bool
+def _mixture_bytes(
+    rank: Rank,
+    plan: Plan,
+    fsdp: Fsdp,
+    passage: PassPoint,
+    compute: int,
+    gathered: int,
+    *,
+    gloo: bool,
 ) -> Causes:
-    """Return the causes of `_unit` for a layer whose experts are cut over other ranks than its rest.
+    """Return the bytes as `_unit_bytes` does, for a layer whose experts are sharded over other
+    ranks than its rest.
 
-    They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When the experts of the
-    layer behind are reduced, its rest has neither been let go nor been reduced (`_register_post_backward_hook` and
-    `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
+    They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When
+    the experts of the layer behind are reduced, its rest has neither been let go nor been reduced
+    (`_register_post_backward_hook` and `post_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
     the same experts they are copied, without flat buffers for weights.
     """
     segment = passage.segment
     keeps = fsdp.keeps_gathered
-    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     rest = segment.parameters - segment.experts
     experts = segment.experts // plan.expert_parallel
-    of_rest, of_experts = (0, 0) if keeps else _flat(plan, segment)  # flat buffers
+    of_rest, of_experts = (0, 0) if keeps else _flat_buffer_elements(plan, segment)  # flat buffers
     unit = 0 if keeps else rest + experts
     reducing = exchanged * (rest + experts) if passage.behind else 0
     here = compute * (unit + (of_rest + of_experts if passage.ahead else 0)), reducing
-    if passage.point is Point.START:
+    if passage.point is PointKind.START:
         moments = [here, (compute * (unit + of_experts), reducing)]
         if passage.behind:
             alone = plan.expert_parallel == plan.layout.dp
@@ -306,15 +345,19 @@ def _mixture(
             moments.append((compute * (of_rest + of_experts + rest), first))
             moments.append((compute * (of_rest + of_experts), second))
         here = max(moments, key=sum)
-    gradients = compute * (passage.ends_done + min(passage.gradients, rank.stage.made(segment)))
+    gradients = compute * (
+        passage.ends_done + min(passage.gradients, rank.stage.count_gradient_parameters(segment))
+    )
     return (
         ("gathered parameters", compute * gathered + here[0]),
         ("whole gradients", gradients + here[1]),
     )
 
 
-def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
-    """Elements of the flat buffers in which a layer's rest and its experts are gathered."""
+def _flat_buffer_elements(plan: Plan, segment: Segment) -> tuple[int, int]:
+    """Return (elements of the flat buffer of a layer's rest, elements of the flat buffer of its
+    experts).
+    """
     experts = segment.experts // plan.expert_parallel
     return (
         segment.parameters - segment.experts,
@@ -322,12 +365,14 @@ def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
     )
 
 
-def _update_behind(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool
+def _update_behind_bytes(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, cuda: bool
 ) -> Causes:
-    """Return the causes while the unit behind is updated in the backward pass, as soon as its shard is reduced.
+    """Return the bytes while the unit behind is updated in the backward pass, as soon as its shard
+    is reduced.
 
-    The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
+    The flat input of its reduce-scatter exists, and the unit that comes next has been gathered (see
+    _unit_bytes).
     """
     behind = passage.behind
     alone = fsdp.shards == 1
@@ -337,7 +382,7 @@ def _update_behind(
         rank.parameters - passage.units_done if fsdp.keeps_gathered else rank.end_parameters + ahead
     )
     named = 0 if alone else behind.last_gradient
-    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
         ("gathered parameters", compute * gathered),
         (
@@ -346,39 +391,41 @@ def _update_behind(
         ),
         (
             "optimizer temporaries",
-            temporaries(plan, -(-behind.largest_gradient // fsdp.shards), cuda=cuda),
+            update_temporary_bytes(plan, -(-behind.largest_gradient // fsdp.shards), cuda=cuda),
         ),
     )
 
 
-def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
-    """Return the causes while a weight of the root unit is updated: its shards, and their source in the reduction.
+def _root_update_bytes(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
+    """Return the bytes while a weight of the root unit is updated: its shards, and their source in
+    the reduction.
 
-    (See _root_reduction.)
+    (See _root_reduction_bytes.)
     """
     ends = [segment for segment in rank.profile.segments if not segment.is_unit]
     last = next((segment.last_gradient for segment in reversed(ends)), 0)
     trained = rank.trained_end_parameters
     largest = max((segment.largest_gradient for segment in ends), default=0)
-    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
         ("gradients", rank.profile.parameter_bytes * -(-trained // shards)),
         ("whole gradients", compute * last + exchanged * trained if shards > 1 else 0),
-        ("optimizer temporaries", temporaries(plan, -(-largest // shards), cuda=cuda)),
+        ("optimizer temporaries", update_temporary_bytes(plan, -(-largest // shards), cuda=cuda)),
     )
 
 
-def _last_gathering(
+def _last_gathering_bytes(
     rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute: int, device: int
 ) -> Causes:
-    """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
+    """Return the bytes when the forward pass reaches the last unit: two flat buffers exist.
 
-    `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
+    Its weights leave one flat buffer, and the unit before it has another. `wait_for_unshard` frees
+    the buffer of the unit before when it returns, not before it copies
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
-    unit = rank.profile.gathered(layer)
-    flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat(plan, layer))
+    unit = rank.profile.count_gathered_parameters(layer)
+    flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat_buffer_elements(plan, layer))
     gathered = (
         rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit
     ) + flats
@@ -393,8 +440,10 @@ def _last_gathering(
     )
 
 
-def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
-    """Return the causes under a pipeline: a step gathers once, and reduces gradients after its last micro-batch."""
+def _pipelined_bytes(rank: Rank, passage: PassPoint, compute: int) -> Causes:
+    """Return the bytes under a pipeline, where a step gathers once and reduces after its last
+    micro-batch.
+    """
     if rank.accumulates:
         whole = rank.profile.parameter_bytes * rank.accumulated + compute * passage.fresh
     else:
@@ -402,18 +451,20 @@ def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
 
 
-def _reduced_once(
-    rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool
+def _reduced_once_bytes(
+    rank: Rank, plan: Plan, passage: PassPoint, compute: int, shards: int, *, gloo: bool
 ) -> Causes:
-    """Return the causes where a step gathers once, and reduces in the backward pass of its last micro-batch.
+    """Return the bytes where a step gathers once, and reduces in the backward pass of its last
+    micro-batch.
 
-    Until then gradients add up whole, in the type in which they are exchanged: of the second of two micro-batches those
-    of the first are there. In the last backward pass the unit behind is in the flat input of its reduce-scatter, of
-    which gloo makes a copy, beside the last of its gradients (see _root_reduction). What is reduced is let go
-    (`post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
+    Until then gradients add up whole, in the type in which they are exchanged: of the second of two
+    micro-batches those of the first are there. In the last backward pass the unit behind is in the
+    flat input of its reduce-scatter, of which gloo makes a copy, beside the last of its gradients
+    (see _root_reduction_bytes). What is reduced is let go (`post_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     width = rank.profile.parameter_bytes
-    exchanged = exchanged_bytes(plan, width)
+    exchanged = exchanged_bytes_per_gradient(plan, width)
     is_third = plan.gradient_accumulation_steps > 2
     made = rank.trained_parameters if is_third else passage.done + passage.gradients
     adding = (
@@ -424,7 +475,7 @@ def _reduced_once(
     behind = passage.behind.trained_parameters if passage.behind and passage.backward else 0
     copies = 1
     named = 0
-    if passage.behind and passage.point is Point.START:
+    if passage.behind and passage.point is PointKind.START:
         copies = 1 + gloo
         named = passage.behind.last_gradient
     whole = (
@@ -439,29 +490,33 @@ def _reduced_once(
     return max(adding, last, key=lambda causes: sum(count for _, count in causes))
 
 
-def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
-    """Return the causes when a pipeline's first layer is reduced: its gradients in a flat buffer, all others whole.
+def _first_reduction_bytes(rank: Rank, unit: int, compute: int) -> Causes:
+    """Return the bytes when a pipeline's first layer is reduced: its gradients in a flat buffer,
+    all others whole.
 
-    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.) Measured bytes exceed
-    that by the size of the root unit (two stages on two gloo ranks each, bf16, 2026-11).
+    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.)
+    Measured bytes exceed that by the size of the root unit (two stages on two gloo ranks each,
+    bf16, 2026-11).
     """
     whole = rank.trained_parameters + unit + rank.trained_end_parameters
     gradients = rank.profile.parameter_bytes * whole
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", gradients))
 
 
-def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
-    """Return the causes when the root unit, which goes last, is reduced: its weights are freed before.
+def _root_reduction_bytes(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
+    """Return the bytes when the root unit, which comes last, is reduced; its weights were freed
+    before.
 
-    Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are several ranks: a loop's
-    variable still names it. A shard is reduced out of the buffer, of which gloo makes a copy (`foreach_reduce` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its weights are still
-    there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
+    Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are
+    several ranks: a loop's variable still names it. A shard is reduced out of the buffer, of which
+    gloo makes a copy (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+    torch 2.13.0). Under a pipeline its weights are still there, and one shard of it in the compute
+    type more than these explain (two gloo ranks, 2026-11).
     """
-    compute = compute_bytes(plan)
+    compute = compute_bytes_per_weight(plan)
     shards = fsdp.shards
     width = rank.profile.parameter_bytes
-    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     root = rank.end_parameters
     trained = rank.trained_end_parameters
     adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step

@@ -9,28 +9,28 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
 
-def compute_bytes(plan: Plan) -> int:
+def compute_bytes_per_weight(plan: Plan) -> int:
     """Return the bytes of one weight in the forward and backward pass."""
     return FP32_BYTES if plan.precision is Precision.FP32 else 2
 
 
-def master_bytes(plan: Plan) -> int:
+def master_bytes_per_weight(plan: Plan) -> int:
     """Return the bytes of one stored weight between steps, and of its gradient, under our engines."""
     return FP32_BYTES if plan.master_weights is MasterWeights.FP32 else 2
 
 
-def exchanged_bytes(plan: Plan, held_bytes: int | None = None) -> int:
+def exchanged_bytes_per_gradient(plan: Plan, held_bytes: int | None = None) -> int:
     """Return the bytes of one gradient element in messages between data-parallel ranks.
 
-    DeepSpeed exchanges in the compute type. FSDP2 and DistributedDataParallel exchange in the type of the stored
-    weights: `held_bytes` each, where they are not `master_bytes`.
+    DeepSpeed exchanges in the compute type. FSDP2 and DistributedDataParallel exchange in the type
+    of the stored weights: `held_bytes` each, or `master_bytes_per_weight` where that is None.
     """
     if facts_of(plan.engine).has_low_gradients:
-        return compute_bytes(plan)
-    return master_bytes(plan) if held_bytes is None else held_bytes
+        return compute_bytes_per_weight(plan)
+    return master_bytes_per_weight(plan) if held_bytes is None else held_bytes
 
 
-def check_degrees(profile: ModelProfile, plan: Plan) -> None:
+def check_profile_degrees(profile: ModelProfile, plan: Plan) -> None:
     """Assert that the profile is that of a rank of this plan."""
     profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
     degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel

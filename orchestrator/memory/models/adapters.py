@@ -22,7 +22,7 @@ class Projection(NamedTuple):
 
 @frozen
 class AdaptedLayer:
-    """A Llama-style layer with LoRA adapters. Bytes are per token."""
+    """A Llama-style layer with LoRA adapters; bytes are per token."""
 
     projections: Mapping[str, Projection]  # all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
@@ -92,10 +92,12 @@ class AdaptedLayer:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of a token that adapters' operators read and write beside products, forwards and backwards.
+        """(Forward, backward) bytes per token that the adapters' operators read and write beside
+        their products.
 
-        peft scales what an adapter returns and adds it to what the base returned; under autocast it casts inputs to
-        fp32, and autocast casts back. Counted by operator (tests/memory/test_moved.py; peft 0.19, 2026-11-29).
+        peft scales what an adapter returns and adds it to what the base returned; under autocast it
+        casts inputs to fp32, and autocast casts back. Counted by operator
+        (tests/memory/test_moved.py; peft 0.19, 2026-11-29).
         """
         inputs = sum(inputs for inputs, _ in self.adapted.values())
         outputs = sum(outputs for _, outputs in self.adapted.values())
@@ -126,5 +128,7 @@ class AdaptedLayer:
 
     @property
     def _mask_bytes(self) -> int:
-        """Bytes of an element in dropout's mask: the adapters' type on CPU, one byte on CUDA (cuda_autocast.py)."""
+        """Bytes per element of dropout's mask: the adapters' type on CPU, one byte on CUDA
+        (cuda_autocast.py).
+        """
         return 1 if self.cuda else 4 if self.autocast else self.width

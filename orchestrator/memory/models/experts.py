@@ -47,16 +47,19 @@ class Experts:
     router_first: bool = True  # the router's parameter stands before those of the experts
 
 
-def rename_settings(config: Mapping[str, Any]) -> JsonObject:
-    """Return the configuration of a mixture-of-experts family with its keys renamed to those of DEFAULTS."""
+def rename_expert_keys(config: Mapping[str, Any]) -> JsonObject:
+    """Return a mixture-of-experts configuration with its family's keys renamed to those of
+    DEFAULTS.
+    """
     names = OTHER_NAMES.get(config["model_type"], {})
     return {names.get(name, name): value for name, value in config.items()}
 
 
-def experts_of(config: JsonObject) -> Experts | None:
+def find_experts(config: JsonObject) -> Experts | None:
     """Return the experts in a complete configuration; None where the closed form does not hold.
 
-    It does not hold where some layers have no experts, a loss keeps the routing, or inputs are jittered.
+    It does not hold where some layers have no experts, a loss keeps the routing, or inputs are
+    jittered.
     """
     alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
     if not alike or config.get("output_router_logits") or config.get("router_jitter_noise"):
@@ -131,7 +134,7 @@ def with_experts(
         arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
         viewed=3 * down,  # transposed (`_grouped_linear`)
-        peaks=_peaks(profile, routing, h, autocast=autocast),
+        peaks=_expert_peaks(profile, routing, h, autocast=autocast),
         experts=3 * down,
         routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast)
         if spread > 1
@@ -149,7 +152,9 @@ def with_experts(
 
 @frozen
 class _Routing:
-    """A sample's tokens on a rank, and the copies of them that its experts get."""
+    """Numbers of a sample's tokens on one rank, and of the token copies that its experts send and
+    receive.
+    """
 
     tokens: int
     experts: Experts
@@ -166,12 +171,13 @@ class _Routing:
 
 
 def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> int:
-    """Return the bytes that router and experts save of a sample.
+    """Return the bytes that router and experts save of a sample for the backward pass.
 
-    Of every copy: its input, gathered by expert; both halves of the first product, the activated gate and the gated
-    product; what the second product returned, since its weight is multiplied with it; 40 bytes of places and weights.
-    Of the token the router's probabilities, in fp32, and the sum of its weights. Where experts are spread over ranks, a
-    rank has the answers of its own copies, and of those that came everything else, with 8 bytes of places.
+    Of every copy: its input, gathered by expert; both halves of the first product, the activated
+    gate and the gated product; what the second product returned, since its weight is multiplied
+    with it; 40 bytes of places and weights. Of the token the router's probabilities, in fp32, and
+    the sum of its weights. Where experts are spread over ranks, a rank has the answers of its own
+    copies, and of those that came everything else, with 8 bytes of places.
     """
     experts = routing.experts
     k = experts.chosen
@@ -199,7 +205,9 @@ def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: 
 def _saved_bytes(
     profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
 ) -> tuple[int, int]:
-    """Return the bytes a sample's experts save: in all, and under selective checkpointing (products only)."""
+    """Return (all bytes that a sample's experts save, those under selective checkpointing: products
+    only).
+    """
     width = 4 if profile.precision is Precision.FP32 else 2
     experts = routing.experts
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
@@ -210,13 +218,15 @@ def _saved_bytes(
     return routed + routing.tokens * (shared - unread), routing.tokens * selective
 
 
-def _peaks(
+def _expert_peaks(
     profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
 ) -> tuple[BackwardPeak, ...]:
-    """Return the peaks after each of the experts' products, and where gradients of copies add up or attention follows.
+    """Return the memory peaks of the experts' backward pass: after each product, and where
+    gradients add up.
 
-    A gradient of all experts of a rank is one tensor and made whole, whatever the routing was. Where they are spread,
-    the gradients of copies go back to their tokens in between: as they came, in the order of ranks, and arrived.
+    A gradient of all experts of a rank is one tensor and made whole, whatever the routing was.
+    Where they are spread, the gradients of copies go back to their tokens in between: as they came,
+    in the order of ranks, and arrived.
     """
     experts = routing.experts
     tokens = routing.tokens
@@ -252,12 +262,16 @@ def _peaks(
 
 
 def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
-    """Bytes of what experts compute with: their products are not on autocast's lists (`_grouped_mm`)."""
+    """Return the bytes per element in which experts compute; autocast does not reach their products
+    (`_grouped_mm`).
+    """
     return 4 if profile.precision is Precision.FP32 or autocast else 2
 
 
 def _factored_elements(experts: Experts, h: int) -> int:
-    """Return the rows and columns of all matrices; each expert of the two tensors has its own."""
+    """Return the elements of Adafactor's second moments: rows and columns of all matrices, of each
+    expert its own.
+    """
     f = experts.width
     shared = experts.shared_width
     routed = experts.count * (2 * f + h + h + f) + experts.count + h
@@ -265,7 +279,9 @@ def _factored_elements(experts: Experts, h: int) -> int:
 
 
 def _updated_before_largest(experts: Experts, table: int, h: int) -> int:
-    """See ModelProfile: the first tensor of experts goes before the second, which is half of it."""
+    """Return `ModelProfile.updated_before_largest`: the first expert tensor is updated before the
+    second, half its size.
+    """
     first = 2 * experts.count * experts.width * h
     before = experts.count * h if experts.router_first else 0
     return max(2 * table, 2 * first + before) - 2 * max(table, first)

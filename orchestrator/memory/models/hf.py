@@ -54,7 +54,7 @@ NF4_BYTES = (4 + 0.127) / 8
 
 @frozen
 class DecoderShape:
-    """Sizes of a Llama-style decoder: as DecoderSpec, but with any head width."""
+    """Sizes of a Llama-style decoder; as DecoderSpec, but with any head width."""
 
     vocab_size: int
     hidden_size: int
@@ -68,33 +68,38 @@ class DecoderShape:
     experts: Experts | None = None  # instead of a feed-forward part, whose width is then 0
 
 
-def config_of(model: ModelSpec) -> Mapping[str, Any]:
-    """Return the configuration of a transformers model, from the job or its folder; {} where neither has one."""
+def read_config(model: ModelSpec) -> Mapping[str, Any]:
+    """Return the configuration of a transformers model, from the job or its folder; {} where
+    neither has one.
+    """
     return model.hf if isinstance(model.hf, dict) else model.config
 
 
-def known_shape(model: ModelSpec, sequence_length: int) -> DecoderSpec | DecoderShape | None:
-    """Return the sizes of our decoder, or of a transformers model as `decoder_shape` has them; None for others."""
-    return model.decoder if model.hf is None else decoder_shape(model, sequence_length)
-
-
-def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
-    """Return the model's sizes for the closed form; None where that does not hold at this sequence length.
-
-    Models with adapters beside a mixture of experts are traced, as are adapters outside the seven projections of a
-    layer, and attention that holds its scores (`attn_implementation: eager`).
+def find_model_shape(model: ModelSpec, sequence_length: int) -> DecoderSpec | DecoderShape | None:
+    """Return the sizes of our decoder, or of a transformers model as `find_decoder_shape`; None for
+    others.
     """
-    raw = config_of(model)
+    return model.decoder if model.hf is None else find_decoder_shape(model, sequence_length)
+
+
+def find_decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
+    """Return the model's sizes for the closed form; None where that does not hold at this sequence
+    length.
+
+    Models with adapters beside a mixture of experts are traced, as are adapters outside the seven
+    projections of a layer, and attention that holds its scores (`attn_implementation: eager`).
+    """
+    raw = read_config(model)
     family = str(raw.get("model_type"))
     mixed = family in mixtures.DEFAULTS
     if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
     config = (
-        {**mixtures.DEFAULTS[family], **mixtures.rename_settings(raw)}
+        {**mixtures.DEFAULTS[family], **mixtures.rename_expert_keys(raw)}
         if mixed
         else {**DEFAULTS[family], **raw}
     )
-    experts = mixtures.experts_of(config) if mixed else None
+    experts = mixtures.find_experts(config) if mixed else None
     if mixed and experts is None:
         return None
     sizes: JsonObject = {name: config.get(name) for name in NEEDED}
@@ -123,7 +128,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     )
 
 
-def as_transformers(
+def adapt_to_transformers(
     profile: ModelProfile,
     model: ModelSpec,
     shape: DecoderShape,
@@ -135,12 +140,13 @@ def as_transformers(
     uneven: float = 1.0,
     is_script: bool = False,
 ) -> ModelProfile:
-    """Return our decoder's profile adapted to the transformers family: its biases, head norms and adapters.
+    """Return our decoder's profile adapted to the transformers family: its biases, head norms and
+    adapters.
 
-    `is_script`: peft prepares a base of 4 bits, and not we.
+    `is_script`: a 4-bit base model was prepared by peft, and not by our engine.
     """
     embedding, layer, head = profile.segments
-    config = config_of(model)
+    config = read_config(model)
     tp = profile.tensor_parallel
     low = profile.precision is not Precision.FP32
     family = ATTENTION.get(config["model_type"], config["model_type"])
@@ -168,7 +174,7 @@ def as_transformers(
             saved_bytes=layer.saved_bytes
             + sequence_length * (wider - 4) * shape.hidden_size // profile.sequence_parallel,
         )
-    forward_bytes, backward_bytes = _moved(
+    forward_bytes, backward_bytes = _moved_bytes(
         profile, shape, family, sequence_length, autocast=low and autocast
     )
     layer = replace(layer, forward_moved_bytes=forward_bytes, backward_moved_bytes=backward_bytes)
@@ -209,10 +215,10 @@ def as_transformers(
     )
 
 
-def _moved(
+def _moved_bytes(
     profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool
 ) -> tuple[int, ...]:
-    """Bytes of a sample that a layer's operators move, forwards and backwards, as its Python code runs uncompiled."""
+    """Return the bytes of a sample that a layer's operators move, forward and backward, uncompiled."""
     tp = profile.tensor_parallel
     low = profile.precision is not Precision.FP32
     h = shape.hidden_size / profile.sequence_parallel
@@ -236,14 +242,16 @@ def _with_adapters(
     *,
     is_script: bool,
 ) -> tuple[Segment, Segment, Segment]:
-    """A frozen base without gradients and states, and adapters beside the projections of every layer.
+    """Return the segments with a frozen base and adapters beside the projections of every layer.
 
-    Under low precision the base's matrices are held in it (models/hf_model.py), or in 4 bits and its tables in low
-    precision (models/hf_adapters.py). An embedding that is not, and norms, have `rest` bytes each: 4 but where a script
-    says otherwise. So have the tables beside a script's base of 4 bits (`prepare_model_for_kbit_training` in
-    peft/utils/other.py, peft 0.21). A projection without an adapter does not keep its input, an adapter also what
-    stands between its two matrices; under selective checkpointing also what the second returned, since a matrix product
-    did. A norm whose weight is frozen does not keep what the weight is multiplied with.
+    The base has no gradients or states. Under low precision the base's matrices are held in it
+    (models/hf_model.py), or in 4 bits and its tables in low precision (models/hf_adapters.py). An
+    embedding that is not, and norms, have `rest` bytes each: 4 but where a script says otherwise.
+    So have the tables beside a script's base of 4 bits (`prepare_model_for_kbit_training` in
+    peft/utils/other.py, peft 0.21). A projection without an adapter does not keep its input, an
+    adapter also what stands between its two matrices; under selective checkpointing also what the
+    second returned, since a matrix product did. A norm whose weight is frozen does not keep what
+    the weight is multiplied with.
     """
     embedding, layer, head = segments
     sizes = list(beside.adapted.values())
@@ -320,7 +328,9 @@ def _with_adapters(
 
 
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
-    """Return the loss in chunks for a frozen weight: only logits, and autocast's copy of the weight."""
+    """Return the loss in chunks for a frozen weight: it holds only logits, and autocast's copy of
+    the weight.
+    """
     per_token_bytes, _ = chunks.peaks[0]
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 

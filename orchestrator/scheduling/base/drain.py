@@ -47,7 +47,9 @@ def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
         if entry.device is None
     }
     for node in state.nodes:
-        ahead = ((start_s, end_s) for start_s, end_s in _windows(node) if end_s > state.at_s)
+        ahead = (
+            (start_s, end_s) for start_s, end_s in _maintenance_windows(node) if end_s > state.at_s
+        )
         windows = tuple(
             (-inf if start_s <= state.at_s else start_s, end_s) for start_s, end_s in ahead
         )
@@ -120,7 +122,7 @@ def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
     windows = {
         node.name: ahead[0]
         for node in state.nodes
-        if (ahead := [window for window in _windows(node) if window[1] > state.at_s])
+        if (ahead := [window for window in _maintenance_windows(node) if window[1] > state.at_s])
     }
     times: dict[str, float] = {}
     before: Counter[str] = Counter()
@@ -137,14 +139,16 @@ def next_closing_or_opening_s(state: State) -> float:
     """Return when the next node or device closes or opens, in seconds since 1970; infinity if none
     will.
     """
-    times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
+    times_s = [
+        time_s for node in state.nodes for window in _maintenance_windows(node) for time_s in window
+    ]
     return min(
         (s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s),
         default=inf,
     )
 
 
-def _windows(node: Node) -> tuple[Window, ...]:
+def _maintenance_windows(node: Node) -> tuple[Window, ...]:
     """Return the node's maintenance windows; each begins earlier by the time that stopping a job
     takes.
     """

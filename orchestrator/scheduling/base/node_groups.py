@@ -35,7 +35,10 @@ def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
             node.device.model_dump_json(),
         )
 
-    return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
+    return [
+        _make_node_group(tuple(members))
+        for _, members in groupby(sorted(nodes, key=kind), key=kind)
+    ]
 
 
 def find_node_group(state: State, device: str | None) -> NodeGroup | None:
@@ -53,7 +56,7 @@ def find_device_spec(state: State, name: str) -> DeviceSpec | None:
     return None if group is None else group.hardware.device
 
 
-def _group(nodes: tuple[Node, ...]) -> NodeGroup:
+def _make_node_group(nodes: tuple[Node, ...]) -> NodeGroup:
     hardware = Hardware(
         device=nodes[0].device,
         devices_per_node=nodes[0].devices,

@@ -20,7 +20,7 @@ NAMED_MAX = 3  # jobs in a sentence
 SENTENCES: Mapping[str, str] = load_table(__package__, "sentences")
 
 
-def _sentence(code: str, **facts: object) -> str:
+def _fill_sentence(code: str, **facts: object) -> str:
     """Return the text of a code with its facts filled in; the code itself where the table has no
     such text.
     """
@@ -31,15 +31,15 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
     """Return the sentence that tells why a job waits, from the stored code and facts."""
     values = dict(facts)
     avoided = values.pop("avoided", None)
-    sentence = _sentence(code, **values)
+    sentence = _fill_sentence(code, **values)
     if avoided is None:
         return sentence
-    return _sentence("elsewhere", sentence=sentence, avoided=avoided)
+    return _fill_sentence("elsewhere", sentence=sentence, avoided=avoided)
 
 
 def too_late_sentence(facts: Facts) -> str:
     """Return a clause that says that a job would end too late for a node's maintenance."""
-    return _sentence("too_late", **dict(facts))
+    return _fill_sentence("too_late", **dict(facts))
 
 
 def describe_status(job: Job) -> str:
@@ -51,7 +51,7 @@ def describe_status(job: Job) -> str:
     if job.waits_for:
         return _dependency_sentence(job.waits_for)
     if job.asks:
-        return _sentence("asks", question=job.asks)
+        return _fill_sentence("asks", question=job.asks)
     if job.reason or job.pending is None:
         return job.reason
     return waiting_sentence(job.pending, job.facts)
@@ -60,21 +60,21 @@ def describe_status(job: Job) -> str:
 def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
     names = []
     for dependency in waits_for[:NAMED_MAX]:
-        names.append(_sentence(f"after_{dependency.when}", job=dependency.job))
+        names.append(_fill_sentence(f"after_{dependency.when}", job=dependency.job))
     more = len(waits_for) - NAMED_MAX
     if more > 0:
-        return _sentence(Pending.DEPENDENCY, jobs=", ".join(names), more=more)
-    return _sentence(Pending.DEPENDENCY, jobs=", ".join(names))
+        return _fill_sentence(Pending.DEPENDENCY, jobs=", ".join(names), more=more)
+    return _fill_sentence(Pending.DEPENDENCY, jobs=", ".join(names))
 
 
 def describe_status_with_holder(job: Job) -> str:
     """Return `describe_status`; for a held job also who holds it, and the command that releases it."""
     if job.held_by is None or job.status.ended:
         return describe_status(job)
-    command = _sentence("resume" if job.attempts else "release", job=job.id)
+    command = _fill_sentence("resume" if job.attempts else "release", job=job.id)
     return "; ".join(filter(None, (describe_holder(job), describe_status(job), command)))
 
 
 def describe_holder(job: Job) -> str:
     """Return text that says which user put the job on hold."""
-    return _sentence("suspended" if job.attempts else "held", user=job.held_by)
+    return _fill_sentence("suspended" if job.attempts else "held", user=job.held_by)

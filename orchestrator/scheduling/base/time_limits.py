@@ -21,7 +21,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import TeamSpec
 from orchestrator.specs.replace import replace
-from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
+from orchestrator.specs.units import DURATION_PATTERN, format_in_largest_unit, format_seconds
 
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
@@ -82,7 +82,7 @@ def stop_at_time_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
     """Return (job, Stop) that make the running attempt save and end, because its time limit is
     over.
     """
-    why = f"stopped: {_over(job.spec)}"
+    why = f"stopped: {_describe_used_limit(job.spec)}"
     job, stop = request_migration(job, StopCause.TIME_LIMIT, why, at_s)
     attempt = job.attempts[-1]
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
@@ -99,12 +99,13 @@ def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
     where = f" at step {reached}" if reached else ""
     save_words = f", saved at step {saved}" if saved else ", nothing was saved"
     assert job.spec.time_limit is not None, job.id
-    longer = in_words(2 * job.spec.time_limit, DURATION_PATTERN)
+    longer = format_in_largest_unit(2 * job.spec.time_limit, DURATION_PATTERN)
     command = (
         f"`orc retry {job.id} --set time_limit={longer}` {'goes on' if saved else 'starts it anew'}"
     )
     return Failure(
-        kind=FailureKind.TIME_LIMIT, reason=f"{_over(job.spec)}{where}{save_words}; {command}"
+        kind=FailureKind.TIME_LIMIT,
+        reason=f"{_describe_used_limit(job.spec)}{where}{save_words}; {command}",
     )
 
 
@@ -129,7 +130,7 @@ def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
     return spec
 
 
-def _over(spec: JobSpec) -> str:
+def _describe_used_limit(spec: JobSpec) -> str:
     assert spec.time_limit is not None, spec.name
     return f"its time limit of {format_seconds(spec.time_limit)} is over"
 

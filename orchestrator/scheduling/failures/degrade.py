@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from orchestrator.memory.engines.widths import master_bytes
+from orchestrator.memory.engines.widths import master_bytes_per_weight
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
@@ -100,7 +100,7 @@ def bytes_per_parameter(plan: Plan) -> float:
         return 0.0
     stage = plan.mechanics.stage
     shards = plan.mechanics.shards
-    width = float(master_bytes(plan))
+    width = float(master_bytes_per_weight(plan))
     weights = width / (shards if stage >= ZeroStage.PARAMETERS else 1)
     gradients = width / (shards if stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / shards

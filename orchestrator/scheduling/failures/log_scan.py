@@ -246,7 +246,7 @@ class LogScan:
         """Keep the cause that the line names, or add the line to the exception that is being read."""
         prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
-        stack = self._stack(prefix[0].strip() if prefix else "")
+        stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
         if self._in_traceback(stack, text):
             return
         self._read_torchrun_summary(text)
@@ -275,7 +275,7 @@ class LogScan:
         """
         # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
         # rank
-        quotes = self._quoting and (self._stack("").quoting or "[" in block or "(" in block)
+        quotes = self._quoting and (self._lines_of_rank("").quoting or "[" in block or "(" in block)
         follows = (
             self._frames_below
             or self._messages
@@ -389,7 +389,7 @@ class LogScan:
         if match is None or _NO_PROGRESS.search(line):
             return
         prefix = PREFIX.match(line)
-        stack = self._stack(prefix[0].strip() if prefix else "")
+        stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
         count = float(next(number for number in match.groups() if number))
         if stack.progress is not None and count > stack.progress:
             stack.forget()
@@ -441,7 +441,7 @@ class LogScan:
             stack.chain[-1] = (link, changed)
         return True
 
-    def _stack(self, prefix: str) -> _RankLines:
+    def _lines_of_rank(self, prefix: str) -> _RankLines:
         if prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
             prefix = next(iter(self._stacks))
         return self._stacks.setdefault(prefix, _RankLines())

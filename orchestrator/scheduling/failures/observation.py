@@ -4,7 +4,10 @@ learns.
 
 from __future__ import annotations
 
-from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
+from orchestrator.memory.calibration.correction import (
+    corrected_allocated_bytes,
+    select_worst_moments,
+)
 from orchestrator.scheduling.failures.done_steps import made_no_optimizer_step
 from orchestrator.scheduling.failures.meeting import describe_unplanned_group_size
 from orchestrator.scheduling.failures.out_of_memory import (
@@ -33,7 +36,7 @@ def make_observation(job: Job, attempt: Attempt, capacity_bytes: int | None) -> 
         return None
     burst = _worst_report(attempt)
     return replace(
-        _observation(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
+        _make_observation_of(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
         ran_out=ran_out_of_memory(attempt) or _outgrew_memory(job, attempt),
         probe=attempt.probe,
@@ -52,7 +55,7 @@ def make_running_observation(job: Job, attempt: Attempt) -> Observation | None:
     pace = attempt.pace
     if pace is None or not pace.peak_bytes:
         return None
-    return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
+    return _make_observation_of(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
 def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
@@ -62,13 +65,13 @@ def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
     pace = attempt.pace
     if pace is None:
         return None
-    observation = _observation(
+    observation = _make_observation_of(
         job, attempt, attempt.estimate.allocated_bytes, pace.step_s, pace.at_s
     )
     return None if observation.step_ratio is None else observation
 
 
-def _observation(
+def _make_observation_of(
     job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
 ) -> Observation:
     """Return an observation with the attempt's prediction and these measurements."""
@@ -81,7 +84,7 @@ def _observation(
         family=job.spec.family_name,
         torch_version="",
         plan=attempt.plan,
-        moments=worst_moments(estimate.moments),
+        moments=select_worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
         measured_bytes=measured,
         ran_out=False,

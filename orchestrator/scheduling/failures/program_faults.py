@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal
-from orchestrator.specs.attempt import About
+from orchestrator.specs.attempt import FaultSubject
 from orchestrator.specs.packaged import load_table
 
 _TABLE = load_table(__package__, "program_faults")
@@ -99,16 +99,16 @@ def is_device_error(text: str) -> bool:
 
 
 # By type and words, the first that fits.
-_ABOUT = tuple((About(row["about"]), re.compile(row["pattern"])) for row in _TABLE["about"])
+_ABOUT = tuple((FaultSubject(row["about"]), re.compile(row["pattern"])) for row in _TABLE["about"])
 _ABOUT_CODES = {
-    0: About.LEFT_EARLY,
-    2: About.ARGUMENTS,
-    126: About.COMMAND,
-    127: About.COMMAND,
+    0: FaultSubject.LEFT_EARLY,
+    2: FaultSubject.ARGUMENTS,
+    126: FaultSubject.COMMAND,
+    127: FaultSubject.COMMAND,
 }
 
 
-def find_faulty_thing(text: str) -> About | None:
+def find_faulty_thing(text: str) -> FaultSubject | None:
     """Return what an exception names as wrong (arguments, a file, a device); None where it names
     nothing.
 
@@ -117,9 +117,9 @@ def find_faulty_thing(text: str) -> About | None:
     return next((about for about, pattern in _ABOUT if pattern.search(text)), None)
 
 
-def find_faulty_thing_of_exit(code: int | None) -> About | None:
+def find_faulty_thing_of_exit(code: int | None) -> FaultSubject | None:
     """Return what an exit code shows to be wrong; None where it shows nothing. A crash may be the
     device's.
     """
     number = exit_signal(code)
-    return _ABOUT_CODES.get(code or 0) if number is None else About.DEVICE
+    return _ABOUT_CODES.get(code or 0) if number is None else FaultSubject.DEVICE

@@ -55,7 +55,7 @@ def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Q
                 return Question(text, allowed=spec)
     if job.last is None or not ran_out_of_memory(job.last):
         return None
-    for spec, name, value, meaning in _changes(job.spec):
+    for spec, name, value, meaning in _list_allowable_changes(job.spec):
         if _has_plan(state, replace(job, spec=spec), groups):
             command = f"`orc retry {job.id} --{name.replace('_', '-')} {value}`"
             knobs = _describe_missing_knobs(state, job, groups)
@@ -141,7 +141,7 @@ def _in_words(spec: JobSpec) -> str:
     return f"{spec.global_batch_size} samples a step and {'the same' if is_same else 'a smaller'} learning rate{rate}"
 
 
-def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
+def _list_allowable_changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
     """Yield (changed job, option, value, meaning) for each change that a person may allow on the
     command line.
     """

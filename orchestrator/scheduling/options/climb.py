@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from orchestrator.memory.calibration.calibrate import Calibration, step_factor, step_kind
+from orchestrator.memory.calibration.calibrate import (
+    Calibration,
+    correction_of_step_time,
+    step_kind_of,
+)
 from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
 from orchestrator.scheduling.base.node_groups import NodeGroup
@@ -75,12 +79,13 @@ def find_faster_option(
     if running is None:
         return None
     steps = left - pace.steps_done
-    factors = {step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
+    factors = {step_kind_of(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
     steps_s = measured_step_s_by_plan(job, device.name)
     peaks = measured_peak_bytes_by_plan(job, device.name)
     timed = [
         (
-            steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors),
+            steps_s.get(candidate.plan)
+            or candidate.step_s * correction_of_step_time(candidate.plan, *factors),
             candidate,
         )
         for candidate in candidates
@@ -90,7 +95,7 @@ def find_faster_option(
     for step_s, candidate in sorted(timed, key=itemgetter(0)):
         if steps * (pace.step_s - step_s) <= CLIMB_LAUNCHES * launch_cost_s + MOVE_GRACE_S:
             return None
-        if step_s * CLIMB_SPEED_UP > pace.step_s and step_kind(candidate.plan) != step_kind(
+        if step_s * CLIMB_SPEED_UP > pace.step_s and step_kind_of(candidate.plan) != step_kind_of(
             attempt.plan
         ):
             continue

@@ -13,18 +13,24 @@ from operator import attrgetter
 from orchestrator.memory.calibration.calibrate import (
     Calibration,
     StepKind,
-    calibration,
+    calibrate,
+    correction_of_step_time,
     has_unmeasured_cache,
-    step_factor,
-    step_kind,
+    step_kind_of,
 )
-from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_device_bytes
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, Room, fit_probability, likeliest, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
-from orchestrator.planning.trust import Choice, Rule, room_of
-from orchestrator.planning.ways_out import Unfit
+from orchestrator.planning.frontier import (
+    Candidate,
+    CandidateRoom,
+    find_likeliest,
+    fit_probability,
+    needed_device_bytes,
+)
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
+from orchestrator.planning.trust import Choice, ChoiceRule, allowed_fill_of
+from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.scheduling.base.migration import required_open_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
@@ -48,7 +54,7 @@ from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.pins import pins_of
+from orchestrator.specs.job.pins import make_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
@@ -101,7 +107,7 @@ class JobOptions:
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
     most_bytes: int  # the most that any entry requires free on a device
-    rule: Rule
+    rule: ChoiceRule
 
     def best_where(self, is_allowed: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
         """Return the best option per number of devices, of those options for which `is_allowed` is
@@ -212,17 +218,21 @@ def list_job_options(
         return options_from(_keep_likely_to_fit(job, group, calibrated, fitting, launch_cost_s))
     why = partial(
         why_nothing_fits,
-        Unfit(job.spec, group.hardware, device.memory, calibrated, job.refuted),
+        UnfitJob(job.spec, group.hardware, device.memory, calibrated, job.refuted),
         min_loaded_bytes(job, device.name),
     )
-    candidate = likeliest(
-        (Room(candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
+    candidate = find_likeliest(
+        (
+            CandidateRoom(candidate, device.memory)
+            for candidate in candidates
+            if shapes(candidate.plan)
+        ),
         calibrated,
     )
     if candidate is None or (shape := shapes(candidate.plan)) is None:
         return Infeasible(why=why)
-    correction = calibrated.correction_of(candidate.plan, candidate.estimate)
-    least = corrected_bytes(
+    correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
+    least = corrected_device_bytes(
         candidate.estimate,
         min(correction, calibrated.belief.least) if calibrated.belief else correction,
     )
@@ -346,7 +356,9 @@ def _keep_likely_to_fit(
     ]
 
 
-def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
+def choice_rule_of(
+    job: Job, device: str, calibrated: Calibration, candidate: Candidate
+) -> ChoiceRule:
     """Return the rule by which the job chooses among its fitting plans; `candidate` is any of them.
 
     Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or
@@ -364,8 +376,8 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
     is_counted = not has_unmeasured_cache(candidate.estimate)  # as on a virtual device
     is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
     keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
-    return Rule(
-        room=room_of(candidate.plan) if keeps_room else 1.0,
+    return ChoiceRule(
+        room=allowed_fill_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
         before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
@@ -373,7 +385,7 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
 
 
 def best_option_per_device_count(
-    fitting: Iterable[SizeOption], rule: Rule
+    fitting: Iterable[SizeOption], rule: ChoiceRule
 ) -> tuple[SizeOption, ...]:
     """Return the preferred option for each number of devices, fewest first.
 
@@ -389,12 +401,14 @@ def best_option_per_device_count(
             break
         by_devices.setdefault(option.devices, []).append(option)
     best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
-    return tuple(best[index] for index in rule.widths([option.choice for option in best]))
+    return tuple(
+        best[index] for index in rule.choose_device_counts([option.choice for option in best])
+    )
 
 
-def _best_option(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
+def _best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
     choices = [option.choice for option in options]
-    taken = rule.choose(choices)
+    taken = rule.choose_plan(choices)
     fastest = min(choices, key=attrgetter("seconds"))
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 
@@ -403,7 +417,7 @@ def calibration_for(state: State, job: Job, device: str) -> Calibration:
     """Return the calibration of memory and time predictions for the job's family on this kind of
     device.
     """
-    return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
+    return calibrate(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
@@ -447,7 +461,7 @@ def predict_attempt_duration(
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
-    step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
+    step_s = ran_before or attempt.step_s * correction_of_step_time(attempt.plan, *factors)
     return certain_duration(launch_cost_s + left * step_s)
 
 
@@ -481,7 +495,7 @@ def own_step_factors(
     With a number as `before_attempt`, only earlier attempts count.
     """
     return {
-        step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
+        step_kind_of(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
         if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0
     }
@@ -527,7 +541,7 @@ def _predict_durations(
             left
             * (
                 measured.get(candidate.plan)
-                or candidate.step_s * step_factor(candidate.plan, *factors)
+                or candidate.step_s * correction_of_step_time(candidate.plan, *factors)
             )
         )
         for candidate in candidates
@@ -550,13 +564,13 @@ def _guess_duration(
     try:
         slowest_s = max(
             candidate.step_s
-            for candidate in frontier(read_request(job.spec), group.hardware).candidates
+            for candidate in find_frontier(read_plan_request(job.spec), group.hardware).candidates
         )
     except SpecError:  # what it runs on is no whole group any more
         slowest_s = step_s
     predicted_s = None if left is None else left * step_s
     device = group.hardware.device.name
-    return history.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
+    return history.predict_duration(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
 def needed_free_bytes(
@@ -575,7 +589,7 @@ def needed_free_bytes(
         if refutation.plan == candidate.plan
         and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
     )
-    return max((needed_bytes(candidate, calibrated), *refuted))
+    return max((needed_device_bytes(candidate, calibrated), *refuted))
 
 
 def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> Iterator[Candidate]:
@@ -587,20 +601,20 @@ def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> I
     spec = job.spec
     trained = job.trained
     if trained and spec.degrade.keeps_plan:
-        spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
-    candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
+        spec = spec.model_copy(update={"plan": make_pins(trained[0].plan)})
+    candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
     if not job.attempts:
         return iter(candidates)
     here = _on_device(job, group.hardware.device.name)
-    refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
+    refuted_bytes = partial(corrected_device_bytes, activation_factor=calibrated.correction)
     device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
     host_bytes_max = _smallest_refuted(
         job, group, FailureKind.HOST_OOM, partial(_host_bytes, group)
     )
 
     def device_bytes(candidate: Candidate) -> int:
-        correction = calibrated.correction_of(candidate.plan, candidate.estimate)
-        return corrected_bytes(candidate.estimate, correction)
+        correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
+        return corrected_device_bytes(candidate.estimate, correction)
 
     untried = (
         candidate

@@ -56,7 +56,7 @@ class DurationHistory:
         """Return the expected seconds of a probe, launch included: the median of earlier probes."""
         return median(self._probes_s) if self._probes_s else PROBE_S
 
-    def predict(
+    def predict_duration(
         self, job: Job, device: str, share: float, predicted_s: float | None
     ) -> PredictedDuration:
         """Return the predicted duration of a job for which neither its file nor a measurement gives
@@ -81,7 +81,7 @@ class DurationHistory:
         if not values:
             seconds = min(UNKNOWN_LENGTH_S, limit_s)
             return PredictedDuration(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
-        centre_s, deviation = _lognormal(values)
+        centre_s, deviation = _fit_lognormal(values)
         late_s = centre_s * exp(LATE_DEVIATIONS * deviation)
         return PredictedDuration(
             min(limit_s, centre_s * spread),
@@ -90,7 +90,7 @@ class DurationHistory:
         )
 
 
-def _lognormal(values: Sequence[float]) -> tuple[float, float]:
+def _fit_lognormal(values: Sequence[float]) -> tuple[float, float]:
     """Return (median, standard deviation of the logarithm) of some durations.
 
     SUPPOSED_OUTCOMES values with a deviation of SUPPOSED_SPREAD count as well (Gelman et al. 2013,

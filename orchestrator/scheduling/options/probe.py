@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import MARGIN, PROBES_MAX, Calibration
 from orchestrator.planning.frontier import Candidate
-from orchestrator.planning.request import read_request
+from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.strategies import list_batch_cuts
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, ZeroStage
@@ -152,7 +152,7 @@ def why_not_probed(spec: JobSpec) -> str | None:
     """Return why a script of unknown memory cannot be probed, as text; None where it can."""
     if missing := _missing_knobs(spec):
         return f"no knob for {' and '.join(missing)}"
-    count = len(list_batch_cuts(read_request(spec), spec.gpus.min))
+    count = len(list_batch_cuts(read_plan_request(spec), spec.gpus.min))
     is_short = count < MICRO_BATCHES_MIN
     return (
         f"its batch has {count} possible micro-batches, and {MICRO_BATCHES_MIN} are needed"

@@ -25,7 +25,9 @@ _Able = tuple[int, tuple[int, ...]]  # a node's number, and its usable devices
 
 @dataclass(slots=True, eq=False)
 class _FreeTimes:
-    """When `share` devices of each node become free for good, by node and sorted."""
+    """The times from which `share` devices of a node are free for good: one per node, and the same
+    sorted.
+    """
 
     by_node: list[float]
     order: list[tuple[float, int]]
@@ -189,7 +191,7 @@ class AvailabilityProfile:
             return
         if not self._promised:
             self._unpromised = {share: times.copy() for share, times in self._when.items()}
-        future = self._future(number)
+        future = self._device_times(number)
         promise = _Promise(start_s, end_s, devices, is_later)
         self._promised.setdefault(number, []).append(promise)
         if is_later:
@@ -566,10 +568,10 @@ class AvailabilityProfile:
         if future is not None:
             return future.free_s
         if number in self._promised or number in self._closed:
-            return self._future(number).free_s
+            return self._device_times(number).free_s
         return self._until_s[number]
 
-    def _future(self, number: int) -> _DeviceTimes:
+    def _device_times(self, number: int) -> _DeviceTimes:
         future = self._futures.get(number)
         if future is None:
             closed = self._closed.get(number, ())
@@ -598,7 +600,9 @@ class AvailabilityProfile:
                 elif number not in self._promised:
                     promised_s.append(self._closes_s(number))
                 else:
-                    both = zip(self._future(number).next_s, self._until_s[number], strict=True)
+                    both = zip(
+                        self._device_times(number).next_s, self._until_s[number], strict=True
+                    )
                     next_s = sorted((next_s for next_s, until_s in both if until_s == IDLE))
                     promised_s.append(min(next_s[-share], self._closes_s(number)))
         missing = nodes - unpromised
@@ -645,7 +649,7 @@ class AvailabilityProfile:
         until = self._until_s[number]
         if number not in self._promised and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
-        next_s = self._future(number).next_s
+        next_s = self._device_times(number).next_s
         return tuple(
             device
             for device, until_s in enumerate(until)

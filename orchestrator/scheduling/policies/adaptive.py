@@ -97,21 +97,23 @@ class AdaptivePolicy:
         turns = sorted((-priority, place(user), user) for priority, user in index.lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
             lines = index.list_queues([(-priority, user) for _, _, user in equals])
-            yield from self._overdue(lines, credits)
+            yield from self._list_overdue_jobs(lines, credits)
             urgent = set[str]()
-            for waiting, by_s in self._urgent(lines, credits):
+            for waiting, by_s in self._list_urgent_jobs(lines, credits):
                 urgent.add(waiting.job.id)
                 yield waiting, by_s
-            yield from self._others(lines, urgent)
+            yield from self._list_other_jobs(lines, urgent)
 
-    def _overdue(
+    def _list_overdue_jobs(
         self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
     ) -> Iterator[WaitingWithDeadline]:
         """Yield the jobs past their aging limits by submission, until their credit is spent.
 
         Jobs with reserved devices or a guarantee need no credit.
         """
-        for _, _, job_id in merge_queues([line.due(self._index.state.at_s) for line in lines]):
+        for _, _, job_id in merge_queues(
+            [line.list_overdue(self._index.state.at_s) for line in lines]
+        ):
             waiting = self._index.waiting[job_id]
             waiting.fund = None
             if waiting.rank > -inf and waiting.job.spec.guarantee is None:
@@ -121,7 +123,7 @@ class AdaptivePolicy:
                 waiting.fund = AGED
             yield from self._in_time_first(waiting)
 
-    def _urgent(
+    def _list_urgent_jobs(
         self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
     ) -> Iterator[WaitingWithDeadline]:
         """Yield the jobs with urgent deadlines that can still be met, earliest first, as the credit
@@ -142,12 +144,12 @@ class AdaptivePolicy:
                 waiting.fund = PRESSING
                 yield waiting, by_s
 
-    def _others(
+    def _list_other_jobs(
         self, lines: Sequence[WaitQueue], urgent: Collection[str]
     ) -> Iterator[WaitingWithDeadline]:
         """Yield all jobs by their aging limits; jobs past their limits count as if submitted now."""
-        ordered = [self._ordered(line) for line in lines]
-        ordered += [line.due_by_length(self._index.state.at_s) for line in lines]
+        ordered = [self._order_queue(line) for line in lines]
+        ordered += [line.list_overdue_shortest_first(self._index.state.at_s) for line in lines]
         for _, _, job_id in merge_queues(ordered):
             waiting = self._index.waiting.get(job_id)
             if waiting is None:
@@ -224,7 +226,7 @@ class AdaptivePolicy:
             if isinstance(menu, JobOptions)
         )
 
-    def _ordered(self, line: WaitQueue) -> Sequence[SortKey]:
+    def _order_queue(self, line: WaitQueue) -> Sequence[SortKey]:
         """Return a queue's jobs by aging limit; on a cluster without shares, with the largest jobs
         together.
         """

@@ -110,12 +110,12 @@ class WaitQueue:
         """Return all jobs by rank, smallest first."""
         return tuple(self._standing)
 
-    def due(self, at_s: float) -> Sequence[SortKey]:
+    def list_overdue(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs whose aging limits have passed at `at_s`, in the order of submission.
 
         Jobs with devices reserved for them come first.
         """
-        due = self._standing[: self._due(at_s)]
+        due = self._standing[: self._count_overdue(at_s)]
         return sorted(
             [
                 (-inf if aging_limit_s == -inf else 0.0, order, job_id)
@@ -123,13 +123,13 @@ class WaitQueue:
             ]
         )
 
-    def due_by_length(self, at_s: float) -> Sequence[SortKey]:
+    def list_overdue_shortest_first(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs whose aging limits have passed, with new limits as if all were submitted
         at `at_s`.
 
         The shortest job is then first. Returns () where no limit has passed.
         """
-        if not self._due(at_s):
+        if not self._count_overdue(at_s):
             return ()
         return [
             (at_s + length_s, order, job_id)
@@ -139,7 +139,7 @@ class WaitQueue:
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs whose aging limits have not passed at `at_s`, earliest limit first."""
-        return self._standing[self._due(at_s) :]
+        return self._standing[self._count_overdue(at_s) :]
 
     def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
         """Return the jobs of `in_order`, with the largest jobs moved forward so that they can end
@@ -159,9 +159,9 @@ class WaitQueue:
         changed = self._standing[:]
         for sort_key, other in zip(sorted(by_size), by_size, strict=True):
             changed[bisect_left(self._standing, sort_key)] = other
-        return changed[self._due(at_s) :]
+        return changed[self._count_overdue(at_s) :]
 
-    def _due(self, at_s: float) -> int:
+    def _count_overdue(self, at_s: float) -> int:
         return bisect_right(self._standing, (at_s, LAST, ""))
 
     def _ends_last(self, devices: int, tuning: Tuning) -> bool:

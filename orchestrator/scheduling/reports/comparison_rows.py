@@ -9,13 +9,13 @@ from dataclasses import field
 from math import inf, isfinite
 from statistics import geometric_mean, mean, median
 
-from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.planning.explain import best_or_nearest
-from orchestrator.planning.frontier import Candidate, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile, uses_autocast
+from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.frontier import Candidate, needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
@@ -25,10 +25,10 @@ from orchestrator.scheduling.reports.intervals import Interval, geometric_interv
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
@@ -118,7 +118,7 @@ def parse_loss_curve(lines: Iterable[str]) -> LossCurve:
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
-        row = parse_row(text)
+        row = parse_metric_row(text)
         step = row.get("step")
         if not isinstance(step, int):
             continue
@@ -150,7 +150,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
     last = job.last
     if last is None:
         return _predicted_row(state, job)
-    estimate = corrected(last.estimate, last.correction)
+    estimate = correct_estimate(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
     device = find_device_spec(state, last.device)
@@ -202,7 +202,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
 def _predicted_row(state: State, job: Job) -> ComparisonRow:
     closest = _find_closest_plan(state, job)
     outcome = _outcome(job)
-    pinned = in_words(job.spec.plan)
+    pinned = format_pins(job.spec.plan)
     row = ComparisonRow(
         job_id=job.id,
         strategy=pinned,
@@ -246,15 +246,20 @@ def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, in
     for group in (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
-            candidates = frontier(read_request(job.spec), group.hardware, calibrated)
+            candidates = find_frontier(read_plan_request(job.spec), group.hardware, calibrated)
         except SpecError:
             continue
-        candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
+        candidate = find_best_or_nearest(candidates, group.hardware.device.memory, calibrated)
         if candidate is not None:
-            estimate = corrected(
-                candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)
+            estimate = correct_estimate(
+                candidate.estimate,
+                calibrated.activation_factor_of(candidate.plan, candidate.estimate),
             )
-            return group, replace(candidate, estimate=estimate), needed_bytes(candidate, calibrated)
+            return (
+                group,
+                replace(candidate, estimate=estimate),
+                needed_device_bytes(candidate, calibrated),
+            )
     return None
 
 
@@ -282,13 +287,13 @@ def model_flops_utilisation(
     """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are
     unknown.
     """
-    share = Share(
+    share = RankShare(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
-        autocast=autocasts(plan),
+        autocast=uses_autocast(plan),
         cuda=device is not None and device.kind.traits.traces_as_cuda,
     )
-    profile = profile_of(read_model_request(job.spec), share)
+    profile = find_rank_profile(read_model_request(job.spec), share)
     if device is None or not step_s or profile is None or not profile.forward_flops:
         return None
     if profile.source in WITHOUT_SECONDS:
@@ -311,9 +316,9 @@ def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
     prices = [row.money for row in group if row.money is not None]
     return replace(
         next((row for row in group if not is_finished(row)), group[0]),
-        samples_per_s=_mean(row.samples_per_s for row in finished),
-        tokens_per_s=_mean(row.tokens_per_s for row in finished),
-        mfu=_mean(row.mfu for row in finished),
+        samples_per_s=_mean_of_known(row.samples_per_s for row in finished),
+        tokens_per_s=_mean_of_known(row.tokens_per_s for row in finished),
+        mfu=_mean_of_known(row.mfu for row in finished),
         loss=mean(losses) if losses else None,
         job_id=group[0].job_id,
         step_s=geometric_mean(steps_s) if steps_s else None,
@@ -335,7 +340,7 @@ def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value]
     return geometric_mean(numbers) if numbers else None
 

@@ -55,15 +55,15 @@ def _compare_times(timed: Sequence[ComparisonRow]) -> Iterator[str]:
         cheapest, fastest
     ):
         share = step_device_seconds(cheapest) / step_device_seconds(fastest)
-        yield f"{cheapest.strategy} costs least: {_ratio(share)} the device-seconds of {fastest.strategy} a step"
+        yield f"{cheapest.strategy} costs least: {_format_ratio(share)} the device-seconds of {fastest.strategy} a step"
 
 
 def _times_of(row: ComparisonRow, fastest: ComparisonRow) -> str:
     times = 1.0 if row.times_fastest is None else row.times_fastest
     if row.times_within is None:
-        return f"{_ratio(times)}, about as long" if times < ALIKE else _ratio(times)
+        return f"{_format_ratio(times)}, about as long" if times < ALIKE else _format_ratio(times)
     low, high = row.times_within
-    text = f"{_ratio(times)} ({_ratio(low)} to {_ratio(high)})"
+    text = f"{_format_ratio(times)} ({_format_ratio(low)} to {_format_ratio(high)})"
     return (
         text
         if low > 1
@@ -71,7 +71,7 @@ def _times_of(row: ComparisonRow, fastest: ComparisonRow) -> str:
     )
 
 
-def _ratio(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
 
 
@@ -97,7 +97,7 @@ def _compare_memory(timed: Sequence[ComparisonRow]) -> Iterator[str]:
         yield f"All need about the same memory: {format_bytes(most)}"
     else:
         yield f"{name} needs least memory: {format_bytes(least)}"
-        yield f"{greediest} needs most: {format_bytes(most)}, {_ratio(most / least)}"
+        yield f"{greediest} needs most: {format_bytes(most)}, {_format_ratio(most / least)}"
 
 
 def _compare_losses(timed: Sequence[ComparisonRow]) -> Iterator[str]:

@@ -22,7 +22,7 @@ HELPED_MAX = 100
 MARGIN = 2.0  # of a length, before the deadline of a job that nothing says the start of
 
 
-def late(state: State, ids: Iterable[str]) -> dict[str, str]:
+def describe_late_jobs(state: State, ids: Iterable[str]) -> dict[str, str]:
     """Return {job id: sentence} of jobs not expected to meet their deadlines, with what is possible instead.
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing

@@ -9,21 +9,21 @@ from orchestrator.memory.calibration.calibrate import (
     CORRECTION_MAX,
     MARGIN,
     Calibration,
-    calibration,
+    calibrate,
 )
 from orchestrator.memory.calibration.correction import (
-    corrected,
+    correct_estimate,
     corrected_allocated_bytes,
-    corrected_bytes,
-    is_known,
-    observed_correction,
+    corrected_device_bytes,
+    is_real_prediction,
+    observed_activation_factor,
     predicted_peak_bytes,
 )
-from orchestrator.planning.frontier import Candidate, fits, needed_bytes
+from orchestrator.planning.frontier import Candidate, fits_device, needed_device_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
-from orchestrator.planning.trust import kind
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
+from orchestrator.planning.trust import plan_kind_of
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
@@ -88,12 +88,12 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
     with margin.
     """
     group = find_node_group(state, job.last.device if job.last else None)
-    if group is None or not (candidates := _frontier(state, job, group)):
+    if group is None or not (candidates := _list_job_plans(state, job, group)):
         return None
     device = group.hardware.device
     calibrated = calibration_for(state, job, device.name)
     measured = measured_peak_bytes_by_plan(job, device.name)
-    if not is_known(candidates[0].estimate, calibrated.correction):
+    if not is_real_prediction(candidates[0].estimate, calibrated.correction):
         return None
     tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
     points = []
@@ -101,31 +101,40 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
         peak_bytes = measured.get(candidate.plan)
         estimate = candidate.estimate
         around = estimate.device_bytes - estimate.allocated_bytes
-        needed = needed_bytes(candidate, calibrated) if peak_bytes is None else peak_bytes + around
+        needed = (
+            needed_device_bytes(candidate, calibrated)
+            if peak_bytes is None
+            else peak_bytes + around
+        )
         points.append(
             Point(
                 step_s=candidate.step_s,
                 needed_bytes=needed,
-                mark=_mark(job, candidate, calibrated, device.memory),
+                mark=_choose_mark(job, candidate, calibrated, device.memory),
                 label=",".join(tried.get(candidate.plan, ())),
             )
         )
     return Picture(device=device.name, capacity_bytes=device.memory, points=tuple(points))
 
 
-def _mark(job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int) -> Mark:
+def _choose_mark(
+    job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int
+) -> Mark:
     if candidate.plan in job.refuted:
         return Mark.REFUTED
     if job.last is not None and candidate.plan == job.last.plan:
         return Mark.CHOSEN
-    return Mark.FITS if fits(candidate, capacity_bytes, calibrated) else Mark.TOO_BIG
+    return Mark.FITS if fits_device(candidate, capacity_bytes, calibrated) else Mark.TOO_BIG
 
 
 def _describe_prediction(state: State, attempt: Attempt) -> str:
     predicted = predicted_peak_bytes(attempt)
     if predicted is None:
         return "predicted: nothing; its own micro-batch was taken to fill a device"
-    text = f"predicted: {format_bytes(predicted)} allocated at {corrected(attempt.estimate, attempt.correction).moment}"
+    text = (
+        f"predicted: {format_bytes(predicted)} allocated at "
+        f"{correct_estimate(attempt.estimate, attempt.correction).moment}"
+    )
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
     around = _bytes_outside_tensors(attempt)
@@ -145,7 +154,7 @@ def _bytes_outside_tensors(attempt: Attempt) -> int:
     """Return the predicted device bytes that are not allocated tensors."""
     estimate = attempt.estimate
     factor = attempt.correction
-    return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
+    return corrected_device_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
 
 
 def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
@@ -173,7 +182,7 @@ def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
 def _describe_reserved(attempt: Attempt) -> str:
     if predicted_peak_bytes(attempt) is None:
         return "which no plan predicted"
-    reserved_bytes = corrected(attempt.estimate, attempt.correction).reserved_bytes
+    reserved_bytes = correct_estimate(attempt.estimate, attempt.correction).reserved_bytes
     return f"{format_bytes(reserved_bytes)} predicted as the least that it needs"
 
 
@@ -202,7 +211,7 @@ def _calibrations_before_and_after(state: State, observation: Observation) -> It
     """Yield the calibration without the observation, then the one with it."""
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
-        yield calibration(
+        yield calibrate(
             observations, device=observation.device, family=observation.family, job=observation.job
         )
 
@@ -210,7 +219,7 @@ def _calibrations_before_and_after(state: State, observation: Observation) -> It
 def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
     """Return whether the attempt needed clearly more memory than predicted."""
     predicted = predicted_peak_bytes(attempt)
-    factor = observed_correction(observation.moments, observation.measured_bytes)
+    factor = observed_activation_factor(observation.moments, observation.measured_bytes)
     return predicted is not None and (
         observation.measured_bytes > ANY_DIFFERENCE * predicted
         or factor >= ANY_DIFFERENCE * attempt.correction
@@ -265,7 +274,7 @@ def _describe_learning(state: State, attempt: Attempt, observation: Observation)
         )
         text += f": at least x{now.belief.least:.2f}{seen_of_pass}, below x{now.belief.quantile(0.9):.2f} with 90 %"
     margins = [
-        _percent(calibrated.errors_of(engine, attempt.estimate.source).margin)
+        _format_percent(calibrated.errors_of_engine(engine, attempt.estimate.source).margin)
         for calibrated in (was, now)
     ]
     if margins[0] != margins[1]:
@@ -283,7 +292,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     changed = ", ".join(str(change) for change in following.change)
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _frontier(state, job, find_node_group(state, following.device))
+    candidates = _list_job_plans(state, job, find_node_group(state, following.device))
     here = [
         attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
     ]
@@ -302,7 +311,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
         ] += 1
     else:
         return text
-    stays = kind(following.plan) == kind(failed.plan)
+    stays = plan_kind_of(following.plan) == plan_kind_of(failed.plan)
     if not faster:
         return f"{text}: the fastest of all"
     chosen = "engine and mechanics stay" if stays else "the most trusted left near the fastest"
@@ -333,27 +342,27 @@ def _describe_rejection(
         return "ran out of memory"
     if not is_answer:
         return "no lighter in the optimizer step, where it ran out"
-    if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(
+    if corrected_device_bytes(candidate.estimate, correction) >= corrected_device_bytes(
         failed.estimate, correction
     ):
         return "no lighter than what ran out"
-    if corrected_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
-        if kind(candidate.plan) != kind(following.plan):
+    if corrected_device_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
+        if plan_kind_of(candidate.plan) != plan_kind_of(following.plan):
             return "of another engine or mechanics, or too likely to run out of memory again"
         return "too likely to run out of memory again for their speed, or as fast within the error"
     return "too big with what was learned"
 
 
-def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
+def _list_job_plans(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
     if group is None:
         return ()
     try:
         calibrated = calibration_for(state, job, group.hardware.device.name)
-        request = read_request(with_measured_memory(job.spec, calibrated))
-        return frontier(request, group.hardware, calibrated).candidates
+        request = read_plan_request(with_measured_memory(job.spec, calibrated))
+        return find_frontier(request, group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 
 
-def _percent(margin: float) -> str:
+def _format_percent(margin: float) -> str:
     return f"{100 * (margin - 1):.1f} %"

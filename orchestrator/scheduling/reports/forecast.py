@@ -102,8 +102,8 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
             base, *others = samples
             forecasts[job_id] = replace(
                 base,
-                start_range_s=_range([other.start_s for other in others]),
-                end_range_s=_range([other.end_s for other in others]),
+                start_range_s=_range_without_extremes([other.start_s for other in others]),
+                end_range_s=_range_without_extremes([other.end_s for other in others]),
             )
     return forecasts
 
@@ -251,7 +251,7 @@ class _PlacementForecast:
                 if self._arrays.next_free_s(waiting.job) > -inf:
                     heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
                 else:
-                    self._place(waiting, self._state.at_s, by_s)
+                    self._place_job(waiting, self._state.at_s, by_s)
 
     def _place_later(self, jobs_max: int) -> None:
         """Place the jobs that cannot start yet, the first to be ready first."""
@@ -261,11 +261,11 @@ class _PlacementForecast:
             for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
                 if job_id not in self._forecasts:
                     waiting = self._index.waiting.get(job_id) or self._index.make_queue_entry(job)
-                    self._place(waiting, max(ready_s, self._arrays.next_free_s(job)), by_s)
+                    self._place_job(waiting, max(ready_s, self._arrays.next_free_s(job)), by_s)
             if job_id in self._forecasts:
                 self._queue_followers(job_id)
 
-    def _place(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
+    def _place_job(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
         job = waiting.job
         price = 0.0 if job.id in self._hurried else self._price
         reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
@@ -373,20 +373,22 @@ class QueueSimulation:
         for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.ended_at_s is None:
-                self._begin(job, attempt)
+                self._begin_attempt(job, attempt)
 
     def run_until_ended(self, near: Sequence[str]) -> Mapping[str, JobForecast]:
         """Run the simulation, and return {job id: forecast} of those jobs in `near` that ended in
         it.
         """
         going = self._going = {*near}
-        self._submit()
+        self._submit_more()
         for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.status is AttemptStatus.ENDED:
-                self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
+                self._apply_event(
+                    Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s)
+                )
             elif attempt.status is AttemptStatus.STOPPING:
-                self._stop(job.id)
+                self._stop_job(job.id)
         before = self._state.submitted - len(self._state.jobs)
         count = 0
         while (count := count + 1) <= EVENTS_MAX * (self._state.submitted - before):
@@ -401,10 +403,10 @@ class QueueSimulation:
                         going.discard(job_id)
                         self._found[job_id] = replace(self._found[job_id], end_s=end_s)
                         self._newest[job_id].is_done = True
-                    self._end(runs, DONE, end_s)
+                    self._end_attempt(runs, DONE, end_s)
             elif wake_s is not None:
-                self._tell(TimerFired(at_s=wake_s))
-            self._submit()
+                self._apply_event(TimerFired(at_s=wake_s))
+            self._submit_more()
         return {
             job_id: outcome
             for job_id in near
@@ -419,19 +421,19 @@ class QueueSimulation:
     def _state(self) -> State:
         return self._scheduler.state
 
-    def _submit(self) -> None:
+    def _submit_more(self) -> None:
         for event in self._more(self._state):
             self._going.add(event.job_id)
-            self._tell(event)
+            self._apply_event(event)
 
-    def _tell(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         for action in self._scheduler.step(event):
             if isinstance(action, Launch):
-                self._begin(action.job, action.attempt)
+                self._begin_attempt(action.job, action.attempt)
             elif isinstance(action, Stop):
-                self._stop(action.job_id)
+                self._stop_job(action.job_id)
 
-    def _begin(self, job: Job, attempt: Attempt) -> None:
+    def _begin_attempt(self, job: Job, attempt: Attempt) -> None:
         launched_s = attempt.launched_at_s
         at_s = self._state.at_s
         length = self._index.predict_duration(job, attempt)
@@ -462,7 +464,7 @@ class QueueSimulation:
         if end_s < inf:  # its nodes are there
             heappush(self._ends, (end_s, job.order, job.id))
 
-    def _stop(self, job_id: str) -> None:
+    def _stop_job(self, job_id: str) -> None:
         """End a job that the scheduler stops, with what it has trained so far saved."""
         attempt, end_s = self._running[job_id]
         job = self._state.jobs[job_id]
@@ -472,15 +474,15 @@ class QueueSimulation:
             if job_id in self._saved
             else estimate_saved_step(self._index, job, attempt, end_s, at_s)
         )
-        self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
+        self._end_attempt(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
 
-    def _end(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
+    def _end_attempt(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
         del self._running[attempt.job_id]
         self._newest[attempt.job_id].ended_at_s = at_s
-        self._tell(
+        self._apply_event(
             Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s)
         )
-        self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
+        self._apply_event(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
 
 
 def estimate_saved_step(
@@ -561,6 +563,6 @@ def _normal_quantile(share: float) -> float:
     return NORMAL.inv_cdf(share)
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def _range_without_extremes(values: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(values)
     return ordered[1], ordered[-2]

@@ -25,7 +25,7 @@ def geometric_interval(values: Sequence[float]) -> Interval | None:
     """
     if len(values) < 2:
         return None
-    mean, square = _moments(values)
+    mean, square = _mean_and_error_of_logs(values)
     half = STUDENT[len(values) - 2] * sqrt(square)
     return exp(mean - half), exp(mean + half)
 
@@ -39,8 +39,8 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
     """
     if min(len(values), len(others)) < 2:
         return None
-    mean, square = _moments(values)
-    other_mean, other_square = _moments(others)
+    mean, square = _mean_and_error_of_logs(values)
+    other_mean, other_square = _mean_and_error_of_logs(others)
     total = square + other_square
     half = 0.0
     if total > 0:
@@ -49,7 +49,7 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
     return exp(mean - other_mean - half), exp(mean - other_mean + half)
 
 
-def _moments(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_error_of_logs(values: Sequence[float]) -> tuple[float, float]:
     """Return (mean of the logarithms, square of its standard error)."""
     logs = [log(value) for value in values]
     return fmean(logs), variance(logs) / len(logs)

@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.reports.advice import advise_after_failure
 from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
@@ -150,7 +150,7 @@ def make_morning_report(
             by_status[job.status].append(job)
     missed = _list_late(state, jobs)
     ids = {job.id for job in jobs}
-    recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)]
+    recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _list_failed_attempts(job)]
     spans = tuple(_list_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
@@ -159,14 +159,14 @@ def make_morning_report(
         since_s=since_s,
         until_s=until_s,
         summary="",
-        succeeded=_make_lines(by_status[JobStatus.SUCCEEDED], _success),
-        recovered=_make_lines(recovered, _recovery),
-        failed=_make_lines(by_status[JobStatus.FAILED], _reason),
-        refused=_make_lines(by_status[JobStatus.REFUSED], _reason),
-        cancelled=_make_lines(by_status[JobStatus.CANCELLED], _reason),
+        succeeded=_make_lines(by_status[JobStatus.SUCCEEDED], _describe_success),
+        recovered=_make_lines(recovered, _describe_recovery),
+        failed=_make_lines(by_status[JobStatus.FAILED], _describe_reason),
+        refused=_make_lines(by_status[JobStatus.REFUSED], _describe_reason),
+        cancelled=_make_lines(by_status[JobStatus.CANCELLED], _describe_reason),
         late=missed,
-        running=_make_lines(by_status[JobStatus.RUNNING], _progress),
-        waiting=_make_lines(by_status[JobStatus.QUEUED], _reason),
+        running=_make_lines(by_status[JobStatus.RUNNING], _describe_progress),
+        waiting=_make_lines(by_status[JobStatus.QUEUED], _describe_reason),
         sweeps=tuple(
             _describe_sweep(sweep)
             for sweep in sweeps
@@ -174,7 +174,7 @@ def make_morning_report(
         ),
         idle=_make_lines((job for job in jobs if _leaves_idle(job, since_s)), _describe_idle),
         misses=tuple(_list_memory_misses(jobs, since_s)),
-        cost=_cost(state, jobs, spans, since_s, until_s, {job.id for job in recovered}),
+        cost=_sum_device_time(state, jobs, spans, since_s, until_s, {job.id for job in recovered}),
         to_do=tuple(
             _list_tasks(state, by_status, missed, {job.retry_of for job in by_id.values()})
         ),
@@ -182,7 +182,7 @@ def make_morning_report(
         nodes=dict(sorted(nodes.items())),
         spans=spans,
     )
-    return replace(report, summary=_summary(report))
+    return replace(report, summary=_write_summary(report))
 
 
 def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[str, int]:
@@ -204,24 +204,26 @@ def _make_lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> ReportLines:
     )
 
 
-def _reason(job: Job) -> str:
+def _describe_reason(job: Job) -> str:
     return describe_status_with_holder(job).partition("\n")[0]
 
 
-def _success(job: Job) -> str:
+def _describe_success(job: Job) -> str:
     last = job.last
     if last is None:
-        return _reason(job)
+        return _describe_reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
     return f"{in_short(last.plan)} in {format_seconds(job.ran_s)}{tried}"
 
 
-def _progress(job: Job) -> str:
+def _describe_progress(job: Job) -> str:
     last = job.last
-    return _reason(job) if last is None else f"attempt {last.number}: {in_short(last.plan)}"
+    return (
+        _describe_reason(job) if last is None else f"attempt {last.number}: {in_short(last.plan)}"
+    )
 
 
-def _failures(job: Job) -> list[Attempt]:
+def _list_failed_attempts(job: Job) -> list[Attempt]:
     return [
         attempt
         for attempt in job.attempts
@@ -229,12 +231,12 @@ def _failures(job: Job) -> list[Attempt]:
     ]
 
 
-def _recovery(job: Job) -> str:
+def _describe_recovery(job: Job) -> str:
     """Return each failure with the change that followed it, such as `device_oom: micro_batch_size 8
     -> 4`.
     """
     sentences = []
-    for failed in _failures(job):
+    for failed in _list_failed_attempts(job):
         after = next((attempt for attempt in job.attempts if attempt.number > failed.number), None)
         change = (
             "" if after is None or not after.change else f": {', '.join(map(str, after.change))}"
@@ -262,7 +264,7 @@ def _describe_sweep(sweep: SweepReport) -> ReportLine:
 
 def _list_late(state: State, jobs: Iterable[Job]) -> ReportLines:
     """Return the jobs that ended after their deadlines, and live jobs that are expected to."""
-    sentences = dict(late(state, [job.id for job in jobs if not job.status.ended]))
+    sentences = dict(describe_late_jobs(state, [job.id for job in jobs if not job.status.ended]))
     for job in jobs:
         if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
             continue
@@ -359,7 +361,7 @@ def _list_spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator
                 )
 
 
-def _cost(
+def _sum_device_time(
     state: State,
     jobs: Sequence[Job],
     spans: Iterable[OccupiedSpan],
@@ -434,7 +436,7 @@ def _list_tasks(
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
 
 
-def _summary(report: MorningReport) -> str:
+def _write_summary(report: MorningReport) -> str:
     """Return the report as one sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure;
     1 failed.`
     """

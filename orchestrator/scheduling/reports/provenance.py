@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.memory.model_request import Share, read_model_request
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.model_request import RankShare, read_model_request
+from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.specs.job.spec import JobSpec
 
 COMMIT_CHARACTERS = 12
@@ -66,7 +66,7 @@ def name_model(spec: JobSpec) -> str:
 
 def _format_parameters(spec: JobSpec) -> str:
     """Return the number of parameters as `1.35B`; "" where no profile gives it."""
-    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
+    profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     if profile is None or not profile.parameters:
         return ""
     count = profile.parameters

@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, is_measured
-from orchestrator.memory.calibration.correction import is_known
-from orchestrator.planning.explain import why_passed_over
-from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.memory.calibration.correction import is_real_prediction
+from orchestrator.planning.explain import describe_rejected_fastest
+from orchestrator.planning.frontier import Candidate, fit_probability, needed_device_bytes
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.base.start_windows import start_hours_of, window_facts
@@ -502,9 +502,9 @@ def _choose_start(
     capacity_bytes = min(
         pool.free_bytes(node, device_id) for node, device_id in devices_in(placement)
     )
-    correction = calibrated.correction_of(candidate.plan, candidate.estimate)
+    correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
     chance: float | None = None
-    if judged and is_known(candidate.estimate, correction):
+    if judged and is_real_prediction(candidate.estimate, correction):
         chance = fit_probability(candidate, capacity_bytes, calibrated)
     # what a job file declares may raise a doubt; it is no proof before anything was measured
     if (
@@ -518,10 +518,12 @@ def _choose_start(
         placement=placement,
         device=device,
         correction=correction,
-        needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
+        needed_bytes=needed_device_bytes(candidate, calibrated) if judged else None,
         fit_probability=chance,
         probe=entry.probe,
-        passed_over=None if entry.fastest is None else why_passed_over(entry.choice, entry.fastest),
+        passed_over=None
+        if entry.fastest is None
+        else describe_rejected_fastest(entry.choice, entry.fastest),
     )
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from orchestrator.memory.calibration.calibrate import calibration
-from orchestrator.planning.explain import why_taken
-from orchestrator.planning.profiles import own_settings
-from orchestrator.planning.request import read_request
+from orchestrator.memory.calibration.calibrate import calibrate
+from orchestrator.planning.explain import describe_choice
+from orchestrator.planning.profiles import find_own_settings
+from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
@@ -106,7 +106,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     observation = make_running_observation(job, attempt)
     if pool is None or observation is None:
         return state, ()
-    calibrated = calibration(
+    calibrated = calibrate(
         (*state.observations, observation),
         device=attempt.device,
         family=job.spec.family_name,
@@ -449,7 +449,7 @@ def _settings_of_estimate(
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
     spec = with_measured_memory(job.spec, index.options.calibration_of(job, chosen.device))
-    return own_settings(read_request(spec))
+    return find_own_settings(read_plan_request(spec))
 
 
 def _describe_start(chosen: StartDecision, before: Attempt | None) -> str:
@@ -457,7 +457,7 @@ def _describe_start(chosen: StartDecision, before: Attempt | None) -> str:
     if chosen.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"
     if before is None or before.failure is None:
-        return f"runs {why_taken(chosen.fit_probability, chosen.passed_over)}"
+        return f"runs {describe_choice(chosen.fit_probability, chosen.passed_over)}"
     changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
     if before.failure.kind is FailureKind.MOVED:
         return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"

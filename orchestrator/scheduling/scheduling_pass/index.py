@@ -160,7 +160,7 @@ class SchedulerIndex:
             self._forget_end(job.id)
         if after is not None and after.asks and (before is None or not before.asks):
             heappush(self._asking, (after.asks_until_s, after.id))
-        self._requeue(before, after)
+        self._update_queue_of_job(before, after)
 
     def _hold_devices(
         self,
@@ -174,7 +174,7 @@ class SchedulerIndex:
         """
         for number, attempt in held_before.items():
             if number not in held_after:
-                self._vacate(attempt)
+                self._vacate_devices(attempt)
         for number, attempt in held_after.items():
             previous = held_before.get(number)
             assert after is not None
@@ -184,7 +184,7 @@ class SchedulerIndex:
                 or _facts_of_expected_end(before, previous)
                 != _facts_of_expected_end(after, attempt)
             ):
-                self._occupy(after, attempt)
+                self._occupy_devices(after, attempt)
 
     def _lend_priority(self, before: Job | None, after: Job | None) -> None:
         """Give a job's priority to the jobs that it waits for, and to those that they wait for."""
@@ -225,7 +225,7 @@ class SchedulerIndex:
             else:
                 index.pop(job.id, None)
 
-    def _requeue(self, before: Job | None, after: Job | None) -> None:
+    def _update_queue_of_job(self, before: Job | None, after: Job | None) -> None:
         """Add a job to the queue, remove it, or move it to its new place, as its versions require."""
         waited = before is not None and waits_for_devices(before)
         waits = after is not None and waits_for_devices(after)
@@ -244,7 +244,7 @@ class SchedulerIndex:
         or went.
         """
         groups = group_equal_nodes(state.nodes)
-        if [(group.hardware, _names(group)) for group in groups] != [
+        if [(group.hardware, _node_names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
         ] or self._policy_spec != state.policy:
             index = SchedulerIndex(state, self._policy_of)
@@ -290,7 +290,7 @@ class SchedulerIndex:
     def _expect_anew(self, concerns: Callable[[Job], bool]) -> None:
         for job in filter(concerns, self.running.values()):
             for attempt in _attempts_holding_devices(job).values():
-                self._occupy(job, attempt)
+                self._occupy_devices(job, attempt)
 
     def set_expected_end(self, attempt: Attempt, end_s: float) -> None:
         """Mark the attempt's devices as busy until `end_s`, its expected end."""
@@ -365,7 +365,7 @@ class SchedulerIndex:
         while self._ends and self._ends[0][0] <= at_s:
             job = self.running[self._ends[0][1]]
             for attempt in _attempts_holding_devices(job).values():
-                self._occupy(job, attempt)
+                self._occupy_devices(job, attempt)
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
@@ -635,7 +635,7 @@ class SchedulerIndex:
             )
         return self._tree[1]
 
-    def _occupy(self, job: Job, attempt: Attempt) -> None:
+    def _occupy_devices(self, job: Job, attempt: Attempt) -> None:
         end_s = self.expected_end_s(job, attempt)
         self._forget_end(job.id)
         insort(self._ends, (end_s, job.id))
@@ -647,7 +647,7 @@ class SchedulerIndex:
         if end_s is not None:
             del self._ends[bisect_left(self._ends, (end_s, job_id))]
 
-    def _vacate(self, attempt: Attempt) -> None:
+    def _vacate_devices(self, attempt: Attempt) -> None:
         for part in attempt.placement:
             pool = self._pool_of.get(part.node)
             if pool is not None:
@@ -710,5 +710,5 @@ def _dependencies_of(job: Job | None) -> Sequence[Dependency]:
     return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 
 
-def _names(group: NodeGroup) -> list[str]:
+def _node_names(group: NodeGroup) -> list[str]:
     return [node.name for node in group.nodes]

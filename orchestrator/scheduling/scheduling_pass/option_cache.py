@@ -9,14 +9,14 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     Calibration,
-    calibration,
-    overhead_of,
-    step_factor,
+    calibrate,
+    correction_of_step_time,
+    measured_overhead_of,
 )
-from orchestrator.memory.engines.overhead import Overhead
+from orchestrator.memory.engines.overhead import MeasuredOverhead
 from orchestrator.planning.frontier import Candidate
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.time_limits import time_limit_left_s
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
@@ -99,11 +99,11 @@ class OptionCache:
         self.lengths = DurationHistory(runs)
         self._lengths_version += 1
 
-    def _measured_overheads(self) -> dict[str, Overhead]:
+    def _measured_overheads(self) -> dict[str, MeasuredOverhead]:
         devices = {pool.group.hardware.device.name for pool in self._pools}
-        return {device: overhead_of(self._observations, device) for device in devices}
+        return {device: measured_overhead_of(self._observations, device) for device in devices}
 
-    def _version(self, job: Job) -> int:
+    def _knowledge_version(self, job: Job) -> int:
         """Return a number that changes when more is known about the job's family or the devices."""
         learned = self._lengths_version if needs_learned_durations(job.spec) else 0
         return self._versions.get(job.spec.family_name, 0) + self._overheads_version + learned
@@ -121,25 +121,25 @@ class OptionCache:
         if any(
             ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
-            return calibration(self._observations, device=device, family=family, job=job.key)
+            return calibrate(self._observations, device=device, family=family, job=job.key)
         key = (family, device)
         if key not in self._calibrated:
-            self._calibrated[key] = calibration(self._observations, device=device, family=family)
+            self._calibrated[key] = calibrate(self._observations, device=device, family=family)
         return self._calibrated[key]
 
     def options_of(self, waiting: WaitingJob) -> OptionsByPool:
         """Return the job's options per pool; where no plan surely fits, those that may fit."""
-        version = self._version(waiting.job)
+        version = self._knowledge_version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
     def options_of_running(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
         """Return the options that a running job would have on this pool if it were launched anew."""
-        version = self._version(job)
+        version = self._knowledge_version(job)
         entry = self._entries.get(job.id)
         if entry is None or entry[:2] != (len(job.attempts), version):
-            menu = self._menu(job, pool)
+            menu = self._options_on_pool(job, pool)
             entries = menu.entries if isinstance(menu, JobOptions) else ()
             entry = self._entries[job.id] = (len(job.attempts), version, entries)
         return entry[2]
@@ -149,7 +149,7 @@ class OptionCache:
         key = (steps_left(job), len(job.attempts))
         entry = self._sizes.get(job.id)
         if entry is None or entry[0] != key:
-            entry = self._sizes[job.id] = (key, self._size(job, key[0]))
+            entry = self._sizes[job.id] = (key, self._predict_remaining_work(job, key[0]))
         return entry[1]
 
     def _menus_at(self, job: Job, version: int) -> OptionsByPool:
@@ -166,7 +166,7 @@ class OptionCache:
         return entry[1]
 
     def _menus_on_all(self, job: Job) -> OptionsByPool:
-        menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
+        menus = tuple((pool, self._options_on_pool(job, pool)) for pool in self._pools)
         if any(isinstance(menu, JobOptions) for _, menu in menus):
             return menus
         return tuple(
@@ -174,7 +174,7 @@ class OptionCache:
             for pool, menu in menus
         )
 
-    def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
+    def _options_on_pool(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
         return list_job_options(
             job,
             pool.group,
@@ -183,7 +183,7 @@ class OptionCache:
             self.lengths,
         )
 
-    def _size(self, job: Job, left: int | None) -> RemainingWork:
+    def _predict_remaining_work(self, job: Job, left: int | None) -> RemainingWork:
         sizes = [
             (
                 sqrt(candidate.plan.world_size / self._devices) * seconds,
@@ -191,7 +191,7 @@ class OptionCache:
                 candidate.plan.world_size * seconds,
             )
             for pool in self._pools
-            for candidate in _candidates(job, pool.group)
+            for candidate in _list_candidates(job, pool.group)
             for seconds in [pool.launch_cost_s + _duration_s(job, pool.group, candidate, left)]
         ]
         return RemainingWork(*min(sizes, default=(0.0, 0.0, 0.0)))
@@ -214,11 +214,11 @@ def _duration_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | No
     factors = own_step_factors(job, group.hardware.device.name)
     if not factors:
         return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
-    return left * candidate.step_s * step_factor(candidate.plan, factors)
+    return left * candidate.step_s * correction_of_step_time(candidate.plan, factors)
 
 
-def _candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:
+def _list_candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:
     try:
-        return frontier(read_request(job.spec), group.hardware).candidates
+        return find_frontier(read_plan_request(job.spec), group.hardware).candidates
     except SpecError:
         return ()

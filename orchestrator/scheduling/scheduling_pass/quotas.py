@@ -82,7 +82,7 @@ class QuotaRound:
         ahead: list[tuple[WaitingJob, float, int | None]] = []
         idle = index.idle_devices
         could_start = False
-        for number, turn in enumerate(self._all()):
+        for number, turn in enumerate(self._list_all_turns()):
             of_others = number - len(self._promised)
             is_first = of_others < LOOKED_AT_MAX
             is_looked_at = of_others < 0 or (is_first and bool(index.stoppable))
@@ -106,23 +106,23 @@ class QuotaRound:
                 entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids
             ]
 
-    def _all(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
+    def _list_all_turns(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
-        for waiting, by_s in self._undecided() if self._without else ():
+        for waiting, by_s in self._list_undecided() if self._without else ():
             if (
                 waiting.rank <= self._index.state.at_s
                 and self._team_of(waiting.job.user) in self._without
             ):
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
-            for waiting, by_s in self._undecided():
+            for waiting, by_s in self._list_undecided():
                 left = self._left.get(self._team_of(waiting.job.user), 0)
                 if waiting.job.spec.gpus.min <= left:
                     yield waiting, by_s, left
-        for waiting, by_s in self._undecided():
+        for waiting, by_s in self._list_undecided():
             yield waiting, by_s, None
 
-    def _undecided(self) -> Iterator[WaitingWithDeadline]:
+    def _list_undecided(self) -> Iterator[WaitingWithDeadline]:
         return (
             (waiting, by_s)
             for waiting, by_s in self._index.policy.in_order()

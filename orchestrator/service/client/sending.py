@@ -21,7 +21,7 @@ from orchestrator.service.transfer.archive import Listing, list_files
 from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import LIMITS, PREFIX
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.paths import paths_of, with_paths
+from orchestrator.specs.job.paths import change_paths, list_paths
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import Override
 
@@ -84,7 +84,7 @@ def _list_upload_roots(job: ReadJob) -> Iterator[Path]:
     )
     if workdir is not None:
         yield workdir
-    for key, path in paths_of(job.spec):
+    for key, path in list_paths(job.spec):
         if key in job.local_keys and (workdir is None or not Path(path).is_relative_to(workdir)):
             yield Path(path)
 
@@ -135,4 +135,4 @@ def _replace_local_paths(job: ReadJob, digests: dict[Path, str]) -> JobSpec:
         inner = Path(path).relative_to(root if root.is_dir() else root.parent).as_posix()
         return f"{PREFIX}{digests[root]}" if inner == "." else f"{PREFIX}{digests[root]}/{inner}"
 
-    return with_paths(job.spec, upload_path)
+    return change_paths(job.spec, upload_path)

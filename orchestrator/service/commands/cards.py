@@ -6,8 +6,8 @@ import contextlib
 import re
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.devices import load_devices, match_devices
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.devices import find_matching_devices, load_devices
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.units import BINARY_UNITS, parse_bandwidth, parse_bytes
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
@@ -40,9 +40,9 @@ def parse_cards(gpu_option: str) -> ClusterSpec:
     if match is None:
         raise SpecError("not the name of cards", source=SOURCE, got=gpu_option, allowed=FORMS)
     name = match["name"]
-    names = match_devices(name)
+    names = find_matching_devices(name)
     if len(names) != 1:
-        near = closest(name.lower(), load_devices())
+        near = find_closest_word(name.lower(), load_devices())
         hint = f"did you mean {near!r}?" if near else "describe the card in a file for --cluster"
         raise SpecError(
             "several cards have this name" if names else "the catalogue has no such card",

@@ -9,23 +9,23 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from orchestrator.memory.calibration.calibrate import Calibration, calibration
-from orchestrator.planning.explain import best_or_nearest
-from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, list_plans
+from orchestrator.memory.calibration.calibrate import Calibration, calibrate
+from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.frontier import Candidate, list_fitting
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
-from orchestrator.specs.choices import AXES, Degradation, Micro
+from orchestrator.specs.choices import AXES, Degradation, MicroBatchChoice
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import SHORT, pins_of
+from orchestrator.specs.job.pins import SHORT, make_pins
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import read_document
@@ -46,7 +46,7 @@ def choose_strategies(
     choice: str,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
-    micro_batch_choice: Micro = Micro.COMMON,
+    micro_batch_choice: MicroBatchChoice = MicroBatchChoice.COMMON,
 ) -> tuple[Pins, ...]:
     """Return the pins (fixed settings) of each strategy that `choice` names, as a complete plan
     where one fits.
@@ -68,12 +68,10 @@ def choose_strategies(
             got=spec.gpus.min,
             allowed=f"at most {most}",
         )
-    calibrated = calibration(
-        observations, device=group.hardware.device.name, family=spec.family_name
-    )
+    calibrated = calibrate(observations, device=group.hardware.device.name, family=spec.family_name)
     spec = with_measured_memory(spec, calibrated)
     if choice == "frontier":
-        candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
+        candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
         exact = [
             candidate for candidate in candidates if candidate.degradation is Degradation.EXACT
         ]
@@ -91,7 +89,7 @@ def choose_strategies(
         _check_count(len(ways))
         common = (
             _common_micro_batch(spec, ways, group, calibrated)
-            if micro_batch_choice is Micro.COMMON
+            if micro_batch_choice is MicroBatchChoice.COMMON
             else None
         )
         pins_of_strategies = [
@@ -191,7 +189,7 @@ def make_comparison_jobs(
 
 
 def _pins_of_plan(spec: JobSpec, plan: Plan) -> Pins:
-    return pins_of(plan, spec.knobs if spec.is_script else None)
+    return make_pins(plan, spec.knobs if spec.is_script else None)
 
 
 def _dominates(candidate: Candidate, rival: Candidate) -> bool:
@@ -220,7 +218,7 @@ def _common_micro_batch(
         try:
             legal = {
                 plan.micro_batch_size
-                for plan in list_plans(read_request(pinned), device_group.hardware)
+                for plan in list_plans(read_plan_request(pinned), device_group.hardware)
             }
         except SpecError:
             continue
@@ -240,11 +238,12 @@ def _fits_empty_device(
     """Return whether a plan with these pins (fixed settings) fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        candidates = frontier(read_request(pinned), device_group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibrated)
     except SpecError:
         return False
     return (
-        next(fitting(candidates, device_group.hardware.device.memory, calibrated), None) is not None
+        next(list_fitting(candidates, device_group.hardware.device.memory, calibrated), None)
+        is not None
     )
 
 
@@ -270,7 +269,7 @@ def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins
         "offload",
         "offload_target",
     )
-    for plan in list_plans(read_request(spec), device_group.hardware):
+    for plan in list_plans(read_plan_request(spec), device_group.hardware):
         yield tuple(pin for pin in _pins_of_plan(spec, plan) if pin[0] in names)
 
 
@@ -302,7 +301,7 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     job = spec.model_dump(mode="json")
     for row in rows:
         pins = {SHORT.get(key, key): value for key, value in row.items()}
-        yield job_from_data(
+        yield parse_job_data(
             {**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies"
         ).plan
 
@@ -334,12 +333,12 @@ def _complete_pins(
     """
     pinned = spec.model_copy(update={"plan": _pin_micro_batch(pins, micro_batch)})
     try:
-        candidates = frontier(read_request(pinned), device_group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibrated)
     except SpecError:
         return (
             pins
             if micro_batch is None
             else _complete_pins(spec, pins, None, device_group, calibrated)
         )
-    candidate = best_or_nearest(candidates, device_group.hardware.device.memory, calibrated)
+    candidate = find_best_or_nearest(candidates, device_group.hardware.device.memory, calibrated)
     return pins if candidate is None else _pins_of_plan(spec, candidate.plan)

@@ -17,11 +17,11 @@ import yaml
 from orchestrator.backends.attempts.workdir import link_all_except, rewrite_config
 from orchestrator.planning.render import (
     RenderedCommand,
-    accelerate_config,
-    deepspeed_config,
-    script_command,
+    render_accelerate_config,
+    render_deepspeed_config,
+    render_script_command,
 )
-from orchestrator.planning.request import read_script
+from orchestrator.planning.request import read_script_request
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -50,8 +50,8 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     nodes = -(-plan.world_size // devices_per_node)
     devices = tuple(range(plan.world_size // nodes))
     config_path = _copied_config_path(spec, folder)
-    rendered = script_command(
-        read_script(spec),
+    rendered = render_script_command(
+        read_script_request(spec),
         plan,
         output_dir=str(folder / "output"),
         resume_from=None,
@@ -96,10 +96,14 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     if spec.knobs.deepspeed_config is not None or (
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
     ):
-        content = deepspeed_config(plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed)
+        content = render_deepspeed_config(
+            plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed
+        )
         deepspeed_path.write_text(json.dumps(content, indent=2) + "\n")
     if spec.launch == "accelerate":
-        content = accelerate_config(spec.knobs, plan, deepspeed_config_path=str(deepspeed_path))
+        content = render_accelerate_config(
+            spec.knobs, plan, deepspeed_config_path=str(deepspeed_path)
+        )
         (folder / ACCELERATE).write_text(yaml.safe_dump(content))
 
 

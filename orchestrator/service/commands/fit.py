@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.frontier import Candidate, list_fitting, needed_device_bytes
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
@@ -20,7 +20,7 @@ from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
@@ -114,7 +114,7 @@ def fit_job(
         spec = read(model_script_data(name))
     ways = []
     for way, changed in list_training_ways(spec):
-        if changed is not spec and not is_known(changed):
+        if changed is not spec and not is_memory_known(changed):
             traced = trace_model(changed, home.expanduser(), str(job), _trace_on_cuda(changed))
             changed = changed.model_copy(update={"traced": traced})
         ways.append((way, changed))
@@ -171,7 +171,7 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
         memory_bytes=device.memory,
         devices=None if best is None else best.plan.world_size,
         plan=None if best is None else in_short(best.plan),
-        needed_bytes=None if best is None else needed_bytes(best, UNMEASURED),
+        needed_bytes=None if best is None else needed_device_bytes(best, UNMEASURED),
         degradation=None if best is None else best.degradation.name.lower(),
         step_s=best.step_s if best is not None and is_timed else None,
         why=why,
@@ -180,7 +180,7 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
 
 @cache
 def _card_hardware(card_name: str, card_count: int) -> Hardware:
-    (group,) = group_equal_nodes(idle_nodes(parse_cards(f"{card_count}x{card_name}")))
+    (group,) = group_equal_nodes(make_idle_nodes(parse_cards(f"{card_count}x{card_name}")))
     return group.hardware
 
 
@@ -188,9 +188,9 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     """Return the plan that an idle cluster would run, as `orc plan` shows it; None where no plan
     fits.
     """
-    plans = frontier(read_request(spec), hardware, within_reach=True)
+    plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
     memory_bytes = hardware.device.memory
-    candidates = list(fitting(plans, memory_bytes, UNMEASURED))
+    candidates = list(list_fitting(plans, memory_bytes, UNMEASURED))
     if not candidates:
         return None
     mildest = candidates[0].degradation
@@ -198,9 +198,9 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     rule = choice_rule_of(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
-        fill = needed_bytes(candidate, UNMEASURED) / memory_bytes
+        fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
-    return alike[rule.choose(choices)]
+    return alike[rule.choose_plan(choices)]
 
 
 def _add_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:

@@ -11,7 +11,7 @@ from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import recall_cluster
-from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.run import DEFAULT_HOME
@@ -34,10 +34,10 @@ def select_hardware(
                 got=cards,
                 hint="leave out --cluster",
             )
-        return idle_nodes(parse_cards(cards)), ()
+        return make_idle_nodes(parse_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster_file is not None or (isinstance(service, Path) and not _is_up(service)):
-        return idle_nodes(
+        return make_idle_nodes(
             recall_cluster(read_cluster(cluster_file) if cluster_file else load_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client

@@ -14,7 +14,7 @@ from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import Seconds
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import validate
+from orchestrator.specs.parse import validate_document
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.yaml_text import read_document
@@ -54,7 +54,7 @@ def read_job_list(list_file: Path, home: Path) -> Trace:
     deadlines need `begins`. Raises SpecError.
     """
     source = str(list_file)
-    listed = validate(_JobList, read_document(read_text(list_file), source))
+    listed = validate_document(_JobList, read_document(read_text(list_file), source))
     if not listed.jobs:
         raise SpecError("the list has no jobs", source=source, path="jobs")
     begins_s = (

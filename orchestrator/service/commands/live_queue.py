@@ -21,7 +21,7 @@ from orchestrator.service.commands.simulate import Outcome, Simulated, make_repo
 from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
 from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -91,7 +91,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
     """Return (the scheduler's state on another cluster, {job id: saved step or None} of running
     jobs that lose their devices).
     """
-    nodes = idle_nodes(cluster)
+    nodes = make_idle_nodes(cluster)
     index = index_of(state)
     devices = {
         (node.name, node.device.name, device) for node in nodes for device in range(node.devices)

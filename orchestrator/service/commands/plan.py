@@ -10,33 +10,40 @@ from typing import Any, NamedTuple, TypedDict
 from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     Calibration,
-    calibration,
+    calibrate,
+    correction_of_step_time,
     is_measured,
-    likely_band_bytes,
+    likely_needed_bytes_range,
     reported_fit_probability,
-    step_factor,
 )
-from orchestrator.memory.calibration.correction import corrected_bytes, is_known
+from orchestrator.memory.calibration.correction import corrected_device_bytes, is_real_prediction
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import Hardware, busy_share, step_s
-from orchestrator.planning.explain import why_nothing_fits, why_passed_over
-from orchestrator.planning.families import requested_settings
+from orchestrator.planning.cost import Hardware, busy_share, predict_step_s
+from orchestrator.planning.explain import describe_rejected_fastest, why_nothing_fits
+from orchestrator.planning.families import list_requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
-    Room,
+    CandidateRoom,
+    find_likeliest,
     fit_probability,
-    fits,
-    likeliest,
-    needed_bytes,
+    fits_device,
+    needed_device_bytes,
     node_host_bytes,
     why_rejected,
 )
-from orchestrator.planning.layouts import layers_to_cut, why_no_experts
+from orchestrator.planning.layouts import count_splittable_layers, why_no_expert_parallelism
 from orchestrator.planning.profiles import find_profile
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Trace, Unfit, WayOut, adapters, smaller_models, ways_out
+from orchestrator.planning.ways_out import (
+    Trace,
+    UnfitJob,
+    WayOut,
+    list_adapter_changes,
+    list_smaller_models,
+    list_ways_out,
+)
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
@@ -60,9 +67,9 @@ from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import (
     GIVEN,
     SHORT,
-    check_in_backward,
-    setting_value,
-    unknown_setting,
+    check_update_in_backward,
+    make_unknown_setting_error,
+    parse_setting_value,
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -72,7 +79,7 @@ from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import degradation, in_short, settings
+from orchestrator.specs.settings import in_short, settings, strongest_degradation
 from orchestrator.specs.stages import layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
@@ -237,7 +244,7 @@ class _KindPlans:
     @property
     def fits_empty(self) -> bool:
         return any(
-            fits(candidate, self.hardware.device.memory, self.calibrated)
+            fits_device(candidate, self.hardware.device.memory, self.calibrated)
             for candidate in self.candidates
         )
 
@@ -246,15 +253,19 @@ def _choose_likeliest(kind_plans: _KindPlans) -> JobPlans:
     """Return the plans with the one chosen that most likely fits an empty device; none if free
     memory is too small for it.
     """
-    candidate = likeliest(
-        (Room(candidate, kind_plans.hardware.device.memory) for candidate in kind_plans.candidates),
+    candidate = find_likeliest(
+        (
+            CandidateRoom(candidate, kind_plans.hardware.device.memory)
+            for candidate in kind_plans.candidates
+        ),
         kind_plans.calibrated,
     )
     if candidate is None:
         return kind_plans.answer
     chosen = kind_plans.candidates.index(candidate)
-    least_bytes = corrected_bytes(
-        candidate.estimate, kind_plans.calibrated.correction_of(candidate.plan, candidate.estimate)
+    least_bytes = corrected_device_bytes(
+        candidate.estimate,
+        kind_plans.calibrated.activation_factor_of(candidate.plan, candidate.estimate),
     )
     return {
         **kind_plans.answer,
@@ -272,10 +283,10 @@ def _plan_on_kind(
 ) -> _KindPlans:
     hardware = device_group.hardware
     free_bytes = _list_free_bytes(device_group.nodes)
-    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    calibrated = calibrate(observations, device=hardware.device.name, family=spec.family_name)
     spec = with_measured_memory(spec, calibrated)
-    request = read_request(spec)
-    candidates = frontier(request, hardware, calibrated).candidates
+    request = read_plan_request(spec)
+    candidates = find_frontier(request, hardware, calibrated).candidates
     views = [_view_candidate(candidate, free_bytes, calibrated) for candidate in candidates]
     by_devices, chosen, passed_over = _choose_plans(spec, hardware, candidates, views, calibrated)
     nothing = None
@@ -286,10 +297,14 @@ def _plan_on_kind(
             numeric = spec.degrade.model_copy(update={"allow": "numeric"})
             traced = trace_model(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
             spec = spec.model_copy(update={"traced": traced})
-        case = Unfit(spec, hardware, capacity_bytes, calibrated)
-        ways = ways_out(case)
+        case = UnfitJob(spec, hardware, capacity_bytes, calibrated)
+        ways = list_ways_out(case)
         if trace_model is not None:
-            ways = (*ways, *adapters(case, trace_model), *smaller_models(case, trace_model))
+            ways = (
+                *ways,
+                *list_adapter_changes(case, trace_model),
+                *list_smaller_models(case, trace_model),
+            )
         nothing = why_nothing_fits(case, ways=ways)
     job = placeholder_job(spec)
     first = candidates[0].plan
@@ -387,14 +402,14 @@ def _choose_plans(
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
     best = [
-        indices[rule.choose([choice(index) for index in indices])]
+        indices[rule.choose_plan([choice(index) for index in indices])]
         for _, indices in sorted(by_width.items())
     ]
-    chosen = best[rule.widths([choice(index) for index in best])[-1]]
+    chosen = best[rule.choose_device_counts([choice(index) for index in best])[-1]]
     fastest = min(
         by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"]
     )
-    return _ChosenPlans(best, chosen, why_passed_over(choice(chosen), choice(fastest)))
+    return _ChosenPlans(best, chosen, describe_rejected_fastest(choice(chosen), choice(fastest)))
 
 
 def _note_on_similar_plans(
@@ -447,9 +462,9 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = step_factor(plan, calibrated.step_factors)
-    correction = calibrated.correction_of(plan, estimate)
-    is_memory_known = is_known(estimate, correction)
+    factor = correction_of_step_time(plan, calibrated.step_factors)
+    correction = calibrated.activation_factor_of(plan, estimate)
+    is_memory_known = is_real_prediction(estimate, correction)
     measured = is_measured(plan, estimate, calibrated)
     chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
@@ -463,10 +478,10 @@ def _view_candidate(
         busy_share=candidate.busy_share,
         estimate=estimate_view(estimate, correction),
         correction=correction,
-        needed_bytes=needed_bytes(candidate, calibrated),
+        needed_bytes=needed_device_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
         fit_probability=chance,
-        band_bytes=None if measured else likely_band_bytes(plan, estimate, calibrated),
+        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibrated),
         reported_fit_probability=reported_fit_probability(
             plan, estimate, calibrated, capacity_bytes
         ),
@@ -533,17 +548,19 @@ def estimate_plan(
         )
     free_bytes = _list_free_bytes(group.nodes)
     hardware = group.hardware
-    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
-    profile = find_profile(read_request(with_measured_memory(spec, calibrated)), hardware, plan)
+    calibrated = calibrate(observations, device=hardware.device.name, family=spec.family_name)
+    profile = find_profile(
+        read_plan_request(with_measured_memory(spec, calibrated)), hardware, plan
+    )
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
-    requested = requested_settings(read_request(spec))
+    requested = list_requested_settings(read_plan_request(spec))
     if spec.is_script:  # whose sequence length is unknown
         requested["sequence_length"] = plan.sequence_length
     candidate = Candidate(
         plan=plan,
         estimate=memory,
-        step_s=step_s(profile, plan, hardware),
-        degradation=degradation(requested, plan),
+        step_s=predict_step_s(profile, plan, hardware),
+        degradation=strongest_degradation(requested, plan),
         busy_share=busy_share(profile, plan, hardware),
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
@@ -559,13 +576,15 @@ def _check_degrees(spec: JobSpec, plan: Plan) -> None:
     experts = plan.expert_parallel
     if plan.layout.pp > 1:
         try:
-            layers = layers_to_cut(read_request(spec))
+            layers = count_splittable_layers(read_plan_request(spec))
             layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
         except ValueError as error:
             raise SpecError(
                 "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
             ) from None
-    if experts > 1 and (why := why_no_experts(read_request(spec), plan.layout.dp, experts)):
+    if experts > 1 and (
+        why := why_no_expert_parallelism(read_plan_request(spec), plan.layout.dp, experts)
+    ):
         raise SpecError(why, source="--set", path="expert_parallel", got=experts)
 
 
@@ -578,13 +597,17 @@ def parse_plan(spec: JobSpec, plan_settings: Sequence[Override]) -> Plan:
     """
     texts = {SHORT.get(key, key): text for key, text in plan_settings}
     problems = [
-        unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN
+        make_unknown_setting_error(key, text, "--set")
+        for key, text in texts.items()
+        if key not in GIVEN
     ]
     if problems:
         raise join_problems(problems, "--set")
-    values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()}
+    values = {
+        key: parse_setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()
+    }
     if values.get("optimizer_in_backward"):
-        check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
+        check_update_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
     layout = ParallelLayout(
         **{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values}
     )

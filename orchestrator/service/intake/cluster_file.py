@@ -15,7 +15,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalo
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.parse import parse_node_data
 from orchestrator.specs.written import as_yaml
 
 FILE = "cluster.yaml"
@@ -43,7 +43,7 @@ def load_joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
     """Return the machines that have joined and not left, as nodes, sorted by name."""
     path = home / JOINED
     by_name = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return tuple(node_from_data(by_name[name], str(path)) for name in sorted(by_name))
+    return tuple(parse_node_data(by_name[name], str(path)) for name in sorted(by_name))
 
 
 def store_joined_nodes(home: Path, nodes: Sequence[NodeSpec]) -> None:
@@ -131,6 +131,6 @@ def _use_larger_units(data: Any) -> Any:
         ("B/s", units.BANDWIDTH_PATTERN, units.parse_bandwidth),
     ):
         if isinstance(data, str) and re.fullmatch(rf"[0-9]+{suffix}", data):
-            text = str(units.in_words(parse(data), pattern))
+            text = str(units.format_in_largest_unit(parse(data), pattern))
             return text if re.fullmatch(pattern, text) and parse(text) == parse(data) else data
     return data

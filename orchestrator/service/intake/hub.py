@@ -10,10 +10,10 @@ from pathlib import Path
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.published import (
     WRITTEN,
+    find_nearest_models,
+    find_project_job,
+    find_published_config,
     load_published,
-    nearest_models,
-    project_job,
-    published_sizes,
 )
 
 TRY_S = 10.0  # the one try to reach the hub
@@ -30,7 +30,7 @@ def load_hub_config(hub_name: str) -> JsonObject:
     config = _download_config(hub_name)
     if config:
         return config
-    config = published_sizes(hub_name)
+    config = find_published_config(hub_name)
     if config:
         print(
             f"{hub_name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",
@@ -41,8 +41,8 @@ def load_hub_config(hub_name: str) -> JsonObject:
 
 def hint_for_unknown_model(hub_name: str) -> str:
     """Return a hint on what to do about a model whose sizes are in neither cache, hub nor table."""
-    job = project_job(hub_name)
-    near = ", ".join(nearest_models(hub_name))
+    job = find_project_job(hub_name)
+    near = ", ".join(find_nearest_models(hub_name))
     advice = (
         f"{job} of the repository is the job of its project's own trainer. "
         if job is not None

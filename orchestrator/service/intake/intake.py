@@ -17,27 +17,27 @@ import yaml
 
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.environment import base_variables
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import read_code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for_unknown_model, load_hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
-from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
+from orchestrator.specs.clock import check_time_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
+from orchestrator.specs.job.paths import KINDS_OF_FILES, list_paths
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import is_python, with_interpreter
+from orchestrator.specs.job.trainer import is_python, replace_interpreter
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import (
     Override,
+    apply_remedy,
     join_problems,
     parse_cluster,
     parse_job,
     parse_jobs,
-    with_remedy,
 )
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
@@ -229,8 +229,8 @@ def _resolve_job(
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
     resolved = _make_paths_absolute(spec, folder)
-    remote_keys = {key for key, _ in paths_of(resolved)} & {
-        key for key, path in paths_of(spec) if path.startswith("/")
+    remote_keys = {key for key, _ in list_paths(resolved)} & {
+        key for key, path in list_paths(spec) if path.startswith("/")
     }
     if not allow_other_machine:
         remote_keys.clear()
@@ -243,7 +243,7 @@ def _resolve_job(
     problems += _iterate_duplicate_knobs(resolved, source)
     for remedy in resolved.remedies:
         try:
-            with_remedy(resolved, remedy)
+            apply_remedy(resolved, remedy)
         except SpecError as error:
             problems.append(error)
     is_here = to_run or isdir(resolved.workdir or "")
@@ -253,9 +253,9 @@ def _resolve_job(
         )
     if problems:
         raise join_problems(problems, source)
-    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
+    local_keys = frozenset(key for key, _ in list_paths(resolved) if key not in remote_keys)
     model = resolved.known_model
-    if model is not None and not is_known(resolved):
+    if model is not None and not is_memory_known(resolved):
         if isinstance(model.hf, str) and not model.config:
             path = f"{_find_model_key(spec)}.hf"
             raise SpecError(
@@ -365,7 +365,7 @@ def _make_paths_absolute(spec: JobSpec, folder: Path) -> JobSpec:
     if spec.python is not None and spec.command is not None:
         # not resolved: a virtual environment's interpreter is a link
         python = os.path.abspath(Path(str(changed["workdir"])) / Path(spec.python).expanduser())
-        changed |= {"python": python, "command": with_interpreter(spec.command, python)}
+        changed |= {"python": python, "command": replace_interpreter(spec.command, python)}
     if (
         spec.resume.before is not None
     ):  # its program may be beside the job's file, but it runs in `workdir`
@@ -433,7 +433,7 @@ def local_time_zone() -> str:
     link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
         with suppress(ValueError):
-            return check_zone(name)
+            return check_time_zone(name)
     return "UTC"
 
 

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import select_inherited, select_matching
 from orchestrator.memory.model_request import has_fused_loss
-from orchestrator.memory.profiles import autocasts
+from orchestrator.memory.profiles import uses_autocast
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -146,7 +146,7 @@ def _list_arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
     if scope.plan is not None:
         is_low_already = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
         return [
-            (scope.plan.precision, autocasts(scope.plan) and not is_low_already, cuda)
+            (scope.plan.precision, uses_autocast(scope.plan) and not is_low_already, cuda)
             for cuda in scope.cuda
         ]
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision

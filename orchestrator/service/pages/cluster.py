@@ -12,7 +12,7 @@ from orchestrator.service.pages.svg import Line, draw_sparkline
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.run import JobFolder
 
 LOOK_BACK_S = 3600.0
@@ -83,6 +83,6 @@ def _iterate_curves(
 def _iterate_samples(path: Path) -> Iterator[Mapping[str, float]]:
     lines = read_log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
-        row = parse_row(line)  # the first one may be cut off, the last one half written
+        row = parse_metric_row(line)  # the first one may be cut off, the last one half written
         if "at_s" in row:
             yield row

@@ -15,7 +15,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
-from orchestrator.specs.yaml_text import Path, dotted, read_document, read_value
+from orchestrator.specs.yaml_text import Path, format_key_path, read_document, read_value
 
 SOURCE = "the job"
 OF_KEY = "key:"  # begins the name of the form's field of a key
@@ -41,7 +41,7 @@ class FormKey:
 
     @property
     def name(self) -> str:
-        return OF_KEY + dotted(self.path)
+        return OF_KEY + format_key_path(self.path)
 
     def format_value(self, value: Any) -> str:
         """Return the value as a user would type it into the field."""
@@ -49,7 +49,7 @@ class FormKey:
 
     def parse_value(self, text: str) -> Any:
         """Return the value of a text typed into the field. Raises SpecError."""
-        return text if self._is_unquoted(text) else read_value(text, dotted(self.path))
+        return text if self._is_unquoted(text) else read_value(text, format_key_path(self.path))
 
     def _is_unquoted(self, text: str) -> bool:
         return self.is_words and not (self.is_yaml and text.startswith(BRACKETS))
@@ -89,7 +89,7 @@ def _iterate_sections(
             inner.append(((*path, name), section | {"description": schema_of_key["description"]}))
     if keys:
         yield Section(
-            title=dotted(path), description=schema.get("description", ""), keys=tuple(keys)
+            title=format_key_path(path), description=schema.get("description", ""), keys=tuple(keys)
         )
     for below, section in inner:
         yield from _iterate_sections(below, section, definitions)

@@ -25,7 +25,7 @@ from orchestrator.service.views.records import (
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder
@@ -77,7 +77,7 @@ def load_attempt_curves(home: Path, job_id: str, attempt_number: int) -> Curves:
     """Return the metric curves of this attempt; empty where it has none."""
     path = JobFolder(home, job_id).attempt(attempt_number).metrics
     # the first row may be cut off, the last one half written; a script keeps none
-    rows = list(map(parse_row, read_log_tail(path, CURVE_BYTES_MAX).splitlines()))
+    rows = list(map(parse_metric_row, read_log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [

@@ -91,7 +91,7 @@ class OidcSignIn:
             claims = self._provider.fetch_claims(
                 _callback_url(request), query["code"], begun["nonce"], begun["verifier"]
             )
-            user = self._provider.spec.user(claims)
+            user = self._provider.spec.user_name(claims)
             role = self._find_role(user, claims)
         except SignInError as error:
             self._gate.is_guessing(request)
@@ -128,7 +128,7 @@ class OidcSignIn:
         return begun
 
     def _find_role(self, user: str, claims: Mapping[str, Any]) -> Role:
-        role_by_claims = self._provider.spec.role(claims)
+        role_by_claims = self._provider.spec.highest_role(claims)
         role_by_account = next(
             (account.role for account in self._accounts.list_users() if account.name == user), None
         )

@@ -94,7 +94,7 @@ from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
-from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -629,7 +629,7 @@ def _parse_jobs(text: str) -> list[Any]:
     """
     for spec in parse_jobs(text, SOURCE):
         wrong = next(
-            ((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None
+            ((key, path) for key, path in list_paths(spec) if not path.startswith("/")), None
         )
         if wrong is not None:
             hint = "a page has no folder to start from: write the path on the service's machine, or use `orc submit`"

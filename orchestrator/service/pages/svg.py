@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
+from orchestrator.planning.picture import Mark, Picture, choose_byte_ticks, choose_second_ticks
 from orchestrator.service.pages.frame import load_macros
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
@@ -133,8 +133,8 @@ def draw_frontier(picture: Picture, title: str = "", label_prefix: str = "attemp
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - AXIS_BOTTOM, TOP, is_log=True)
-    seconds = second_ticks(*picture.span_s, 8)
-    sizes = byte_ticks(*picture.span_bytes, 6)
+    seconds = choose_second_ticks(*picture.span_s, 8)
+    sizes = choose_byte_ticks(*picture.span_bytes, 6)
     order = list(Mark)
     points = sorted(picture.points, key=lambda point: order.index(point.mark))
     ends = "ends:" if picture.has_limit else "ends above, at"

@@ -36,7 +36,7 @@ from orchestrator.specs.errors import (
     StorageError,
     UncertainError,
     UnknownError,
-    closest,
+    find_closest_word,
 )
 from orchestrator.specs.events import (
     CancelRequested,
@@ -366,7 +366,7 @@ class Controller:
             state = self._state
             names = {spec.name for spec in (*state.nodes, *state.declared)} | {*state.drained}
             if node_name not in names:
-                near = closest(node_name, names)
+                near = find_closest_word(node_name, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
                 raise UnknownError(f"there is no node {node_name!r}: {hint}")
             is_suspended = any(entry.node == node_name for entry in state.suspensions)

@@ -20,8 +20,8 @@ from typing import IO
 
 from orchestrator.backends.environment import select_inherited
 from orchestrator.backends.journal.history import Codec
-from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier
+from orchestrator.planning.request import read_plan_request
+from orchestrator.planning.search import find_frontier
 from orchestrator.planning.work import TooManyPlans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
@@ -72,7 +72,7 @@ class FirstDecisions:
         """
         state = replace(state, nodes=state.nodes or state.declared)
         shape = (
-            read_request(spec),
+            read_plan_request(spec),
             tuple(group.hardware for group in group_equal_nodes(state.nodes)),
         )
         with self._lock:
@@ -203,7 +203,7 @@ def decide_job(state: State, event: Submitted) -> JsonObject:
     """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
     for group in group_equal_nodes(state.nodes):
         try:
-            frontier(read_request(event.spec), group.hardware)
+            find_frontier(read_plan_request(event.spec), group.hardware)
         except TooManyPlans as error:
             return {"what": error.what, "path": error.path, "got": error.got} | {
                 "allowed": error.allowed,

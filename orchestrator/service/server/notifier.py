@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from orchestrator.backends.journal.outbox import Notices
 from orchestrator.backends.notify.notice import Notice, make_job_notice, make_notice
 from orchestrator.backends.notify.targets import Target
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.views.report import format_markdown, report_title
 from orchestrator.specs.cluster import describe_unreadable
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.notify import NoticeKind, NotifySpec
 
@@ -82,7 +82,7 @@ class Notifier:
         """
         for name in target_names:
             if name not in self.targets:
-                near = closest(name, self.targets)
+                near = find_closest_word(name, self.targets)
                 hint = (
                     f"did you mean {near!r}?"
                     if near
@@ -106,7 +106,9 @@ class Notifier:
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _make_late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
         sent_ids = self._notices.find_sent([*ids.values()]) if ids else set()
-        reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
+        reasons = describe_late_jobs(
+            state, [job_id for job_id in due if ids[job_id] not in sent_ids]
+        )
         return [
             _make_late_notice(state.jobs[job_id], now_s, reason)
             for job_id, reason in reasons.items()

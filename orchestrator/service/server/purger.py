@@ -204,11 +204,11 @@ class Purger:
             removable_parts, key=lambda part: (part.ended_at_s, part.job, part.path)
         ):
             if is_due(part):
-                purge.goes.append((part, keep.words(part.kind)))
+                purge.goes.append((part, keep.format_setting(part.kind)))
             elif (
                 part.kind is PartKind.SUPERSEDED and part.job in newest
             ):  # older ones stay no longer than the newest
-                purge.goes.append((part, keep.words(newest[part.job])))
+                purge.goes.append((part, keep.format_setting(newest[part.job])))
             else:
                 young.append(part)
         left_bytes = purge.home_bytes - sum(part.size_bytes for part, _ in purge.goes)
@@ -219,13 +219,13 @@ class Purger:
                 and left_bytes > keep.budget
                 and part.kind is not PartKind.RESULTS
             ):
-                purge.goes.append((part, keep.words("budget")))
+                purge.goes.append((part, keep.format_setting("budget")))
                 left_bytes -= part.size_bytes
             elif getattr(keep, part.kind) is None:
                 purge.count_staying(f"keep.{part.kind} is not set", part.size_bytes)
             else:
                 purge.count_staying(
-                    f"{keep.words(part.kind)}, since the job ended", part.size_bytes
+                    f"{keep.format_setting(part.kind)}, since the job ended", part.size_bytes
                 )
         purge.beyond_bytes = 0 if keep.budget is None else max(0, left_bytes - keep.budget)
         purge.more = max(0, len(purge.goes) - PARTS_MAX)
@@ -311,7 +311,7 @@ class Purger:
         if purge.beyond_bytes and not purge.more:
             beyond = format_bytes(purge.beyond_bytes)
             parts.append(
-                f"the home holds {beyond} more than {self._keep.words('budget')}, and nothing more may go"
+                f"the home holds {beyond} more than {self._keep.format_setting('budget')}, and nothing more may go"
             )
         return "; ".join(parts) or None
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from orchestrator.service.intake.git import read_code_source
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import Override, with_overrides
+from orchestrator.specs.parse import Override, apply_overrides
 
 # Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a
 # checkpoint of
@@ -92,7 +92,7 @@ def make_retry_spec(job: Job, settings: Sequence[Override], option_name: str) ->
         raise SpecError(
             "the model would have to be traced anew", source=option_name, path=traced[0], hint=hint
         )
-    spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, option_name)
+    spec = apply_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, option_name)
     is_here = spec.workdir is not None and Path(spec.workdir).is_dir()
     return (
         spec.model_copy(update={"source": read_code_source(Path(spec.workdir or "."))})
@@ -136,7 +136,7 @@ def list_changed_files(job: Job, spec: JobSpec) -> list[str]:
     without a time of change.
     """
     began_s = job.attempts[0].launched_at_s if job.attempts else job.submitted_at_s
-    paths = (Path(path) for key, path in paths_of(spec) if key.startswith("data."))
+    paths = (Path(path) for key, path in list_paths(spec) if key.startswith("data."))
     statuses = {str(path): path.stat() for path in paths if path.exists()}
     return [
         path for path, status in statuses.items() if status.st_size and status.st_mtime > began_s

@@ -8,7 +8,7 @@ from orchestrator.scheduling.base.time_limits import total_run_time_s, with_team
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import Override, with_overrides
+from orchestrator.specs.parse import Override, apply_overrides
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.units import format_seconds
 
@@ -86,7 +86,7 @@ def make_update(new_settings: Sequence[Override], policy: PolicySpec) -> Change:
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         spec = with_team_limit(
-            with_overrides(job.spec, new_settings, job.id), policy.team_of(job.user)
+            apply_overrides(job.spec, new_settings, job.id), policy.team_of(job.user)
         )
         if (
             spec.deadline is not None

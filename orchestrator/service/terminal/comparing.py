@@ -22,7 +22,7 @@ from orchestrator.service.terminal.options import (
     select_service,
 )
 from orchestrator.service.terminal.output import make_console, print_answer
-from orchestrator.specs.choices import Micro
+from orchestrator.specs.choices import MicroBatchChoice
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -60,12 +60,12 @@ def compare(
         ),
     ] = None,
     micro: Annotated[
-        Micro,
+        MicroBatchChoice,
         typer.Option(
             "--micro",
             help="Micro-batch of all: the largest with which all fit, or the best of each.",
         ),
-    ] = Micro.COMMON,
+    ] = MicroBatchChoice.COMMON,
     repeats: Annotated[
         int,
         typer.Option("--repeats", min=1, help="Times that each is trained: 3 give 95 % intervals."),
@@ -180,7 +180,7 @@ def _submit_comparison(
     client: Client,
     file: Path,
     choice: str,
-    micro_batch_choice: Micro,
+    micro_batch_choice: MicroBatchChoice,
     steps: int | None,
     repeats: int,
     learning_rates: Sequence[float],

@@ -14,7 +14,7 @@ from orchestrator.service.views.timeline import (
     draw_busy_lines,
     iterate_columns_and_shares,
 )
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.units import format_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def draw_gantt(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     """
     ends_s = (until_s for _, until_s in _iterate_ended_attempts(outcomes))
     end_s = max(ends_s, default=1.0) or 1.0  # at least a second
-    nodes = {node.name: node.devices for node in idle_nodes(cluster)}
+    nodes = {node.name: node.devices for node in make_idle_nodes(cluster)}
     for process, _ in _iterate_ended_attempts(outcomes):
         for part in process.attempt.placement:  # a node that has left, or has joined since
             nodes.setdefault(part.node, len(part.devices))

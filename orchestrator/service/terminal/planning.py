@@ -206,10 +206,10 @@ def _make_tracer(
     """
 
     def trace(spec: JobSpec) -> JobSpec:
-        from orchestrator.memory.profiles import is_known
+        from orchestrator.memory.profiles import is_memory_known
         from orchestrator.service.intake.profiling import trace_model
 
-        if is_known(spec):
+        if is_memory_known(spec):
             return spec
         return spec.model_copy(
             update={"traced": trace_model(spec, home.expanduser(), job_source, trace_scope(spec))}

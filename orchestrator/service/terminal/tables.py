@@ -271,11 +271,11 @@ def is_estimate_known(estimate: EstimateView) -> bool:
 
 def _reason_lines(job: JobView, *, has_changes: bool) -> Group:
     # the words of a plan come with the search for plans, which only this table needs
-    from orchestrator.planning.explain import why_taken
+    from orchestrator.planning.explain import describe_choice
 
     lines = []
     for attempt in job["attempts"]:
-        why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
+        why = attempt["change_reason"] or describe_choice(attempt["fit_probability"])
         factor = (
             f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
         )

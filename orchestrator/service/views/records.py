@@ -11,8 +11,8 @@ from typing import cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
-from orchestrator.planning.explain import by_moment
+from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.planning.explain import list_highest_moments
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
@@ -24,7 +24,7 @@ from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node, Window
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.recorded import recorded_settings
+from orchestrator.specs.job.recorded import list_recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.json_object import JsonObject
@@ -281,7 +281,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         status=attempt.status.value,
         outcome=attempt.outcome,
         plan=in_short(attempt.plan),
-        settings=recorded_settings(spec, attempt.plan),
+        settings=list_recorded_settings(spec, attempt.plan),
         placement=_format_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],
@@ -316,12 +316,12 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
 
 def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
     """Return the estimate as JSON, with its activations times `correction`, causes largest first."""
-    at_worst = corrected(estimate, correction)
+    at_worst = correct_estimate(estimate, correction)
     return EstimateView(
         source=estimate.source.value,
         moment=at_worst.moment,
         by_cause=dict(sorted(at_worst.by_cause, key=lambda cause: -cause[1])),
-        by_moment=[cast(MomentView, asdict(moment)) for moment in by_moment(estimate)],
+        by_moment=[cast(MomentView, asdict(moment)) for moment in list_highest_moments(estimate)],
         allocated_bytes=at_worst.allocated_bytes,
         reserved_bytes=at_worst.reserved_bytes,
         device_bytes=at_worst.device_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.json_object import JsonObject
 
 JOBS_MAX = 1000  # of one array: as Slurm's MaxArraySize, less one
@@ -21,15 +21,15 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
     """Return one job document for each set of values in `array:`, in their order. Raises SpecError.
 
-    A value that is one placeholder alone takes the replacement with its type, such as a number. Elsewhere its text is
-    inserted. All jobs of an array belong to one family, whatever their names.
+    A value that is one placeholder alone takes the replacement with its type, such as a number.
+    Elsewhere its text is inserted. All jobs of an array belong to one family, whatever their names.
     """
     rest = {key: value for key, value in data.items() if key not in ("array", "max_concurrent")}
-    rows = list(_read_rows(data["array"], source))
-    used = set(placeholders(rest))
+    rows = list(_list_value_sets(data["array"], source))
+    used = set(list_placeholders(rest))
     unused = [name for name in rows[0] if name not in used]
     if unused:
-        near = closest(unused[0], used - {INDEX})
+        near = find_closest_word(unused[0], used - {INDEX})
         hint = (
             f"the file says {{{near}}}"
             if near
@@ -43,7 +43,7 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
             hint=hint,
         )
     max_concurrent = read_max_concurrent(data, len(rows), source)
-    rest = with_family(rest)
+    rest = with_array_family(rest)
     return [
         fill_placeholders(rest, {INDEX: number, **row})
         | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
@@ -51,9 +51,11 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
     ]
 
 
-def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) -> int:
-    """Return how many jobs of the array may run at once; `otherwise` without a limit. Raises SpecError."""
-    count = data.get("max_concurrent", otherwise)
+def read_max_concurrent(data: Mapping[str, Any], default: int, source: str) -> int:
+    """Return how many jobs of the array may run at once; `default` without a limit. Raises
+    SpecError.
+    """
+    count = data.get("max_concurrent", default)
     if not isinstance(count, int) or not 1 <= count <= JOBS_MAX:
         raise SpecError(
             "not a number of jobs",
@@ -65,16 +67,16 @@ def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) ->
     return count
 
 
-def with_family(data: Mapping[str, Any]) -> JsonObject:
-    """Return the document with the `family` of its jobs: their name without its placeholders."""
+def with_array_family(data: Mapping[str, Any]) -> JsonObject:
+    """Return the document with `family` set to the array's name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)
     family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", data["name"])
     return {"family": family.strip("-_.") or "array"} | dict(data)
 
 
-def _read_rows(array: object, source: str) -> Iterator[JsonObject]:
-    """Yield the values of each job. Raises SpecError."""
+def _list_value_sets(array: object, source: str) -> Iterator[JsonObject]:
+    """Yield {placeholder: value} for each job of the array. Raises SpecError."""
     if (
         isinstance(array, dict)
         and array
@@ -122,29 +124,31 @@ def _check_count(count: int, source: str) -> None:
         )
 
 
-def placeholders(value: object) -> Iterator[str]:
-    """Yield the placeholder names in all texts of a document or a part of it."""
+def list_placeholders(value: object) -> Iterator[str]:
+    """Yield the names of all placeholders in the texts of a document or a part of it."""
     if isinstance(value, str):
         yield from _PLACEHOLDER.findall(value)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from placeholders(key)
-            yield from placeholders(inner)
+            yield from list_placeholders(key)
+            yield from list_placeholders(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from placeholders(inner)
+            yield from list_placeholders(inner)
 
 
-def fill_placeholders(value: Any, row: Mapping[str, Any]) -> Any:
-    """Return a copy of `value` with placeholders replaced by the row's values; other braces stay."""
+def fill_placeholders(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of `value` with its placeholders replaced by these values; other braces stay."""
     if isinstance(value, str):
         whole = _PLACEHOLDER.fullmatch(value)
-        if whole and whole[1] in row:
-            return row[whole[1]]
-        return _PLACEHOLDER.sub(lambda match: str(row.get(match[1], match[0])), value)
+        if whole and whole[1] in values:
+            return values[whole[1]]
+        return _PLACEHOLDER.sub(lambda match: str(values.get(match[1], match[0])), value)
     if isinstance(value, dict):
         return {
-            fill_placeholders(key, row): fill_placeholders(inner, row)
+            fill_placeholders(key, values): fill_placeholders(inner, values)
             for key, inner in value.items()
         }
-    return [fill_placeholders(inner, row) for inner in value] if isinstance(value, list) else value
+    return (
+        [fill_placeholders(inner, values) for inner in value] if isinstance(value, list) else value
+    )

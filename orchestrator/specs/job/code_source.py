@@ -1,4 +1,4 @@
-"""The git state of a job's code at its submission."""
+"""The git commit and changes of a job's code when the job was submitted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS_MAX = 1000
 
 
 class CodeSource(SpecModel):
-    """The state of a git work tree at a submission."""
+    """The state of the job's git work tree when the job was submitted."""
 
     commit: str = Field(pattern=r"^[0-9a-f]{40,64}$")
     branch: str = Field(default="", max_length=WORDS_MAX)  # "" where none is checked out

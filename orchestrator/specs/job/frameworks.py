@@ -1,4 +1,4 @@
-"""Presets of common training frameworks: knobs (settings a script takes), launcher and log lines of their trainers."""
+"""Presets for common training frameworks: knobs (settings a script takes), launcher and log lines."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def load_preset(framework: str) -> Mapping[str, Any]:
     """Return a framework's preset: keys of a job file, and the keys of PRESET_ONLY."""
     preset = load_table(__package__, f"presets/{framework}")
     base = preset.pop("extends", None)
-    return preset if base is None else with_preset(preset, load_preset(base))
+    return preset if base is None else merge_preset(preset, load_preset(base))
 
 
-def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> JsonObject:
-    """Return the job data, with missing keys filled from the preset."""
+def merge_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> JsonObject:
+    """Return the job data with missing keys filled in from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
         base = preset.get(section)
@@ -58,32 +58,36 @@ def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> JsonObjec
 
 
 def _merge_knob(knob: object, changes: object) -> Any:
-    """Return a preset's knob with a job's changes; a knob of the job that has a way of its own stands alone."""
+    """Return a preset's knob with the job's changes; a job's knob that says how it is set replaces
+    the preset's.
+    """
     if not isinstance(knob, Mapping) or not isinstance(changes, Mapping):
         return changes
     has_own_way = any(changes.get(way) is not None for way in WAYS)
     return changes if has_own_way else {**knob, **changes}
 
 
-def knobs_of(framework: str) -> JsonObject:
-    """Return the knobs (settings a script takes) of a framework's trainers, as `knobs:` of a job file."""
+def load_knobs(framework: str) -> JsonObject:
+    """Return the `knobs:` of a job file (settings a script takes) for a framework's trainers."""
     return dict(load_preset(framework)["knobs"])
 
 
-def launch_of(framework: str) -> str:
-    """Return what starts the ranks of a framework's trainers, as `launch:` of a job file."""
+def load_launch_style(framework: str) -> str:
+    """Return the `launch:` of a job file for a framework: which program starts the ranks of its
+    trainers.
+    """
     return str(load_preset(framework)["launch"])
 
 
 def fill_defaults(data: Mapping[str, Any]) -> JsonObject:
-    """Return the job data with the defaults of its `trainer` filled in. Present keys stay, null included.
+    """Return the job data with its trainer's defaults filled in; present keys stay, even if null.
 
-    Batch size, accumulation and precision move out of the command, into knob defaults and the job's `precision`.
-    Recomputation in the command stays there, and then has no knob. Without a precision anywhere, the script keeps its
-    default. The function is idempotent.
+    Batch size, accumulation and precision move out of the command, into knob defaults and the job's
+    `precision`. Recomputation in the command stays there, and then has no knob. Without a precision
+    anywhere, the script keeps its default. The function is idempotent.
     """
     trainer = data.get("trainer")
-    argv = split_words(data.get("command"))
+    argv = split_command(data.get("command"))
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
@@ -92,20 +96,20 @@ def fill_defaults(data: Mapping[str, Any]) -> JsonObject:
     }
     additions["launch"] = data.get("launch", defaults["launch"])
     job_knobs = data.get("knobs", {})
-    knobs = _knobs_for(defaults["knobs"], job_knobs, additions["launch"])
+    knobs = _list_missing_knobs(defaults["knobs"], job_knobs, additions["launch"])
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
         if isinstance(knobs.get(name), Mapping):
-            knobs[name], argv = _take_default(knobs[name], argv)
+            knobs[name], argv = _move_default(knobs[name], argv)
     if _is_in_command(knobs.get("activation_checkpointing"), argv):
         knobs["activation_checkpointing"] = None
     if "precision" in knobs and "precision" not in data:
-        precision, argv = _take_precision(knobs["precision"], argv)
+        precision, argv = _remove_precision(knobs["precision"], argv)
         if precision is not None:
             additions |= {"precision": precision}
         else:
             knobs |= {"precision": None}
     if "config" not in data:
-        config, argv = _take_config(defaults, argv)
+        config, argv = _remove_config_flag(defaults, argv)
         if config is not None:
             additions |= {"config": config}
     for section in ("resume", "phases"):
@@ -124,10 +128,12 @@ def fill_defaults(data: Mapping[str, Any]) -> JsonObject:
     }
 
 
-def _knobs_for(
+def _list_missing_knobs(
     defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object
 ) -> JsonObject:
-    """Return the framework's knobs that the job leaves out, or declares without a way to turn them."""
+    """Return the framework's knobs that the job does not declare, or declares without a way to set
+    them.
+    """
     knobs: JsonObject = {}
     for name, knob in defaults.items():
         if knob == "derived":
@@ -142,11 +148,13 @@ def _knobs_for(
     return knobs
 
 
-def _take_config(preset: Mapping[str, Any], argv: Argv) -> tuple[dict[str, str] | None, Argv]:
-    """Return the config file that a command names for its trainer, or None, and the command without its flag."""
+def _remove_config_flag(
+    preset: Mapping[str, Any], argv: Argv
+) -> tuple[dict[str, str] | None, Argv]:
+    """Return (config file that the command names or None, command without that flag)."""
     flag = preset.get("config_flag")
     if flag is not None:
-        file, argv = take_flag(argv, flag)
+        file, argv = remove_flag(argv, flag)
         return None if file is None else {"file": file, "flag": flag}, argv
     if preset.get("config_is_first_file"):
         files = [
@@ -158,8 +166,8 @@ def _take_config(preset: Mapping[str, Any], argv: Argv) -> tuple[dict[str, str] 
     return None, argv
 
 
-def split_words(command: object) -> Argv:
-    """Return the words of a command; () where they cannot be read, since another check says why."""
+def split_command(command: object) -> Argv:
+    """Return the words of a command; () where it cannot be split, which another check reports."""
     if isinstance(command, str):
         try:
             return tuple(shlex.split(command))
@@ -168,8 +176,10 @@ def split_words(command: object) -> Argv:
     return tuple(map(str, command)) if isinstance(command, Sequence) else ()
 
 
-def take_flag(argv: Argv, flag: str) -> tuple[str | None, Argv]:
-    """Return (value, command without the flag). The value of a bare flag is `true`; None where the flag is missing."""
+def remove_flag(argv: Argv, flag: str) -> tuple[str | None, Argv]:
+    """Return (value of the flag, command without it); `true` for a bare flag, None for a missing
+    one.
+    """
     for index, word in enumerate(argv):
         if word.startswith(f"{flag}="):
             return word.partition("=")[2], argv[:index] + argv[index + 1 :]
@@ -181,42 +191,47 @@ def take_flag(argv: Argv, flag: str) -> tuple[str | None, Argv]:
 
 
 def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
-    """Return (option, degree) of the first option by which a command splits its model over ranks; None without one."""
+    """Return (option, degree) of the first option with which the command splits its model over
+    ranks, or None.
+    """
     for flag in load_preset(trainer).get("cuts_over_ranks", ()) if trainer is not None else ():
-        degree, _ = take_flag(tuple(command), flag)
+        degree, _ = remove_flag(tuple(command), flag)
         if degree not in (None, "1"):
             return flag, str(degree)
     return None
 
 
 def is_flag_on(command: Sequence[str], flag: str) -> bool:
-    """Return whether a command sets a flag, as HfArgumentParser reads it: bare, or `true`."""
-    return str(take_flag(tuple(command), flag)[0]).lower() == "true"
+    """Return whether a command sets a flag, bare or as `true`, as HfArgumentParser reads it."""
+    return str(remove_flag(tuple(command), flag)[0]).lower() == "true"
 
 
 def _is_in_command(knob: Mapping[str, Any] | None, argv: Argv) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
-    return word is not None and take_flag(argv, word)[0] is not None
+    return word is not None and remove_flag(argv, word)[0] is not None
 
 
-def _take_default(knob: JsonObject, argv: Argv) -> tuple[JsonObject, Argv]:
-    """Return a knob and its `also` with their values in the command as defaults, and the rest of the command."""
-    value, rest = take_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
+def _move_default(knob: JsonObject, argv: Argv) -> tuple[JsonObject, Argv]:
+    """Return (the knob with its value in the command as default, the command without that value).
+
+    Knobs under `also` are handled the same way.
+    """
+    value, rest = remove_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
     if value is not None and value.isdecimal():
         knob = {**knob, "default": int(value)}
         argv = rest
     also = []
     for companion in knob.get("also", ()):
-        changed, argv = _take_default(companion, argv)
+        changed, argv = _move_default(companion, argv)
         also.append(changed)
     return ({**knob, "also": also} if also else knob), argv
 
 
-def _take_precision(knob: Mapping[str, Any], argv: Argv) -> tuple[str | None, Argv]:
-    """Return the precision that the options of this knob set in a command, and the command without them."""
+def _remove_precision(knob: Mapping[str, Any], argv: Argv) -> tuple[str | None, Argv]:
+    """Return (precision that the command's options set or None, command without these options)."""
     precision = None
     for option in (knob, *knob.get("also", ())):
-        value, rest = take_flag(argv, option["flag"]) if "flag" in option else (None, argv)
+        value, rest = remove_flag(argv, option["flag"]) if "flag" in option else (None, argv)
         names = {
             str(word).lower(): name for name, word in option["values"].items() if word is not False
         }

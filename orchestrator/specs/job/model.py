@@ -1,4 +1,6 @@
-"""Model, data and optimizer of a job, as plain data that training processes read too. Standard library only."""
+"""A job's model, data and optimizer as plain data, which training processes read too. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ STRICT = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
 
 
 class Strict:
-    """A noun that pydantic reads by the rules of STRICT."""
+    """Base class of objects that pydantic reads by the rules of STRICT."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -91,11 +93,13 @@ class LoraSpec(Strict):
 
 @frozen
 class ModelSpec(Strict):
-    """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
+    """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads
+    bytes.
 
-    `hf` with a folder reads its config.json. `config` replaces the configuration of a hub name where the hub cannot be
-    reached; a factory gets it as its argument. Of what a script trains, settings without `model_type` complete the
-    published ones, as `attn_implementation: eager`. `weights` is the precision of all weights, frozen ones included.
+    `hf` with a folder reads its config.json. `config` replaces the configuration of a hub name
+    where the hub cannot be reached; a factory gets it as its argument. For a script's model,
+    settings without `model_type` complete the published ones, as `attn_implementation: eager`.
+    `weights` is the precision of all weights, frozen ones included.
     """
 
     decoder: DecoderSpec | None = None
@@ -167,7 +171,7 @@ class Freeze(Strict):
 
 @frozen
 class TrainingSpec(Strict):
-    """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
+    """Optimizer, learning-rate schedule and number of steps of the training; no plan changes them."""
 
     max_steps: int = field(default=100, metadata={"ge": 1, "le": STEPS_MAX})
     optimizer: Optimizer = Optimizer.ADAMW

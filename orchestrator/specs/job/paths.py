@@ -14,8 +14,11 @@ KINDS_OF_FILES = ("text", "chat", "tokens", "tensors")
 Change = Callable[[str, str], str]  # (key, path) -> another path
 
 
-def with_paths(spec: JobSpec, change: Change) -> JobSpec:
-    """Return the job with `change` applied to each path. `model.hf` and its like count if they look like paths."""
+def change_paths(spec: JobSpec, change: Change) -> JobSpec:
+    """Return the job with `change` applied to each of its file paths.
+
+    `model.hf` and similar keys count if they look like paths.
+    """
     files: JsonObject = {
         kind: tuple(
             change(f"data.{kind}[{index}]", file)
@@ -42,15 +45,15 @@ def with_paths(spec: JobSpec, change: Change) -> JobSpec:
     return spec.model_copy(update=changed)
 
 
-def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of each path that the job names."""
+def list_paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of each file path in the job."""
     pairs: list[tuple[str, str]] = []
 
     def note(key: str, path: str) -> str:
         pairs.append((key, path))
         return path
 
-    with_paths(spec, note)
+    change_paths(spec, note)
     yield from pairs
 
 

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonS
 
 from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.engines import facts_of
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import SETTINGS, Setting, text_of
+from orchestrator.specs.settings import SETTINGS, Setting, format_value
 from orchestrator.specs.spec_model import HISTORY
 
 GIVEN = {
@@ -33,9 +33,9 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
 }
 
 
-def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
-    """Return the SpecError for a name that no setting has."""
-    near = closest(key, (*GIVEN, *SHORT))
+def make_unknown_setting_error(key: str, raw: object, source: str = "") -> SpecError:
+    """Return the SpecError for a pinned name that is no setting of a plan."""
+    near = find_closest_word(key, (*GIVEN, *SHORT))
     hint = f"did you mean {near!r}?" if near else ""
     return SpecError(
         "unknown setting of a plan",
@@ -47,14 +47,14 @@ def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
     )
 
 
-def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
-    """Return the typed value of a setting from a text or a number. Raises SpecError."""
+def parse_setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
+    """Return the value of a setting in its type, from a text or a number. Raises SpecError."""
     choices = setting.choices
-    text = text_of(raw)
+    text = format_value(raw)
     if text in choices:
         return choices[text]
     if choices:
-        near = closest(text, choices)
+        near = find_closest_word(text, choices)
         raise SpecError(
             "not one of the possible values",
             source=source,
@@ -75,7 +75,10 @@ def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> 
 
 
 def _read_pins(raw: object, info: ValidationInfo) -> object:
-    """Return the pairs of a mapping, in the order of the settings. Raises SpecError, but not for a row of a journal."""
+    """Return a mapping as (name, value) pins, in the order of the settings.
+
+    Raises SpecError, except for stored pins, which an older version may have written.
+    """
     if isinstance(raw, tuple):
         return raw
     if not isinstance(raw, Mapping):
@@ -88,17 +91,17 @@ def _read_pins(raw: object, info: ValidationInfo) -> object:
     for name, value in raw.items():
         key = SHORT.get(str(name), str(name))
         if key not in GIVEN:
-            raise unknown_setting(key, value)
+            raise make_unknown_setting_error(key, value)
         if key in values:
             raise SpecError("the setting is given twice", path=str(name), got=value)
-        values[key] = setting_value(GIVEN[key], str(name), value)
+        values[key] = parse_setting_value(GIVEN[key], str(name), value)
     return tuple((key, values[key]) for key in GIVEN if key in values)
 
 
 def _recorded_value(key: str, value: Any) -> Any:
-    """Return the value of a setting as a row has it; one that no setting has any more stays plain."""
+    """Return a stored setting's value in its type; unchanged if no setting has this name any more."""
     setting = GIVEN.get(key)
-    return value if setting is None else setting.choices.get(text_of(value), value)
+    return value if setting is None else setting.choices.get(format_value(value), value)
 
 
 Pins = Annotated[  # settings of a plan with their values
@@ -120,10 +123,11 @@ Pins = Annotated[  # settings of a plan with their values
 ]
 
 
-def pins_of(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], ...]:
-    """Return all settings of a plan as (name, value) pins, so that only this plan of a job matches them.
+def make_pins(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], ...]:
+    """Return all settings of a plan as (name, value) pins, which no other plan of the job matches.
 
-    `knobs` are those of a script, None for a model: a setting without a knob is the same in all plans, and no pin.
+    `knobs` are those of a script, None for a model: a setting without a knob is the same in all
+    plans, and no pin.
     """
     values = {key: getattr(plan.layout if key in AXES else plan, key) for key in GIVEN}
     values = {key: value for key, value in values.items() if value is not None}
@@ -133,14 +137,16 @@ def pins_of(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], ..
     return tuple(values.items())
 
 
-def has_pins(part: object, pins: Mapping[str, Any]) -> bool:
-    """Return whether a layout, or another part of a plan, matches the pins of all settings that it has."""
+def matches_pins(part: object, pins: Mapping[str, Any]) -> bool:
+    """Return whether a layout, or another part of a plan, has the pinned value of each setting in
+    it.
+    """
     return all(getattr(part, key, value) == value for key, value in pins.items())
 
 
-def in_words(pins: tuple[tuple[str, Any], ...]) -> str:
+def format_pins(pins: tuple[tuple[str, Any], ...]) -> str:
     """Return the pins as text, such as `zero_stage=3, micro_batch_size=2`."""
-    return ", ".join(f"{key}={text_of(value)}" for key, value in pins)
+    return ", ".join(f"{key}={format_value(value)}" for key, value in pins)
 
 
 def check_pins(
@@ -152,14 +158,14 @@ def check_pins(
     lengths: tuple[int | None, ...],
     clip_norm: float | None,
 ) -> None:
-    """Raise SpecError for a pin that the job cannot have on any hardware.
+    """Raise SpecError for a pin that no hardware can satisfy for the job.
 
-    `knobs` are those of a script, None for a model. `lengths` are its possible sequence lengths. `other_precision` is
-    whether a plan may change the job's precision.
+    `knobs` are those of a script, None for a model. `lengths` are its possible sequence lengths.
+    `other_precision` is whether a plan may change the job's precision.
     """
     values = dict(pins)
     if values.get("optimizer_in_backward"):
-        check_in_backward(clip_norm, "plan.optimizer_in_backward")
+        check_update_in_backward(clip_norm, "plan.optimizer_in_backward")
     engines = tuple(engine for engine in Engine if facts_of(engine).is_ours is (knobs is None))
     if (engine := values.get("engine", engines[0])) not in engines:
         raise SpecError(
@@ -179,7 +185,7 @@ def check_pins(
             raise SpecError(
                 "no knob of the script takes this",
                 path=f"plan.{key}",
-                got=text_of(values[key]),
+                got=format_value(values[key]),
                 hint=hint,
             )
     if values.get("precision", precision) is not precision and not other_precision:
@@ -200,8 +206,11 @@ def check_pins(
         )
 
 
-def check_in_backward(clip_norm: float | None, path: str) -> None:
-    """Raise SpecError where a job clips gradients: updates in the backward pass come before the total norm is known."""
+def check_update_in_backward(clip_norm: float | None, path: str) -> None:
+    """Raise SpecError where a job that clips gradients updates them in the backward pass.
+
+    The total norm is known only after the backward pass. `path` is the key that the error names.
+    """
     if clip_norm is not None:
         raise SpecError(
             "the job clips by the norm of all gradients, which are never there together",
@@ -214,7 +223,7 @@ def check_in_backward(clip_norm: float | None, path: str) -> None:
 def _settings_without_knob(
     values: Mapping[str, Any], knobs: Knobs, precision: Precision
 ) -> Iterator[str]:
-    """Yield the pinned settings for which the script has no knob."""
+    """Yield the names of pinned settings for which the script has no knob."""
     is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
     for key, value in values.items():
         usual = precision if key == "precision" else GIVEN[key].usual

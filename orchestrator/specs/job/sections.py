@@ -24,7 +24,7 @@ class GpuRange(SpecModel):
     max: int = Field(default=1, ge=1, le=DEVICES_MAX)
 
     @model_validator(mode="after")
-    def _ordered(self) -> GpuRange:
+    def _check_order(self) -> GpuRange:
         if self.max < self.min:
             raise ValueError(f"gpus.max={self.max} is below gpus.min={self.min}")
         return self
@@ -34,7 +34,7 @@ GPU_RANGE = r"^ *([0-9]{1,9}) *- *([0-9]{1,9}) *$"
 
 
 def _parse_range(gpus: object) -> object:
-    """Return `4` and `1-4` as a range."""
+    """Return `4` or `1-4` as a mapping with `min` and `max`; other values unchanged."""
     if isinstance(gpus, str) and (matched := re.match(GPU_RANGE, gpus)):
         return {"min": int(matched[1]), "max": int(matched[2])}
     return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
@@ -69,7 +69,9 @@ LearningRateRule = Literal["linear", "sqrt", "same"]  # how it follows a smaller
 
 
 class Remedy(SpecModel):
-    """A change that a person may make where no plan fits: words for the command, and keys of the job."""
+    """A change that a person may make where no plan fits: options for the command, and keys of the
+    job.
+    """
 
     label: str = Field(min_length=1, max_length=LABEL_LENGTH_MAX)
     arguments: Command = ()
@@ -78,7 +80,7 @@ class Remedy(SpecModel):
 
 
 class SmallerBatch(SpecModel):
-    """How far a restart may reduce the global batch, and how it then scales the learning rate."""
+    """How far a restart may reduce the global batch, and how the learning rate then changes."""
 
     least: int = Field(ge=1, le=BATCH_MAX)
     learning_rate: LearningRateRule
@@ -93,12 +95,12 @@ class Degrade(SpecModel):
 
     @property
     def limit(self) -> Degradation:
-        """The strongest change of settings that plans of this job may make."""
+        """The strongest class of changes that plans of this job may make."""
         return Degradation.EXACT if self.keeps_plan else Degradation[self.allow.upper()]
 
     @property
     def keeps_plan(self) -> bool:
-        """Whether every attempt must keep the first attempt's plan."""
+        """Whether every attempt must use the plan of the first one."""
         return self.allow == "none"
 
 
@@ -106,7 +108,9 @@ Budget = Annotated[int, Field(ge=0, le=64)]  # restarts
 
 
 class Retries(SpecModel):
-    """Restarts allowed per cause of failure, from 0 to 64. Errors of the program use `on_error`."""
+    """How many restarts are allowed for each cause of failure, 0 to 64; the program's errors use
+    `on_error`.
+    """
 
     oom: Budget = 8
     node: Budget = 3
@@ -136,17 +140,17 @@ class Member(SpecModel):
 
     @property
     def strategies(self) -> int:
-        """Strategies that are compared."""
+        """Number of strategies that the comparison compares."""
         return self.of // self.repeats
 
     @property
     def repeat(self) -> int:
-        """Number of this repeat of its strategy, from 1."""
+        """Number of this repeat of its strategy, counted from 1."""
         return 1 + self.number // self.strategies
 
 
 def _parse_dependencies(raw: object) -> object:
-    """Return `prepare-1`, `[prepare-1, encode-2]` or `{job: prepare-1, when: always}` as mappings of the last kind."""
+    """Return `prepare-1` or `[prepare-1, encode-2]` as a list of mappings with `job` and `when`."""
     entries = raw if isinstance(raw, list | tuple) else [raw]
     return tuple({"job": entry} if isinstance(entry, str) else entry for entry in entries)
 

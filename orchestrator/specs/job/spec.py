@@ -13,7 +13,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.choices import Degradation, Precision
-from orchestrator.specs.deepspeed_file import DeepSpeedKeys, leaves
+from orchestrator.specs.deepspeed_file import DeepSpeedKeys, list_leaf_keys
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import (
     DeadlineField,
@@ -30,7 +30,7 @@ from orchestrator.specs.job.frameworks import (
     Framework,
     fill_defaults,
     find_cut_option,
-    split_words,
+    split_command,
 )
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
@@ -53,7 +53,7 @@ from orchestrator.specs.job.trainer import (
     Resume,
     Success,
     check_script,
-    with_interpreter,
+    replace_interpreter,
 )
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
@@ -144,7 +144,9 @@ class JobSpec(SpecModel):
     time_limit: Seconds | None = Field(default=None, gt=0)
 
     def file_content(self) -> JsonObject:
-        """Return the content of a job file that reads as this job: what no file says is left out."""
+        """Return the content of a job file that reads as this job; keys that no file can have are
+        left out.
+        """
         content = self.model_dump(mode="json", exclude_defaults=True, exclude=set(IN_NO_FILE))
         if self.command is not None:
             content["command"] = shlex.join(self.command)
@@ -160,28 +162,32 @@ class JobSpec(SpecModel):
 
     @property
     def known_model(self) -> ModelSpec | None:
-        """The model that determines the job's costs: its `model`, or that of its script; None if undeclared."""
+        """The model from which the job's costs follow: its own, or that declared of its script;
+        None if unknown.
+        """
         return self.model or self.trains
 
     @property
     def is_compared(self) -> bool:
-        """Whether the job is a strategy of a comparison."""
+        """Whether the job runs one strategy of a comparison."""
         return self.member is not None and self.member.compared
 
     @property
     def guaranteed_gpus(self) -> int:
-        """Number of devices whose training speed the job is promised; 0 without a promise."""
+        """Number of devices whose training speed is guaranteed to the job; 0 without a guarantee."""
         return 0 if self.guarantee is None else self.guarantee.gpus or self.gpus.max
 
     @property
     def optimizer_steps(self) -> int | None:
-        """Total optimizer steps of the job; None where the job file does not say."""
+        """Total optimizer steps of the job; None where the job file does not give them."""
         return self.steps if self.is_script else self.training.max_steps
 
     @model_validator(mode="before")
     @classmethod
     def _fill_gpus_from_speeds(cls, raw: object) -> object:
-        """Fill in `gpus` from the numbers of devices that `speeds` names, where the job has none."""
+        """Return the job data with `gpus` filled in from the numbers of devices in `speeds`, if it
+        is missing.
+        """
         if not isinstance(raw, dict) or not isinstance(raw.get("speeds"), dict) or "gpus" in raw:
             return raw
         counts = [int(count) for count in map(str, raw["speeds"]) if count.isdecimal()]
@@ -197,14 +203,16 @@ class JobSpec(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_interpreter(cls, raw: object) -> object:
-        """Replace the program of `command` by `python`, or by the program beside it."""
+        """Return the job data with the command's program replaced by the `python` that the job
+        names.
+        """
         if not isinstance(raw, dict) or not isinstance(raw.get("python"), str):
             return raw
-        argv = split_words(raw.get("command"))
-        return {**raw, "command": with_interpreter(argv, raw["python"])} if argv else raw
+        argv = split_command(raw.get("command"))
+        return {**raw, "command": replace_interpreter(argv, raw["python"])} if argv else raw
 
     @model_validator(mode="after")
-    def _check(self) -> JobSpec:
+    def _check_job(self) -> JobSpec:
         """Raise ValueError or SpecError at the first contradiction between keys of the job."""
         self._check_model()
         self._check_data()
@@ -295,7 +303,7 @@ class JobSpec(SpecModel):
                 "`config` zero_stage: {key: zero_optimization.stage}",
             )
         if self.knobs.has_stage_in_file:
-            for name, value in leaves(json.loads(self.deepspeed)):
+            for name, value in list_leaf_keys(json.loads(self.deepspeed)):
                 if isinstance(value, list):
                     raise SpecError(
                         "a list cannot be set in a copy of the script's own file",
@@ -325,14 +333,14 @@ class JobSpec(SpecModel):
 
     @property
     def learning_rate(self) -> float | None:
-        """Learning rate of the training; None for a script that gets none."""
+        """Learning rate of the training; None for a script to which none is passed."""
         if not self.is_script:
             return self.training.learning_rate
         knob = self.knobs.learning_rate
         return None if knob is None or knob.default is None else float(knob.default)
 
     def _check_metric(self, trial: Trial) -> None:
-        """Raise ValueError where nothing tells the metric that judges the trial."""
+        """Raise ValueError where the trial's metric cannot be read from the job."""
         metric = trial.sweep.metric
         if self.is_script and metric.log is None:
             raise ValueError("`sweep.metric.log` says which line of a script's log has the metric")
@@ -342,7 +350,7 @@ class JobSpec(SpecModel):
             )
 
     def _check_plan(self) -> None:
-        """Raise SpecError for a pinned setting that no plan of the job has."""
+        """Raise SpecError for a pinned setting that no plan of the job can have."""
         knob = self.knobs.sequence_length
         length = (
             self.data.sequence_length
@@ -359,7 +367,9 @@ class JobSpec(SpecModel):
         )
 
     def _check_guarantee(self) -> None:
-        """Raise ValueError where the start or the end of a promise cannot be told at submission."""
+        """Raise ValueError where the start or end of a guaranteed job cannot be predicted at
+        submission.
+        """
         if self.guarantee is None:
             return
         if not self.gpus.min <= self.guaranteed_gpus <= self.gpus.max:

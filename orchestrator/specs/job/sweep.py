@@ -86,7 +86,7 @@ class Parameter(SpecModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range holds integers only."""
+        """Whether the range contains only integers."""
         return (
             self.distribution != "uniform"
             and isinstance(self.min, int)
@@ -95,7 +95,7 @@ class Parameter(SpecModel):
 
     @property
     def extremes(self) -> tuple[Value, ...]:
-        """All listed values, or both ends of the range."""
+        """All listed values, or the two ends of the range."""
         ends = () if self.min is None or self.max is None else (self.min, self.max)
         return self.choices or (ends if self.is_whole else tuple(map(float, ends)))
 
@@ -135,7 +135,7 @@ class Sweep(SpecModel):
     seed: int = Field(default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Sweep:
+    def _check_consistency(self) -> Sweep:
         for name, parameter in self.parameters:
             if name == INDEX or not name.isidentifier():
                 raise ValueError(
@@ -159,14 +159,18 @@ class Sweep(SpecModel):
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
-    def combination(self, number: int) -> dict[str, Value]:
-        """Return the grid's parameters for trial `number`, counted from 0. The last parameter varies fastest."""
+    def grid_parameters(self, number: int) -> dict[str, Value]:
+        """Return {parameter: value} of the grid's trial `number`, counted from 0; the last
+        parameter varies fastest.
+        """
         names = [name for name, _ in self.parameters]
         rows = product(*(parameter.choices for _, parameter in self.parameters))
         return dict(zip(names, next(islice(rows, number, None)), strict=True))
 
     def to_check(self) -> Iterator[dict[str, Value]]:
-        """Yield parameter sets to validate a job file with: all first values, then each other extreme alone."""
+        """Yield the parameter values with which to check a job file: all first values, then each
+        other extreme.
+        """
         first = {name: parameter.extremes[0] for name, parameter in self.parameters}
         yield first
         for name, parameter in self.parameters:
@@ -181,7 +185,7 @@ Values = Annotated[
 
 
 class Trial(SpecModel):
-    """The position of a job in its sweep, and the template from which further trials are made."""
+    """A job's number in its sweep, its parameters, and the template for further trials."""
 
     sweep: Sweep
     of: str | None = None  # id of the sweep; None: of a sweep that is being submitted
@@ -202,13 +206,15 @@ class Trial(SpecModel):
         return self
 
 
-def templates(
+def list_template_parts(
     data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (keys, part) of each smallest part of a document for which `says(part)` is true; `plan` is one part."""
+    """Yield (keys, part) of each smallest part of a document for which `says(part)` is true; `plan`
+    is one part.
+    """
     for key, part in data.items():
         if isinstance(part, dict) and (*keys, key) != ("plan",):
-            yield from templates(part, says, (*keys, str(key)))
+            yield from list_template_parts(part, says, (*keys, str(key)))
         elif says(part):
             yield (*keys, str(key)), part
 

@@ -1,4 +1,6 @@
-"""A user's training script: its knobs (settings it takes), its launcher, and its signs of success."""
+"""A user's training script: its knobs (settings it takes), its launcher, and how its success is
+recognised.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ YES_OR_NO = (
 )  # settings that a bare switch can say
 
 
-def _word(value: object) -> object:
-    """Return `true` and `4` as a command line has them; null stays."""
+def _command_word(value: object) -> object:
+    """Return `true` and `4` as text for a command line; null stays."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -40,7 +42,7 @@ def _word(value: object) -> object:
 
 def _parse_values(values: object) -> object:
     return (
-        tuple((_word(name), _word(word)) for name, word in values.items())
+        tuple((_command_word(name), _command_word(word)) for name, word in values.items())
         if isinstance(values, dict)
         else values
     )
@@ -106,7 +108,7 @@ class Knob(SpecModel):
 
     @property
     def all(self) -> tuple[Knob, ...]:
-        """The knob itself, followed by those under `also`."""
+        """The knob itself, followed by the knobs under `also`."""
         return (self, *self.also)
 
 
@@ -199,7 +201,9 @@ class Knobs(SpecModel):
 
     @property
     def derives_accumulation(self) -> bool:
-        """Whether the script computes gradient accumulation itself, from global batch, ranks and micro-batch."""
+        """Whether the script computes gradient accumulation itself, from global batch, ranks and
+        micro-batch.
+        """
         return self.gradient_accumulation_steps == "derived"
 
     @property
@@ -210,24 +214,30 @@ class Knobs(SpecModel):
 
     @property
     def has_stage_in_file(self) -> bool:
-        """Whether the ZeRO stage is a key of the script's own DeepSpeed file, of which each attempt gets a copy."""
+        """Whether the ZeRO stage is a key in the script's own DeepSpeed file, which is copied for
+        each attempt.
+        """
         key = None if self.zero_stage is None else self.zero_stage.key
         return key is not None and f".{key}".endswith(f".{ZERO}.stage")
 
     @property
     def is_sharded_by_fsdp(self) -> bool:
-        """Whether ZeRO stages of a plan mean FSDP for this script, not DeepSpeed."""
+        """Whether a plan's ZeRO stages mean FSDP for this script, not DeepSpeed."""
         has_deepspeed = self.has_deepspeed_file or self.has_stage_in_file
         return self.zero_stage is not None and not has_deepspeed
 
     @property
     def offloads_by_fsdp(self) -> bool:
-        """Whether a plan can make FSDP offload to the host, which only accelerate's config file allows."""
+        """Whether a plan can turn on FSDP's offload to the host, which only accelerate's config
+        file can.
+        """
         return self.zero_stage is not None and self.zero_stage.accelerate == "fsdp"
 
     @property
     def always_shards(self) -> bool:
-        """Whether every plan with several ranks is sharded: the ZeRO knob lists values, and none for stage 0."""
+        """Whether every plan with several ranks is sharded, because the ZeRO knob has no value for
+        stage 0.
+        """
         return (
             self.zero_stage is not None
             and bool(self.zero_stage.values)
@@ -283,7 +293,9 @@ def check_script(
     config: ConfigFile | None,
     phases: tuple[tuple[str, str], ...],
 ) -> None:
-    """Raise SpecError where the settings that drive a job's script contradict each other."""
+    """Raise SpecError where a script's launcher, knobs, config file and phases contradict each
+    other.
+    """
     if launch in STARTS_PYTHON and command and not is_python(command[0]):
         raise SpecError(
             f"`launch: {launch}` starts a Python script",
@@ -338,8 +350,10 @@ def _check_knob(
         )
 
 
-def with_interpreter(command: Sequence[str], python: str) -> Argv:
-    """Return the command with `python` as its interpreter, or with the program of this name beside it."""
+def replace_interpreter(command: Sequence[str], python: str) -> Argv:
+    """Return the command with `python` as its interpreter, or with its program from the same
+    folder.
+    """
     program, *arguments = command
     if not is_python(program):
         return (f"{python.rpartition('/')[0] or '.'}/{program_name(program)}", *arguments)
@@ -347,7 +361,7 @@ def with_interpreter(command: Sequence[str], python: str) -> Argv:
 
 
 def is_python(program: str) -> bool:
-    """Return whether a command's first word names a Python interpreter."""
+    """Return whether the program (a command's first word) is a Python interpreter."""
     return re.fullmatch(r"python[0-9.]*", program_name(program)) is not None
 
 

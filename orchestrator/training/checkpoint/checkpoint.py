@@ -37,32 +37,33 @@ from orchestrator.training.checkpoint.fragment import (
     FragmentLoadPlanner,
     FragmentSavePlanner,
     Narrow,
-    chunks_of,
+    make_chunks,
 )
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 
 
 @frozen
-class Cursor:
-    """Progress of a training: optimizer steps done and samples consumed."""
+class TrainingProgress:
+    """How far a training is: optimizer steps done and samples consumed."""
 
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by them
 
 
 @frozen
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint on disk, with its progress."""
 
     path: Path
-    cursor: Cursor
+    cursor: TrainingProgress
 
 
-def save(
-    folder: Path, state: State, cursor: Cursor, group: dist.ProcessGroup | None = None
-) -> dict[str, checkpoint_folder.Written]:
-    """Write and fsync the state to `folder`; return {file: size and checksum} of this rank's files. Collective.
+def save_state(
+    folder: Path, state: State, cursor: TrainingProgress, group: dist.ProcessGroup | None = None
+) -> dict[str, checkpoint_folder.WrittenFile]:
+    """Write and fsync the state to `folder`; return {file: size and checksum} of this rank's files.
+    Collective.
 
     Nothing is gathered: each rank writes what it holds, and one holder writes a replicated value.
     """
@@ -76,11 +77,12 @@ def save(
     return files.written
 
 
-def load(folder: Path, state: State) -> None:
-    """Fill the tensors of `state` in place from a checkpoint of any engine and world size. Collective.
+def load_state(folder: Path, state: State) -> None:
+    """Fill the tensors of `state` in place from a checkpoint of any engine and world size.
+    Collective.
 
-    A loss scale keeps its value if the checkpoint, of another precision, has none. Raises SpecError if any other name
-    is missing or has another shape.
+    A loss scale keeps its value if the checkpoint, of another precision, has none. Raises SpecError
+    if any other name is missing or has another shape.
     """
     reader = FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
@@ -90,17 +92,17 @@ def load(folder: Path, state: State) -> None:
         if name in stored or not name.startswith(loss_scale.STATE)
     }
     for name, value in wanted.items():
-        _check(folder, name, tuple(value.size()), stored.get(name))
+        _check_stored_shape(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
-    wanted |= {name: value.room() for name, value in narrow.items()}
+    wanted |= {name: value.make_fp32_buffers() for name, value in narrow.items()}
     with _own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
     with torch.no_grad():
         for name, value in narrow.items():
-            value.fill(wanted[name])
+            value.fill_from_fp32(wanted[name])
 
 
-def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
+def _check_stored_shape(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
     """Raise SpecError unless the checkpoint has a tensor of this shape."""
     hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
     if not isinstance(stored, TensorStorageMetadata):
@@ -116,39 +118,44 @@ def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> 
         )
 
 
-def open_saved(folder: Path) -> Saved:
+def open_checkpoint(folder: Path) -> SavedCheckpoint:
     """Return a complete checkpoint with its step and sample counts. Collective."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
-    load(folder, tree)
-    return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
+    load_state(folder, tree)
+    return SavedCheckpoint(
+        path=folder, cursor=TrainingProgress(step=int(tree["step"]), samples=int(tree["samples"]))
+    )
 
 
-def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
-    """Return {`model.<name>`: tensor} of parameters in `changing` and persistent buffers, sharing their memory.
+def collect_model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
+    """Return {`model.<name>`: tensor} of parameters in `changing` and persistent buffers, sharing
+    their memory.
 
     A shared parameter appears once. Parameters that no step changes are left out.
     """
     saved_names = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in saved_names}
     return {
-        f"model.{name}": saved_weight(value) if name in changing else value
+        f"model.{name}": prepare_weight_for_saving(value) if name in changing else value
         for name, value in values.items()
     }
 
 
-def saved_weight(weight: Tensor) -> Tensor | Narrow:
-    """Return a weight in the form for checkpoints, sharing its memory. Checkpoints store fp32 values."""
+def prepare_weight_for_saving(weight: Tensor) -> Tensor | Narrow:
+    """Return a weight in the form in which checkpoints store it (fp32 values), sharing its memory."""
     weight = weight.detach()
     if weight.dtype is not torch.bfloat16:
         return weight
-    chunks = chunks_of(weight)
+    chunks = make_chunks(weight)
     return Narrow(chunks.parts, chunks.size())
 
 
-def of_recipe(recipe: str, state: State) -> State:
-    """Return the state with the recipe's name, if any, inserted in all names, as several recipes share a checkpoint.
+def with_recipe_prefix(recipe: str, state: State) -> State:
+    """Return the state with the recipe's name, if any, inserted in all names, as several recipes
+    share a checkpoint.
 
-    `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
+    `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in
+    `.<recipe>`.
     """
     return {_add_prefix(recipe, name): value for name, value in state.items()} if recipe else state
 
@@ -165,14 +172,14 @@ class _ChecksummedFiles(FileSystem):
     """torch.distributed.checkpoint's file system, which also computes a CRC-32 of every file written."""
 
     def __init__(self) -> None:
-        self.written: dict[str, checkpoint_folder.Written] = {}
+        self.written: dict[str, checkpoint_folder.WrittenFile] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as raw:
             stream = _Checksummed(raw)
             yield stream
-            self.written[Path(path).name] = checkpoint_folder.file_entry(
+            self.written[Path(path).name] = checkpoint_folder.make_manifest_entry(
                 stream.size_bytes, stream.crc
             )
 
@@ -209,7 +216,9 @@ class _Checksummed(io.RawIOBase):
 
 @contextlib.contextmanager
 def _own_out_of_memory() -> Iterator[None]:
-    """Raise this rank's out-of-memory error itself: torch wraps every rank's exceptions."""
+    """Open a context that raises this rank's out-of-memory error itself: torch wraps every rank's
+    exceptions.
+    """
     try:
         yield
     except CheckpointException as failure:

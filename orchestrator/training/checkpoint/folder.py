@@ -34,24 +34,24 @@ _READ_BYTES = 2**22
 
 
 @frozen
-class Written:
-    """Size and checksum of a checkpoint's file."""
+class WrittenFile:
+    """Size and checksum of a file of a checkpoint."""
 
     size_bytes: int
     crc32: str  # 8 hexadecimal digits
 
 
-def complete_path(checkpoints: Path, step: int) -> Path:
+def complete_checkpoint_path(checkpoints: Path, step: int) -> Path:
     """Return the folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
-def writing_path(checkpoints: Path, epoch: int, step: int) -> Path:
+def unfinished_checkpoint_path(checkpoints: Path, epoch: int, step: int) -> Path:
     """Return the folder in which attempt `epoch` writes the checkpoint of `step` until it is complete."""
     return checkpoints / f".writing-{epoch}-step-{step:08d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of_checkpoint(checkpoint: Path) -> int:
     """Return the number of optimizer steps of a complete checkpoint, from its name."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is not the name of a complete checkpoint"
@@ -63,59 +63,73 @@ def list_published(checkpoints: Path) -> list[Path]:
     return sorted(_match_folders(checkpoints, _COMPLETE))
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def list_complete(checkpoints: Path) -> list[Path]:
     """Return every checkpoint whose files all have the recorded sizes, oldest first."""
-    return [path for path in list_published(checkpoints) if not damage(path, read=False)]
+    return [path for path in list_published(checkpoints) if not find_damage(path, read_files=False)]
 
 
-def latest_complete(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps, never a truncated one; None without one."""
+def find_latest_complete(checkpoints: Path) -> Path | None:
+    """Return the complete checkpoint with the most steps; None without one."""
     return next(
-        (path for path in reversed(list_published(checkpoints)) if not damage(path, read=False)),
+        (
+            path
+            for path in reversed(list_published(checkpoints))
+            if not find_damage(path, read_files=False)
+        ),
         None,
     )
 
 
 def list_superseded(checkpoints: Path) -> list[Path]:
-    """Return checkpoints that no resume needs: older than the newest complete one, unfinished or damaged.
+    """Return the checkpoints that no restart needs: older than the newest complete one, unfinished
+    or damaged.
 
     Without a complete one, all published and damaged checkpoints stay.
     """
-    newest = latest_complete(checkpoints)
+    newest = find_latest_complete(checkpoints)
     patterns = [_WRITING, _REMOVING] if newest is None else [_WRITING, _REMOVING, _DAMAGED]
     older = (
         []
         if newest is None
-        else [path for path in list_published(checkpoints) if step_of(path) < step_of(newest)]
+        else [
+            path
+            for path in list_published(checkpoints)
+            if step_of_checkpoint(path) < step_of_checkpoint(newest)
+        ]
     )
     return older + [path for pattern in patterns for path in _match_folders(checkpoints, pattern)]
 
 
-def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
+def find_damage(
+    checkpoint: Path, *, read_files: bool = True, part: int = 0, parts: int = 1
+) -> list[str]:
     """Return defects of a published checkpoint's files, one sentence each; [] if intact.
 
-    Without `read`, only sizes are compared. With `parts`, each of that many ranks checks its own part of the files.
+    Without `read_files`, only sizes are compared. With `parts`, only part number `part` of that many
+    parts of the files is checked, so that each rank can check its own.
     """
     try:
         files = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
-        return [f"{MANIFEST}: {_reason(error)}"]
+        return [f"{MANIFEST}: {_error_text(error)}"]
     mine = sorted(files)[part::parts]
     return [
-        problem for name in mine for problem in _file_damage(checkpoint / name, files[name], read)
+        problem
+        for name in mine
+        for problem in _find_file_damage(checkpoint / name, files[name], read_files)
     ]
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Written]:
+def read_manifest(checkpoint: Path) -> dict[str, WrittenFile]:
     """Return {file name: size and checksum} of a checkpoint.
 
     Raises OSError or ValueError if the manifest is damaged.
     """
     crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
-    if crc != _hexadecimal(zlib.crc32(text.encode())):
+    if crc != _format_checksum(zlib.crc32(text.encode())):
         raise ValueError("its content is not what was written")
     try:
-        files = {name: Written(**written) for name, written in json.loads(text).items()}
+        files = {name: WrittenFile(**written) for name, written in json.loads(text).items()}
     except (AttributeError, RecursionError, TypeError):
         raise ValueError("it is no list of files") from None
     for name, file in files.items():
@@ -124,52 +138,55 @@ def read_manifest(checkpoint: Path) -> dict[str, Written]:
     return files
 
 
-def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
+def write_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
     """Write and fsync the manifest of a checkpoint whose files are on disk."""
     entries = {
         name: {"size_bytes": file.size_bytes, "crc32": file.crc32} for name, file in files.items()
     }
     text = json.dumps(entries, indent=1, sort_keys=True)
     with (folder / MANIFEST).open("w") as manifest:
-        manifest.write(f"{_hexadecimal(zlib.crc32(text.encode()))}\n{text}")
+        manifest.write(f"{_format_checksum(zlib.crc32(text.encode()))}\n{text}")
         manifest.flush()
         os.fsync(manifest.fileno())
     _sync_folder(folder)
 
 
-def file_entry(size_bytes: int, crc: int) -> Written:
+def make_manifest_entry(size_bytes: int, crc: int) -> WrittenFile:
     """Return the manifest entry of a file with this size and zlib.crc32."""
-    return Written(size_bytes=size_bytes, crc32=_hexadecimal(crc))
+    return WrittenFile(size_bytes=size_bytes, crc32=_format_checksum(crc))
 
 
-def is_stale(epoch_file: Path, epoch: int) -> bool:
+def has_newer_attempt(epoch_file: Path, epoch: int) -> bool:
     """Return whether a newer attempt than `epoch` exists, so that attempt `epoch` must not publish."""
     return epoch_file.is_file() and int(epoch_file.read_text()) > epoch
 
 
-def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
-    """Rename a written checkpoint to its final name, check it, then remove all but the newest `keep`.
+def publish_checkpoint(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
+    """Rename a written checkpoint to its final name, check it, then remove all but the newest
+    `keep`.
 
     Raises OSError if it is damaged; older checkpoints then stay.
     """
-    target = complete_path(checkpoints, step)
+    target = complete_checkpoint_path(checkpoints, step)
     if (
         target.exists()
     ):  # an earlier attempt, resumed from an older checkpoint, wrote the same content
-        _remove(target)
-    writing_path(checkpoints, epoch, step).rename(target)
+        _remove_checkpoint(target)
+    unfinished_checkpoint_path(checkpoints, epoch, step).rename(target)
     _sync_folder(checkpoints)
-    wrong = damage(target, read=False)
+    wrong = find_damage(target, read_files=False)
     if wrong:
         raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
-    newest = complete(checkpoints)[-keep:]
+    newest = list_complete(checkpoints)[-keep:]
     for old in list_published(checkpoints):
-        if step_of(old) < step_of(newest[0]):
-            _remove(old)
+        if step_of_checkpoint(old) < step_of_checkpoint(newest[0]):
+            _remove_checkpoint(old)
 
 
 def quarantine_checkpoint(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint and keep the newest DAMAGED_KEPT of those; returns its new path."""
+    """Rename a damaged checkpoint, and keep only the newest DAMAGED_KEPT of those; return its new
+    path.
+    """
     target = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
@@ -179,7 +196,7 @@ def quarantine_checkpoint(checkpoint: Path) -> Path:
 
 
 def remove_unfinished(checkpoints: Path, epoch: int) -> None:
-    """Remove the unfinished writes and removals of attempts up to `epoch`."""
+    """Remove checkpoints that attempts up to `epoch` left half written or half removed."""
     for path in _match_folders(checkpoints, _WRITING):
         match = _WRITING.fullmatch(path.name)
         if match and int(match[1]) <= epoch:
@@ -194,15 +211,15 @@ def _match_folders(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path
     return [path for path in checkpoints.iterdir() if pattern.fullmatch(path.name)]
 
 
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a partly removed one never has a complete one's name."""
+def _remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, renamed first, so that a partly removed one never looks complete."""
     going = checkpoint.with_name(f".removing-{checkpoint.name}")
     shutil.rmtree(going, ignore_errors=True)
     checkpoint.rename(going)
     shutil.rmtree(going, ignore_errors=True)
 
 
-def _file_damage(path: Path, expected: Written, read: bool) -> list[str]:
+def _find_file_damage(path: Path, expected: WrittenFile, read: bool) -> list[str]:
     try:
         size_bytes = path.stat().st_size
         if size_bytes != expected.size_bytes:
@@ -210,7 +227,7 @@ def _file_damage(path: Path, expected: Written, read: bool) -> list[str]:
         if read and _crc32(path) != expected.crc32:
             return [f"{path.name}: its content is not what was written (CRC-32)"]
     except (OSError, ValueError) as error:  # ValueError: no name that a file can have
-        return [f"{path.name}: {_reason(error)}"]
+        return [f"{path.name}: {_error_text(error)}"]
     return []
 
 
@@ -220,16 +237,16 @@ def _crc32(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(memoryview(buffer)[:count], crc)
-    return _hexadecimal(crc)
+    return _format_checksum(crc)
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "it is missing"
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _hexadecimal(crc: int) -> str:
+def _format_checksum(crc: int) -> str:
     return f"{crc:08x}"
 
 

@@ -37,7 +37,7 @@ class Rectangle:
     sizes: Shape
 
 
-def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
+def list_rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
     """Yield the rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor; at most 2n-1."""
     assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
     row_size = math.prod(shape[1:])
@@ -49,13 +49,13 @@ def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
             start += rows * row_size
             continue
         end = min(stop, (row + 1) * row_size)
-        for inner in rectangles(shape[1:], within, end - row * row_size):
+        for inner in list_rectangles(shape[1:], within, end - row * row_size):
             yield Rectangle(offsets=(row, *inner.offsets), sizes=(1, *inner.sizes))
         start = end
 
 
 class Chunks:
-    """The rectangles of a tensor of `shape` on one rank, by offset, in the form for checkpoints.
+    """A rank's rectangles of a tensor of `shape`, by offset, in the form that checkpoints store.
 
     `stored_dtype`: dtype of the values in a checkpoint, where that differs from the parts' own.
     """
@@ -99,7 +99,9 @@ class Chunks:
 
 
 class Narrow(Chunks):
-    """Rectangles that a rank holds quantised or rounded, while a checkpoint has their fp32 values."""
+    """Rectangles that a rank holds quantised or rounded, while a checkpoint stores their fp32
+    values.
+    """
 
     stored_dtype = torch.float32
 
@@ -107,41 +109,45 @@ class Narrow(Chunks):
         part = super().__get_tensor_shard__(index)
         return part.float() if part.dtype is torch.bfloat16 else part.dequantize()
 
-    def room(self) -> Chunks:
-        """Return empty fp32 rectangles in host memory, to load values into."""
+    def make_fp32_buffers(self) -> Chunks:
+        """Return empty fp32 rectangles in host memory, into which values can be loaded."""
         with host_memory():
             return Chunks(
                 {offset: torch.empty(part.shape) for offset, part in self.parts.items()},
                 self.size(),
             )
 
-    def fill(self, values: Chunks) -> None:
+    def fill_from_fp32(self, values: Chunks) -> None:
         """Quantise or round these fp32 values into the rank's memory."""
         for offset, part in self.parts.items():
             part.copy_(values.parts[offset].to(part.device))
 
 
 class Fragment(Chunks):
-    """A run of elements of a tensor of `shape`, from element `start`, in the memory `flat`."""
+    """Consecutive elements of a tensor of `shape`, from element `start`, stored in the memory
+    `flat`.
+    """
 
     def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
         assert flat.dim() == 1, flat.shape
         parts: dict[Shape, Tensor] = {}
         position = 0
-        for part in rectangles(tuple(shape), start, start + flat.numel()):
+        for part in list_rectangles(tuple(shape), start, start + flat.numel()):
             count = math.prod(part.sizes)
             parts[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
             position += count
         super().__init__(parts, shape)
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_part_of(tensor: Tensor) -> Tensor:
     """Return the rank's part of a distributed tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def chunks_of(value: Tensor | Chunks) -> Chunks:
-    """Return the rank's part of a state's value, sharing its memory; for a DTensor its local shard."""
+def make_chunks(value: Tensor | Chunks) -> Chunks:
+    """Return the rank's part of a value in the state, sharing its memory; of a DTensor its local
+    shard.
+    """
     if isinstance(value, Chunks):
         return value
     if not isinstance(value, DTensor):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.checkpoint.fragment import Chunks, Shape, chunks_of, local_of
+from orchestrator.training.checkpoint.fragment import Chunks, Shape, local_part_of, make_chunks
 from orchestrator.training.guard.virtual_device import host_memory
 
 ALIGNMENT_BYTES = 64  # a cache line: copies need not split one
@@ -19,28 +19,28 @@ Part = tuple[str, Shape, int]  # canonical name, where the part begins, bytes
 
 
 class HostCopy:
-    """Host copy of this rank's part of a state; `state` holds it after `take`.
+    """A copy of this rank's part of a state in host memory; `state` holds it after `copy_state`.
 
-    Every part of a value is copied by exactly one rank that holds it. The memory is allocated at construction, and
-    pinned if the state is on CUDA.
+    Every part of a value is copied by exactly one rank that holds it. The memory is allocated at
+    construction, and pinned if the state is on CUDA.
     """
 
     def __init__(
         self, state: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """Collective over `group`."""
+        """Allocate the memory; all ranks of `group` must call it."""
         self._pinned: Tensor | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
-            values = {name: chunks_of(value) for name, value in state.items()}
+            values = {name: make_chunks(value) for name, value in state.items()}
             local = [
-                (name, offset, _bytes(value, offset))
+                (name, offset, _bytes_of_part(value, offset))
                 for name, value in values.items()
                 for offset in value.parts
             ]
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, local, group=group)
-            mine = shares(everyone)[group.rank()]
+            mine = divide_parts(everyone)[group.rank()]
             self._buffers = self._allocate(
                 [(name, offset, values[name]) for name, offset, _ in mine]
             )
@@ -49,26 +49,27 @@ class HostCopy:
             parts.setdefault(name, {})[offset] = buffer
         self.state = {name: Chunks(part, values[name].size()) for name, part in parts.items()}
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Copy this rank's part of `state`, whose names and shapes are those of construction.
+    def copy_state(self, state: Mapping[str, Any]) -> None:
+        """Copy this rank's part of `state`, whose names and shapes must be those given at
+        construction.
 
         On CUDA the copies are asynchronous: call `wait` before reading them.
         """
         with torch.no_grad(), host_memory():
             for (name, offset), buffer in self._buffers.items():
-                buffer.copy_(_part(state[name], offset), non_blocking=True)
+                buffer.copy_(_part_at(state[name], offset), non_blocking=True)
         if self._copied:
             self._copied.record()
 
     def wait(self) -> None:
-        """Block until the copies of the last `take` are complete. Thread-safe."""
+        """Block until the copies of the last `copy_state` are complete. Thread-safe."""
         if self._copied:
             self._copied.synchronize()
 
     def release(self) -> None:
         """Drop the memory; it is freed once no other reference holds it."""
         if self._pinned is not None:
-            _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
+            _check_cuda_result(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._pinned = None
         self._buffers = {}
         self.state = {}
@@ -76,12 +77,13 @@ class HostCopy:
     def _allocate(
         self, parts: Sequence[tuple[str, Shape, Chunks]]
     ) -> dict[tuple[str, Shape], Tensor]:
-        """A buffer for each part, all in one mapping, each with its own storage, so that it is written without a copy.
+        """Return a buffer for each part, all in one memory mapping, each a storage that is written
+        without a copy.
 
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
         sizes = [
-            -(-_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            -(-_bytes_of_part(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             for _, start, value in parts
         ]
         memory = mmap.mmap(
@@ -89,7 +91,7 @@ class HostCopy:
         )
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
-            _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
+            _check_cuda_result(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
         buffers = {}
         offset = 0
@@ -109,17 +111,19 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check(result: Any) -> None:
+def _check_cuda_result(result: Any) -> None:
     if int(result):
         raise RuntimeError(
             f"host memory for checkpoints cannot be pinned: CUDA error {int(result)}"
         )
 
 
-def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """Return the parts that each rank writes, given the parts each holds: every part once, balanced by bytes.
+def divide_parts(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Return the parts that each rank writes, given the parts each holds: every part once, balanced
+    by bytes.
 
-    A part with one holder is written by it. The others go, largest first, to the holder with the fewest bytes.
+    A part with one holder is written by it. The others go, largest first, to the holder with the
+    fewest bytes.
     """
     holders: dict[Part, list[int]] = {}
     for rank, local in enumerate(everyone):
@@ -134,11 +138,13 @@ def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
     return shared
 
 
-def _bytes(value: Chunks, offset: Shape) -> int:
+def _bytes_of_part(value: Chunks, offset: Shape) -> int:
     part = value.parts[offset]
     return part.numel() * value.dtype_of(part).itemsize
 
 
-def _part(value: Any, offset: Shape) -> Tensor:
-    """The part of a value at an offset; cheaper than `chunks_of`, because it runs between two steps."""
-    return value.parts[offset] if isinstance(value, Chunks) else local_of(value)
+def _part_at(value: Any, offset: Shape) -> Tensor:
+    """Return the part of a value at this offset; faster than `make_chunks`, as it runs between two
+    steps.
+    """
+    return value.parts[offset] if isinstance(value, Chunks) else local_part_of(value)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
 
-def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
+def find_newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     """Return the newest intact checkpoint, the same on every rank of `group`; None without one.
 
     Each rank verifies some of the files. Damaged checkpoints are named on stderr and quarantined.
@@ -19,15 +19,15 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     if group.rank() == 0:
         steps = [
             [
-                checkpoint_folder.step_of(path)
+                checkpoint_folder.step_of_checkpoint(path)
                 for path in reversed(checkpoint_folder.list_published(checkpoints))
             ]
         ]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in steps[0]:
-        path = checkpoint_folder.complete_path(checkpoints, step)
+        path = checkpoint_folder.complete_checkpoint_path(checkpoints, step)
         damages: list[list[str]] = [[] for _ in range(group.size())]
-        mine = checkpoint_folder.damage(path, part=group.rank(), parts=group.size())
+        mine = checkpoint_folder.find_damage(path, part=group.rank(), parts=group.size())
         dist.all_gather_object(damages, mine, group=group)
         wrong = sorted({problem for damage in damages for problem in damage})
         if not wrong:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor
-from orchestrator.training.checkpoint.folder import Written
+from orchestrator.training.checkpoint.checkpoint import TrainingProgress
+from orchestrator.training.checkpoint.folder import WrittenFile
 from orchestrator.training.checkpoint.host_copy import HostCopy
 from orchestrator.training.contract.engine import State
 
@@ -26,14 +26,17 @@ class StaleAttempt(Exception):
     """A newer attempt (launch) of the job exists, so this one must not publish checkpoints."""
 
 
-class Saver:
-    """Writes and publishes checkpoints of one attempt in a background thread, at most one at a time.
+class CheckpointSaver:
+    """Writes and publishes the checkpoints of one attempt in a background thread, at most one at a
+    time.
 
     The thread has its own process group, so that its collectives cannot interleave with training's.
     """
 
     def __init__(self, run: TrainingRun, device: torch.device, group: dist.ProcessGroup) -> None:
-        """`group`: all ranks, on gloo, reserved for this saver. `prepare` and `save` are collective."""
+        """`group` has all ranks, on gloo, for this saver alone. `prepare` and `save` are
+        collective.
+        """
         self._run = run
         self._device = device
         self._group = group
@@ -46,11 +49,11 @@ class Saver:
         """Allocate the host memory for states with these names and shapes."""
         self._copy = HostCopy(state, self._device, self._group)
 
-    def save(self, state: State, cursor: Cursor) -> None:
+    def save(self, state: State, cursor: TrainingProgress) -> None:
         """Wait for the previous save, copy the state and start saving it. Raises the previous save's error."""
         assert self._copy, "prepare comes first"
         self.wait()
-        self._copy.take(state)
+        self._copy.copy_state(state)
         self._thread = threading.Thread(
             target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True
         )
@@ -58,36 +61,40 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank."""
+        """Whether the running save has failed on this rank."""
         return self._failure is not None
 
     def wait(self) -> None:
-        """Block until no save is in flight. Raises StaleAttempt, on every rank, or the error of the write."""
+        """Block until no save is running. Raises StaleAttempt, on every rank, or the error of the
+        write.
+        """
         if self._thread:
             self._thread.join()
             self._thread = None
         if self._failure:
             raise self._failure
 
-    def let_finish(self, limit_s: float) -> None:
+    def wait_at_most(self, limit_s: float) -> None:
         """Wait up to `limit_s` seconds for the running save; its outcome is ignored."""
         if self._thread:
             self._thread.join(limit_s)
 
-    def release(self) -> None:
-        """Wait, then free the host memory."""
+    def free_host_memory(self) -> None:
+        """Wait for the running save, then free the host memory."""
         self.wait()
         if self._copy:
             self._copy.release()
         self._copy = None
 
-    def _save(self, copy: HostCopy, cursor: Cursor) -> None:
+    def _save(self, copy: HostCopy, cursor: TrainingProgress) -> None:
         time.sleep(HAND_OVER_S)
         try:
             copy.wait()
-            folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
+            folder = checkpoint_folder.unfinished_checkpoint_path(
+                self._checkpoints, self._run.epoch, cursor.step
+            )
             self._publish(
-                folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group)
+                folder, cursor.step, checkpoint.save_state(folder, copy.state, cursor, self._group)
             )
         except BaseException as failure:  # `wait` raises it in the training thread
             self._failure = failure
@@ -95,11 +102,13 @@ class Saver:
                 self._failure = StaleAttempt()
 
     def _is_stale(self) -> bool:
-        return checkpoint_folder.is_stale(Path(self._run.job_folder) / "epoch", self._run.epoch)
+        return checkpoint_folder.has_newer_attempt(
+            Path(self._run.job_folder) / "epoch", self._run.epoch
+        )
 
-    def _publish(self, folder: Path, step: int, written: dict[str, Written]) -> None:
+    def _publish(self, folder: Path, step: int, written: dict[str, WrittenFile]) -> None:
         """Publish the checkpoint once all ranks have written; no rank returns earlier."""
-        everyone: list[dict[str, Written]] = [{} for _ in range(self._group.size())]
+        everyone: list[dict[str, WrittenFile]] = [{} for _ in range(self._group.size())]
         dist.all_gather_object(everyone, written, group=self._group)
         outcome = [""]
         failure = None
@@ -112,7 +121,9 @@ class Saver:
                     outcome = [STALE]
                 else:
                     keep = self._run.training.keep_checkpoints
-                    checkpoint_folder.publish(self._checkpoints, self._run.epoch, step, keep)
+                    checkpoint_folder.publish_checkpoint(
+                        self._checkpoints, self._run.epoch, step, keep
+                    )
             except OSError as error:
                 outcome = [str(error)]
                 failure = error

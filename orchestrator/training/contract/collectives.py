@@ -17,8 +17,8 @@ all_to_all: Any = dist.all_to_all_single
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def move(x: Tensor, there: Change, back: Change) -> Tensor:
-    """Return `there(x)`; its gradient comes `back`."""
+def exchange_with_gradient(x: Tensor, there: Change, back: Change) -> Tensor:
+    """Return `there(x)`, an exchange between ranks; in backward, `back` exchanges its gradient."""
     return _Move.apply(x, there, back)  # type: ignore[no-untyped-call]
 
 
@@ -33,8 +33,10 @@ class _Move(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def all_reduced(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum over the ranks of the group; None: over all ranks, or over this one alone."""
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of `x` over the ranks of the group; None as `group` means all ranks, or this
+    one alone.
+    """
     # not in place: selective checkpointing saves the output of the matrix product
     total = x.contiguous().clone()
     if dist.is_initialized():

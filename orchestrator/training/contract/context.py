@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.contract.collectives import all_to_all, move
+from orchestrator.training.contract.collectives import all_to_all, exchange_with_gradient
 
 Attend = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -33,7 +33,9 @@ class Context:
         self._windows: dict[tuple[int, int], Tensor] = {}  # by length and window; layers share one
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """Return this rank's part [B, t] of whole samples' tokens, or of any values per token."""
+        """Return this rank's part [B, t] of the tokens of whole samples, or of any values per
+        token.
+        """
         return x_BT.chunk(self.ranks, dim=1)[self.rank]
 
     def first(self, own_count: int) -> int:
@@ -65,28 +67,30 @@ class Context:
         )
         out_BTnH = attention(
             *(
-                move(x.transpose(1, 2), self._to_heads, self._to_tokens).transpose(1, 2)
+                exchange_with_gradient(
+                    x.transpose(1, 2), self._to_heads, self._to_tokens
+                ).transpose(1, 2)
                 for x in (q_BNtH, *keys_and_values)
             )
         )
-        return move(out_BTnH, self._to_tokens, self._to_heads)
+        return exchange_with_gradient(out_BTnH, self._to_tokens, self._to_heads)
 
     def _to_heads(self, x_BtNH: Tensor) -> Tensor:
-        """[B, t, N, H] to [B, T, n, H]."""
-        sent_RBtnH = self._cut(x_BtNH, 2).movedim(2, 0).contiguous()
+        """Return [B, t, N, H] (own tokens, all heads) as [B, T, n, H] (all tokens, own heads)."""
+        sent_RBtnH = self._split_axis_by_rank(x_BtNH, 2).movedim(2, 0).contiguous()
         return self._exchange(sent_RBtnH).movedim(0, 1).flatten(1, 2)
 
     def _to_tokens(self, x_BTnH: Tensor) -> Tensor:
-        """[B, T, n, H] to [B, t, N, H]."""
-        sent_RBtnH = self._cut(x_BTnH, 1).movedim(1, 0).contiguous()
+        """Return [B, T, n, H] (all tokens, own heads) as [B, t, N, H] (own tokens, all heads)."""
+        sent_RBtnH = self._split_axis_by_rank(x_BTnH, 1).movedim(1, 0).contiguous()
         return self._exchange(sent_RBtnH).movedim(0, 2).flatten(2, 3)
 
-    def _cut(self, x: Tensor, axis: int) -> Tensor:
-        """The axis as two: rank, and what is of that rank."""
+    def _split_axis_by_rank(self, x: Tensor, axis: int) -> Tensor:
+        """Return `x` with this axis split in two: the rank, and the part of that rank."""
         return x.unflatten(axis, (self.ranks, -1))  # type: ignore[no-untyped-call]
 
     def _exchange(self, sent: Tensor) -> Tensor:
-        """Return the received rows: row r came from rank r."""
+        """Return the rows received from the other ranks: row r came from rank r."""
         received = torch.empty_like(sent)
         all_to_all(received, sent, group=self.group)
         return received

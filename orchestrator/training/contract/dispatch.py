@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.contract.collectives import all_to_all, move
+from orchestrator.training.contract.collectives import all_to_all, exchange_with_gradient
 
 # Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers
 # [R, D].
@@ -37,20 +37,33 @@ class Dispatch:
     ) -> Tensor:
         """Return the weighted sum [N, D] of the chosen experts' outputs for each token, on whichever ranks they are."""
         chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
-        routes = self._routes(chosen_S)
-        answers_SD = self._answers(x_ND, order_S // chosen_NK.shape[1], routes, experts)
+        routes = self._make_routes(chosen_S)
+        answers_SD = self._collect_expert_outputs(
+            x_ND, order_S // chosen_NK.shape[1], routes, experts
+        )
         weighted_SD = answers_SD * weights_NK.flatten()[order_S].unsqueeze(-1)
-        return weighted_SD[_inverse(order_S)].view(*chosen_NK.shape, -1).sum(dim=1).to(x_ND.dtype)
+        return (
+            weighted_SD[_inverse_permutation(order_S)]
+            .view(*chosen_NK.shape, -1)
+            .sum(dim=1)
+            .to(x_ND.dtype)
+        )
 
-    def _answers(
+    def _collect_expert_outputs(
         self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts
     ) -> Tensor:
-        """Return the experts' answers to the copies of these tokens; no name here outlives what is computed from it."""
-        came_RD = move(x_ND[token_S], routes.to_experts, routes.to_tokens)
-        return move(experts(came_RD, routes.ends_L), routes.to_tokens, routes.to_experts)
+        """Return the experts' outputs for the copies of these tokens, computed on the experts'
+        ranks.
 
-    def _routes(self, chosen_S: Tensor) -> _Routes:
-        """Return the routes of the copies in the order of their experts."""
+        No local name outlives what is computed from it, so that memory is freed early.
+        """
+        came_RD = exchange_with_gradient(x_ND[token_S], routes.to_experts, routes.to_tokens)
+        return exchange_with_gradient(
+            experts(came_RD, routes.ends_L), routes.to_tokens, routes.to_experts
+        )
+
+    def _make_routes(self, chosen_S: Tensor) -> _Routes:
+        """Return where each copy of a token goes, in the order of the experts."""
         ranks = self.group.size()
         sent_PL = torch.bincount(chosen_S, minlength=ranks * self._own).view(ranks, self._own)
         received_PL = torch.empty_like(sent_PL)
@@ -81,7 +94,7 @@ class _Routes(NamedTuple):
         return self._exchange(x_SD, self.sent, self.received)[self.order_R]
 
     def to_tokens(self, x_RD: Tensor) -> Tensor:
-        return self._exchange(x_RD[_inverse(self.order_R)], self.received, self.sent)
+        return self._exchange(x_RD[_inverse_permutation(self.order_R)], self.received, self.sent)
 
     def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         gathered = x.new_empty(sum(received), *x.shape[1:])
@@ -89,8 +102,8 @@ class _Routes(NamedTuple):
         return gathered
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """Return the inverse of an order."""
+def _inverse_permutation(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

@@ -14,13 +14,18 @@ State = Mapping[
 
 
 class Engine(Protocol):
-    """A model on its devices, which trains step by step. Both calls are collective: same order on every rank."""
+    """Interface of an engine: a model on its devices that trains step by step. Both calls are
+    collective.
+    """
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        """Run the optimizer step after `step` completed ones, on this rank's part of the global batch.
+        """Run the optimizer step that follows `step` completed ones, on this rank's part of the
+        global batch.
 
         `tokens` is the number of loss terms in the global batch.
         """
 
     def state(self) -> State:
-        """Return the canonical checkpoint's tensors by reference: saving reads them, loading fills them."""
+        """Return the tensors of the canonical checkpoint by reference: saving reads them, loading
+        fills them.
+        """

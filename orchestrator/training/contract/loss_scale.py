@@ -14,7 +14,9 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The factor on the loss: doubled after GROWTH_INTERVAL finite steps, halved after a step that overflowed."""
+    """The factor on the fp16 loss: doubled after GROWTH_INTERVAL finite steps, halved after an
+    overflow.
+    """
 
     def __init__(self) -> None:
         self.state = torch.tensor([INITIAL, 0.0])
@@ -24,7 +26,9 @@ class LossScale:
         return float(self.state[0])
 
     def update(self, norm: float) -> bool:
-        """Adapt the scale; return whether a step with this gradient norm may be applied. Equal on every rank."""
+        """Adapt the factor, and return whether a step with this gradient norm may be applied; equal
+        on all ranks.
+        """
         finite = math.isfinite(norm)
         if not finite:
             self.state[0] *= 0.5

@@ -14,8 +14,8 @@ from orchestrator.specs.choices import Precision
 LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
-def round_inputs(low: torch.dtype) -> Callable[..., Any]:
-    """Return a hook that casts the tensors of floating-point numbers among a module's inputs, as FSDP2 does."""
+def make_input_cast_hook(low: torch.dtype) -> Callable[..., Any]:
+    """Return a hook that casts a module's floating-point inputs to `low`, as FSDP2 does."""
 
     def cast(value: Any) -> Any:
         return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value

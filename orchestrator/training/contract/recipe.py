@@ -33,7 +33,9 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def token_count(self, index: int) -> int:
-        """Return the terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
+        """Return how many terms the sample adds to the loss sum: labelled tokens, or 1 for a
+        classified image.
+        """
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples as tensors in host memory; axis 0 counts samples."""
@@ -152,7 +154,7 @@ def materialise(
 
 def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
     """Fill `values` from N(0, std**2), determined by (seed, name) and equal on every device."""
-    generator = seeded_generator(seed, name)
+    generator = make_seeded_generator(seed, name)
     if values.device.type == "cpu":
         values.normal_(std=std, generator=generator)
     else:
@@ -161,7 +163,7 @@ def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
         )
 
 
-def seeded_generator(seed: int, name: str) -> torch.Generator:
+def make_seeded_generator(seed: int, name: str) -> torch.Generator:
     """Return a CPU generator seeded by (seed, name) alone."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -194,11 +196,13 @@ def from_factory(factory: str, config: JsonObject) -> Recipe:
             path="model.factory",
             got=[type(recipe).__qualname__ for recipe in recipes],
         )
-    return _in_turn(recipes) if len(recipes) > 1 else recipes[0]
+    return _chain_recipes(recipes) if len(recipes) > 1 else recipes[0]
 
 
-def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
-    """The first recipe, with the others in `then`. Raises SpecError if they cannot alternate."""
+def _chain_recipes(recipes: tuple[Recipe, ...]) -> Recipe:
+    """Return the first recipe, with the others in `then`. Raises SpecError if they cannot
+    alternate.
+    """
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise SpecError(

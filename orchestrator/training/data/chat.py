@@ -20,20 +20,20 @@ Message = dict[str, str]
 Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 if it is a label, else 0
 
 
-def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+def read_conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
     """Yield (`file:line`, messages) of every conversation. Raises SpecError, naming file and line."""
     for name in files:
         has_lines = False
-        with _open(name) as lines:
+        with _open_conversations(name) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     has_lines = True
-                    yield f"{name}:{number}", _messages(line, f"{name}:{number}")
+                    yield f"{name}:{number}", _parse_messages(line, f"{name}:{number}")
         if not has_lines:
             raise SpecError("the file is empty", source=name, path="data.chat")
 
 
-def _open(name: str) -> Any:
+def _open_conversations(name: str) -> Any:
     try:
         return Path(name).open("rb")
     except OSError as error:
@@ -42,7 +42,7 @@ def _open(name: str) -> Any:
         ) from None
 
 
-def _messages(line: bytes, place: str) -> list[Message]:
+def _parse_messages(line: bytes, place: str) -> list[Message]:
     try:
         entry = json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -73,7 +73,7 @@ def _is_message(message: object) -> bool:
 def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
     """Return a conversation's tokens, with assistant messages and their end-of-turn tokens marked as labels."""
     if tokenizer.chat_template is None:
-        return _plain(tokenizer, messages)
+        return _render_without_template(tokenizer, messages)
     text, spans = _render_marked(tokenizer, messages, place)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [first for first, _ in encoded["offset_mapping"]]
@@ -82,7 +82,7 @@ def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
     ]
 
 
-def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
+def _render_without_template(tokenizer: Any, messages: list[Message]) -> Marked:
     tokens: list[int] = []
     learnt: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -104,7 +104,7 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
 def _render_marked(
     tokenizer: Any, messages: list[Message], place: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation rendered by the chat template, and the spans of its assistant messages."""
+    """Return (text of the conversation by the chat template, spans of its assistant messages)."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
@@ -139,10 +139,12 @@ def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any
         ) from None
 
 
-def pairs(
+def make_token_pairs(
     tokenizer: Any, messages: list[Message], longest: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated to `longest`."""
+    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated
+    to `longest`.
+    """
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(earlier["content"] for earlier in messages[:turn])

@@ -46,7 +46,10 @@ class TokenStreams:
         self._labels = self._kept = None
         if trained is not None:
             labels = np.concatenate(
-                [np.empty(0, np.int64), *(_sums(mask[1:], sequence_length) for mask in trained)]
+                [
+                    np.empty(0, np.int64),
+                    *(_count_nonzero_rows(mask[1:], sequence_length) for mask in trained),
+                ]
             )
             self._kept = np.flatnonzero(labels)
             self._labels = labels[self._kept]
@@ -58,7 +61,7 @@ class TokenStreams:
         """Return the number of labelled tokens in a sample."""
         if self._labels is not None:
             return int(self._labels[index])
-        stream, start = self._place(index)
+        stream, start = self._locate(index)
         return min(self.sequence_length, len(self._streams[stream]) - 1 - start)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,7 @@ class TokenStreams:
         tokens = torch.zeros(len(indices), self.sequence_length, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORED_LABEL)
         for row, index in enumerate(indices):
-            stream, start = self._place(index)
+            stream, start = self._locate(index)
             part = slice(start, start + self.sequence_length + 1)
             piece = torch.from_numpy(self._streams[stream][part].astype(np.int64))
             tokens[row, : len(piece) - 1] = piece[:-1]
@@ -76,8 +79,8 @@ class TokenStreams:
                 labels[row, : len(untrained)].masked_fill_(untrained, IGNORED_LABEL)
         return tokens, labels
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """The stream of a sample and the sample's first token in it."""
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (index of the sample's stream, its first token there)."""
         assert 0 <= index < len(self), index
         sample = index if self._kept is None else int(self._kept[index])
         stream = bisect_right(self._ends, sample)
@@ -98,8 +101,10 @@ class TextDataset(TokenStreams):
             )
 
 
-def _sums(values: np.ndarray, width: int) -> np.ndarray:
-    """The number of non-zero values in every row of `width` values; the last row may be shorter."""
+def _count_nonzero_rows(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the number of non-zero values in every row of `width` values; the last row may be
+    shorter.
+    """
     if not len(values):
         return np.empty(0, np.int64)
     return np.add.reduceat(values != 0, np.arange(0, len(values), width), dtype=np.int64)
@@ -113,20 +118,26 @@ def _map_file(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def sample_at(position: int, size: int, seed: int) -> int:
-    """Return the sample index at a position. Each epoch of `size` positions is its own permutation."""
+def sample_index_at(position: int, size: int, seed: int) -> int:
+    """Return the index of the sample at a position of the training; each epoch is its own
+    permutation.
+
+    `size` is the number of samples.
+    """
     epoch, value = divmod(position, size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    value = _feistel(value, half_bits, f"{seed}:{epoch}")
+    value = _permute(value, half_bits, f"{seed}:{epoch}")
     while (
         value >= size
     ):  # cycle walking (Black and Rogaway 2002, section 3); the domain is below 4 * size + 4
-        value = _feistel(value, half_bits, f"{seed}:{epoch}")
+        value = _permute(value, half_bits, f"{seed}:{epoch}")
     return value
 
 
-def _feistel(value: int, half_bits: int, key: str) -> int:
-    """A permutation of the numbers below 4 ** half_bits."""
+def _permute(value: int, half_bits: int, key: str) -> int:
+    """Return the number to which a permutation of the numbers below 4 ** half_bits maps `value`;
+    `key` selects it.
+    """
     mask = (1 << half_bits) - 1
     left = value >> half_bits
     right = value & mask
@@ -136,25 +147,31 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
     return left << half_bits | right
 
 
-def global_batch(first_position: int, count: int, size: int, seed: int) -> list[int]:
+def list_global_batch(first_position: int, count: int, size: int, seed: int) -> list[int]:
     """Return the sample indices at `count` positions from `first_position` on."""
-    return [sample_at(first_position + offset, size, seed) for offset in range(count)]
+    return [sample_index_at(first_position + offset, size, seed) for offset in range(count)]
 
 
-def micro_batches(
+def split_micro_batches(
     samples: Sequence[int],
     rank: int,
     micro_batch_size: int,
     accumulation: int,
     *,
-    together: int = 1,
+    normalised_ranks: int = 1,
 ) -> list[Sequence[int]]:
-    """Return the micro-batches of data-parallel rank `rank`: its consecutive slice of a global batch, split.
+    """Return the micro-batches of data-parallel rank `rank`: its consecutive slice of a global
+    batch, split.
 
-    If `together` ranks normalise over their simultaneous micro-batches, these take consecutive samples instead.
+    If `normalised_ranks` ranks normalise over their simultaneous micro-batches, these take
+    consecutive samples instead.
     """
     firsts = (
-        ((rank // together * accumulation + turn) * together + rank % together) * micro_batch_size
+        (
+            (rank // normalised_ranks * accumulation + turn) * normalised_ranks
+            + rank % normalised_ranks
+        )
+        * micro_batch_size
         for turn in range(accumulation)
     )
     return [samples[first : first + micro_batch_size] for first in firsts]

@@ -19,7 +19,7 @@ class TensorFiles:
 
     def __init__(self, files: Sequence[str]) -> None:
         """Raises SpecError where a file cannot be read, or its tensors differ in axis 0 or from the first file's."""
-        self._files = [_open(name) for name in files]
+        self._files = [_open_tensor_file(name) for name in files]
         self.names = tuple(sorted(self._files[0].keys()))
         counts = []
         for name, file in zip(files, self._files, strict=True):
@@ -54,7 +54,7 @@ class TensorFiles:
         return row
 
 
-def _open(name: str) -> Any:
+def _open_tensor_file(name: str) -> Any:
     try:
         return safe_open(name, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:

@@ -69,10 +69,12 @@ class PairDataset:
         return tokens, labels
 
 
-def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
-    """Return the samples of a run. `padding` is the padding token of an encoder-decoder; None for a decoder.
+def load_dataset(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
+    """Return the samples of a run. `padding` is the padding token of an encoder-decoder; None for a
+    decoder.
 
-    Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's vocabulary.
+    Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's
+    vocabulary.
     """
     data = run.data
     length = run.plan.sequence_length or run.data.sequence_length
@@ -85,12 +87,12 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
         )
     if data.tokens:
         return _token_files(run, length, vocabulary)
-    source = tokenizer_source(run)
+    source = find_tokenizer_source(run)
     if source is None:
-        return _bytes(data, length, vocabulary)
+        return _load_byte_dataset(data, length, vocabulary)
     folder = Path(run.job_folder) / "data"
-    _once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
-    _check(folder, vocabulary)
+    _write_once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
+    _check_vocabulary(folder, vocabulary)
     tokens = _map_file(folder / "tokens.bin", np.int32)
     dataset: Dataset
     if padding is not None:
@@ -98,10 +100,10 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
     else:
         learnt = [_map_file(folder / "learnt.bin", np.uint8)] if data.chat else None
         dataset = TokenStreams([tokens], length, learnt)
-    return _some(dataset, data)
+    return _check_not_empty(dataset, data)
 
 
-def _some(dataset: Dataset, data: DataSpec) -> Dataset:
+def _check_not_empty(dataset: Dataset, data: DataSpec) -> Dataset:
     if not len(dataset):
         raise SpecError(
             "the files hold no sample: a sample needs two tokens", path="data", got=list(data.files)
@@ -109,12 +111,14 @@ def _some(dataset: Dataset, data: DataSpec) -> Dataset:
     return dataset
 
 
-def tokenizer_source(run: TrainingRun) -> str | None:
-    """Return the folder or hub name of the tokenizer; None if neither the job nor the model has one."""
+def find_tokenizer_source(run: TrainingRun) -> str | None:
+    """Return the folder or hub name of the tokenizer; None if neither the job nor the model has
+    one.
+    """
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
 
-def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
+def _load_byte_dataset(data: DataSpec, length: int, vocabulary: int) -> Dataset:
     if data.chat:
         raise SpecError(
             "a conversation needs a tokenizer",
@@ -134,11 +138,12 @@ def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
 def _token_files(run: TrainingRun, length: int, vocabulary: int) -> Dataset:
     streams = [_token_file(name) for name in run.data.tokens]
     folder = Path(run.job_folder) / "data"
-    _once(
-        folder, lambda into: _write_about(into, max(map(_largest, streams)), sum(map(len, streams)))
+    _write_once(
+        folder,
+        lambda into: _write_about(into, max(map(_largest_token, streams)), sum(map(len, streams))),
     )
-    _check(folder, vocabulary)
-    return _some(TokenStreams(streams, length), run.data)
+    _check_vocabulary(folder, vocabulary)
+    return _check_not_empty(TokenStreams(streams, length), run.data)
 
 
 def _token_file(name: str) -> np.ndarray:
@@ -157,8 +162,8 @@ def _token_file(name: str) -> np.ndarray:
     return array
 
 
-def _largest(tokens: np.ndarray) -> int:
-    """The largest token. Raises SpecError if one is negative."""
+def _largest_token(tokens: np.ndarray) -> int:
+    """Return the largest token. Raises SpecError if one is negative."""
     largest = 0
     for start in range(0, len(tokens), SCANNED_AT_ONCE):
         part = tokens[start : start + SCANNED_AT_ONCE]
@@ -168,8 +173,8 @@ def _largest(tokens: np.ndarray) -> int:
     return largest
 
 
-def _once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let the first rank fill `folder` atomically; the others wait until it exists."""
+def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make the first rank fill `folder` atomically, while the others wait until it exists."""
     if dist.is_initialized() and dist.get_rank() > 0:
         deadline_s = time.monotonic() + WAIT_S
         while not folder.is_dir():
@@ -187,7 +192,7 @@ def _once(folder: Path, write: Callable[[Path], None]) -> None:
         temporary.rename(folder)
 
 
-def _check(folder: Path, vocabulary: int) -> None:
+def _check_vocabulary(folder: Path, vocabulary: int) -> None:
     largest = json.loads((folder / "about.json").read_text())["largest"]
     if largest >= vocabulary:
         raise SpecError(
@@ -208,7 +213,7 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
     largest = count = 0
     with (into / "tokens.bin").open("wb") as tokens, (into / "learnt.bin").open("wb") as learnt:
         bounds = []
-        for ids, marks in _documents(data, tokenizer, as_pairs=as_pairs):
+        for ids, marks in _list_document_tokens(data, tokenizer, as_pairs=as_pairs):
             np.asarray(ids, np.int32).tofile(tokens)
             np.asarray(marks, np.uint8).tofile(learnt)
             if ids:
@@ -220,34 +225,43 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
     _write_about(into, largest, count)
 
 
-def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[chat.Marked]:
-    """Tokens in stored order: with label marks for chat; inputs and targets alternate for pairs."""
+def _list_document_tokens(
+    data: DataSpec, tokenizer: Any, *, as_pairs: bool
+) -> Iterator[chat.Marked]:
+    """Yield each document's tokens in stored order, with label marks for chat.
+
+    For encoder-decoders, inputs and targets alternate.
+    """
     if data.text:
-        yield from ((ids, []) for ids in _text(data.text, tokenizer))
+        yield from ((ids, []) for ids in _tokenise_texts(data.text, tokenizer))
         return
-    for place, messages in chat.conversations(data.chat):
+    for place, messages in chat.read_conversations(data.chat):
         if as_pairs:
-            for source, target in chat.pairs(tokenizer, messages, data.sequence_length):
+            for source, target in chat.make_token_pairs(tokenizer, messages, data.sequence_length):
                 yield source, []
                 yield target, []
         else:
             yield chat.mark_tokens(tokenizer, messages, place)
 
 
-def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Each file as one document, with the tokenizer's start tokens and its end-of-text token."""
+def _tokenise_texts(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Yield each file's tokens as one document, with the tokenizer's start tokens and its
+    end-of-text token.
+    """
     begin = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in files:
         yield begin
-        pieces = _pieces(name)
+        pieces = _read_pieces(name)
         while batch := list(islice(pieces, PIECES_AT_ONCE)):
             yield from tokenizer(batch, add_special_tokens=False)["input_ids"]
         yield end
 
 
-def _pieces(name: str) -> Iterator[str]:
-    """The file's text in pieces of whole lines. Raises SpecError if it cannot be read or is empty."""
+def _read_pieces(name: str) -> Iterator[str]:
+    """Yield the file's text in pieces of whole lines. Raises SpecError if it cannot be read or is
+    empty.
+    """
     lines_read: list[str] = []
     size = number = 0
     try:

@@ -27,7 +27,10 @@ from orchestrator.training.engines.randomness import Randomness
 
 
 class AlternatingEngine:
-    """Engines of several recipes. In every step each trains on the same micro-batches, in the recipes' order."""
+    """Engines of several recipes (as a GAN's networks) that take turns in every optimizer step.
+
+    Each trains on the same micro-batches, in the recipes' order.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,9 @@ class AlternatingEngine:
         training: TrainingSpec,
         build: Callable[[Recipe, TrainingSpec], Engine],
     ) -> None:
-        """`build` makes a recipe's engine. Raises SpecError if the plan or the job does not support several recipes."""
+        """`build` returns a recipe's engine. Raises SpecError if the plan or the job does not
+        support several recipes.
+        """
         recipes = (recipe, *recipe.then)
         if plan.world_size > plan.layout.dp:
             raise SpecError(
@@ -52,8 +57,8 @@ class AlternatingEngine:
             )
         _check_names(recipes, training)
         seeded = [self._with_own_randomness(part) for part in recipes]
-        self._engines = [build(part, _training_of(part, training)) for part in seeded]
-        self._parts = [_Part(part.module) for part in recipes]
+        self._engines = [build(part, _recipe_training(part, training)) for part in seeded]
+        self._parts = [_TurnModule(part.module) for part in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for
         # its own turn only.
         layers = tuple(layer for part in recipes for layer in part.layers)
@@ -65,10 +70,10 @@ class AlternatingEngine:
         for turn, engine in enumerate(self._engines):
             others = [part for part in self._parts if part is not self._parts[turn]]
             for part in others:
-                part.stand_still()
+                part.freeze()
             results.append(engine.step(step, batches, tokens))
             for part in others:
-                part.go_on()
+                part.unfreeze()
         return StepResult(
             loss=sum(result.loss for result in results),
             grad_norm=math.hypot(*(result.grad_norm for result in results)),
@@ -78,7 +83,9 @@ class AlternatingEngine:
         return {name: value for engine in self._engines for name, value in engine.state().items()}
 
     def _with_own_randomness(self, recipe: Recipe) -> Recipe:
-        """The recipe, with the layers of every module seeded from its engine's seed of the micro-batch."""
+        """Return the recipe; its module's layers draw the same random numbers whichever recipe's
+        turn it is.
+        """
 
         def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
             self._randomness.begin(torch.initial_seed(), 0)
@@ -87,19 +94,19 @@ class AlternatingEngine:
         return replace(recipe, loss_sum=loss_sum, then=())
 
 
-class _Part:
-    """A recipe's module during the turns of other recipes."""
+class _TurnModule:
+    """A recipe's module, which is frozen during the turns of other recipes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def stand_still(self) -> None:
+    def freeze(self) -> None:
         if not self._sharded:
             for parameter in self._trained:
                 parameter.requires_grad_(False)
 
-    def go_on(self) -> None:
+    def unfreeze(self) -> None:
         for part in self._sharded:
             part.reshard()  # a forward pass without backward leaves it gathered
         for parameter in self._trained:
@@ -107,8 +114,10 @@ class _Part:
             parameter.grad = None
 
 
-def _training_of(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
-    """The job's settings for one recipe: its own learning rate, and `freeze` by its own parameter names."""
+def _recipe_training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
+    """Return the job's settings for one recipe: its own learning rate, and `freeze` by its own
+    parameter names.
+    """
     names = [name for name, _ in recipe.module.named_parameters()]
     freeze = tuple(
         Freeze(parameters=glob.escape(name), until_step=entry.until_step)

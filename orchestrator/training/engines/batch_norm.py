@@ -27,21 +27,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.training.contract.collectives import all_reduced, move
+from orchestrator.training.contract.collectives import all_reduce_sum, exchange_with_gradient
 from orchestrator.training.contract.engine import Engine, State
 from orchestrator.training.contract.recipe import Batch
 from orchestrator.training.contract.results import StepResult
 
 
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the layers that use batch statistics, without those in evaluation mode."""
+def list_batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the module's BatchNorm layers that use batch statistics; those in evaluation mode do
+    not.
+    """
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
 
 
-def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
-    """Make the layers compute statistics in fp32 over `training.batch_norm_samples` samples, in place.
+def prepare_batch_norms(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
+    """Make the layers compute statistics in fp32 over `training.batch_norm_samples` samples, in
+    place.
 
-    Raises SpecError if the plan normalises another number, or the job sets none and the plan splits its global batch.
+    Raises SpecError if the plan normalises another number, or the job sets none and the plan splits
+    its global batch.
     """
     if not layers:
         return
@@ -85,8 +89,10 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
 
 
 @contextlib.contextmanager
-def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Open a context for recomputed forward passes, which keeps them from updating the running statistics again."""
+def keeping_running_statistics(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Open a context for recomputed forward passes, in which the layers' running statistics are not
+    updated again.
+    """
     originals = [(layer, dict(layer._buffers)) for layer in layers]
     for layer, buffers in originals:
         layer._buffers.update(
@@ -100,29 +106,36 @@ def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class RunningStatistics:
-    """Engine wrapper for several ranks: running statistics equal those of one process (see above)."""
+    """Engine for several ranks, around another, that keeps running statistics equal to those of one
+    process.
+    """
 
     def __init__(self, engine: Engine, layers: list[_BatchNorm]) -> None:
         self._engine = engine
         self._layers = [layer for layer in layers if layer.running_mean is not None]
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        before = self._statistics()
-        counted = self._counted()
+        before = self._list_running_statistics()
+        counted = self._list_batch_counts()
         result = self._engine.step(step, micro_batches, tokens)
-        self._combine(before, counted)
+        self._combine_over_ranks(before, counted)
         return result
 
     def state(self) -> State:
         return self._engine.state()
 
-    def _combine(self, before: list[Tensor], counted: list[int]) -> None:
+    def _combine_over_ranks(self, before: list[Tensor], counted: list[int]) -> None:
         ranks = dist.get_world_size()
         rank = dist.get_rank()
         added = []
         faded = []
         for layer, old, new, count, now in zip(
-            self._layers, before, self._statistics(), counted, self._counted(), strict=True
+            self._layers,
+            before,
+            self._list_running_statistics(),
+            counted,
+            self._list_batch_counts(),
+            strict=True,
         ):
             assert layer.momentum is not None
             assert layer.num_batches_tracked is not None
@@ -140,19 +153,22 @@ class RunningStatistics:
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
             layer.running_var.copy_(variance)  # type: ignore[union-attr]
 
-    def _statistics(self) -> list[Tensor]:
-        """Running means, then variances, of every layer."""
+    def _list_running_statistics(self) -> list[Tensor]:
+        """Return the running means, then the running variances, of every layer."""
         return [
             torch.cat((layer.running_mean, layer.running_var)).float()  # type: ignore[arg-type]
             for layer in self._layers
         ]
 
-    def _counted(self) -> list[int]:
+    def _list_batch_counts(self) -> list[int]:
         return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]
 
 
 def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """BatchNorm's forward pass. torch's requires weights and running statistics of one precision."""
+    """Return BatchNorm's output over this rank's samples.
+
+    torch's function requires weights and running statistics of one precision.
+    """
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     assert layer.momentum is not None
     tracking = layer.track_running_stats and layer.running_mean is not None
@@ -172,15 +188,17 @@ def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """BatchNorm's forward pass over all ranks' inputs, [N, C, ...] each. torch's does not support CPU tensors."""
+    """Return BatchNorm's output over all ranks' inputs, [N, C, ...] each; torch's does not support
+    CPU tensors.
+    """
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     wide = x.float()
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    count = _summed(wide.new_tensor([x.numel() / x.shape[1]]))
-    mean = _summed(wide.sum(dims)) / count
+    count = _sum_over_ranks(wide.new_tensor([x.numel() / x.shape[1]]))
+    mean = _sum_over_ranks(wide.sum(dims)) / count
     centred = wide - mean.view(shape)
-    variance = _summed(centred.square().sum(dims)) / count
+    variance = _sum_over_ranks(centred.square().sum(dims)) / count
     if layer.track_running_stats and layer.running_mean is not None:
         assert layer.running_var is not None
         assert layer.num_batches_tracked is not None
@@ -195,6 +213,6 @@ def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
     return normal.to(x.dtype)
 
 
-def _summed(values: Tensor) -> Tensor:
+def _sum_over_ranks(values: Tensor) -> Tensor:
     """Return the sum over all ranks; its gradient is the sum of all ranks' gradients."""
-    return move(values, all_reduced, all_reduced)
+    return exchange_with_gradient(values, all_reduce_sum, all_reduce_sum)

@@ -35,22 +35,27 @@ from orchestrator.training.checkpoint.fragment import Fragment
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 from orchestrator.training.contract.loss_scale import LossScale
-from orchestrator.training.contract.precision import LOW_PRECISION, round_inputs
+from orchestrator.training.contract.precision import LOW_PRECISION, make_input_cast_hook
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines import deepspeed_nvme
-from orchestrator.training.engines.deepspeed_masters import Piece, masters, own_run, pieces
+from orchestrator.training.engines.deepspeed_masters import (
+    MasterPiece,
+    list_masters,
+    list_pieces,
+    own_run_of_elements,
+)
 from orchestrator.training.engines.deepspeed_release import release_with
-from orchestrator.training.engines.deepspeed_settings import settings
-from orchestrator.training.engines.freezing import freeze_for
+from orchestrator.training.engines.deepspeed_settings import make_deepspeed_settings
+from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.engines.optimizers import (
     STEPS,
-    Updates,
-    clip_factor,
+    OptimizerUpdates,
+    clipping_factor,
     gradient_norm,
+    list_state_names,
+    optimizer_state_device,
     scale_gradients,
-    state_device,
-    state_names,
 )
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.guard.virtual_device import host_memory
@@ -65,9 +70,11 @@ class DeepSpeedEngine:
         run: TrainingRun,
         training: TrainingSpec,
         device: torch.device,
-        resume_from: checkpoint.Saved | None,
+        resume_from: checkpoint.SavedCheckpoint | None,
     ) -> None:
-        """`training` is the run's, or one recipe's share of it. Raises SpecError: see deepspeed_nvme."""
+        """`training` is the run's, or one recipe's share of it. Raises SpecError where files cannot
+        take the offload.
+        """
         plan = run.plan
         self._recipe = recipe
         self._plan = plan
@@ -80,22 +87,22 @@ class DeepSpeedEngine:
             name: parameter.shape for name, parameter in self._module.named_parameters()
         }
         step = resume_from.cursor.step if resume_from else 0
-        self._changing = freeze_for(recipe.module, training.freeze, step)
+        self._changing = freeze_parameters(recipe.module, training.freeze, step)
         _join_deepspeed(device)
-        config = settings(plan, training, device, self._nvme(run))
+        config = make_deepspeed_settings(plan, training, device, self._file_offload_settings(run))
         exact = self._exact_weights() if self._keeps_copies and not resume_from else None
-        self._materialise(config, resume_from)
+        self._make_parameters(config, resume_from)
         if resume_from:  # before DeepSpeed copies the weights into its masters
             self._load(resume_from, self._computed_with())
-        self._updates = Updates(
-            self._module.named_parameters(), training, state_device(plan, device), step
+        self._updates = OptimizerUpdates(
+            self._module.named_parameters(), training, optimizer_state_device(plan, device), step
         )
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
-        self._engine = self._initialise(config)
+        self._engine = self._initialise_deepspeed(config)
         release_with(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
-        self._start(resume_from, exact)
+        self._initialise_states(resume_from, exact)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         plan = self._plan
@@ -117,7 +124,7 @@ class DeepSpeedEngine:
             loss += loss_sum.detach().double()
             del loss_sum
             if plan.zero_stage is ZeroStage.NONE and engine.is_gradient_accumulation_boundary():
-                norm = self._clip()
+                norm = self._clip_gradients()
             engine.step()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(engine.get_global_grad_norm())
@@ -130,14 +137,14 @@ class DeepSpeedEngine:
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> State:
-        return checkpoint.of_recipe(self._recipe.name, self._state(self._in_files()))
+        return checkpoint.with_recipe_prefix(self._recipe.name, self._state(self._in_files()))
 
-    def _start(
-        self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None
+    def _initialise_states(
+        self, resume_from: checkpoint.SavedCheckpoint | None, exact: Callable[[str], Tensor] | None
     ) -> None:
         """Initialise masters, moments and counters."""
         if self._is_swapped:
-            deepspeed_nvme.allocate(self._engine.optimizer, self._moments)
+            deepspeed_nvme.allocate_moments(self._engine.optimizer, self._moments)
         values = self._in_files()
         if resume_from:
             self._load(resume_from, self._state(values, known_at=resume_from.cursor.step))
@@ -151,17 +158,17 @@ class DeepSpeedEngine:
                     if id(piece.flat) in values
                     else piece.flat
                 )
-                piece.of(master).copy_(
+                piece.view_in(master).copy_(
                     exact(piece.name).flatten().narrow(0, piece.start, piece.count)
                 )
         if self._is_swapped:
-            deepspeed_nvme.put_back(self._engine.optimizer, self._moments, values)
+            deepspeed_nvme.write_back(self._engine.optimizer, self._moments, values)
 
-    def _load(self, saved: checkpoint.Saved, state: State) -> None:
-        checkpoint.load(saved.path, checkpoint.of_recipe(self._recipe.name, state))
+    def _load(self, saved: checkpoint.SavedCheckpoint, state: State) -> None:
+        checkpoint.load_state(saved.path, checkpoint.with_recipe_prefix(self._recipe.name, state))
 
     def _in_files(self) -> deepspeed_nvme.Swapped:
-        """Host copies of what is offloaded to files; empty without such offload."""
+        """Return host copies of what is offloaded to files; empty without such offload."""
         return (
             deepspeed_nvme.copy_swapped(self._engine.optimizer, self._moments)
             if self._is_swapped
@@ -171,10 +178,12 @@ class DeepSpeedEngine:
     def _state(self, in_files: deepspeed_nvme.Swapped, known_at: int | None = None) -> State:
         """The canonical tensors; with `known_at`, without moments of groups still frozen before that step."""
         if self._plan.zero_stage is ZeroStage.NONE:
-            return checkpoint.model_state(self._module, self._changing) | self._updates.state(
-                known_at=known_at
-            )
-        state: dict[str, Any] = dict(checkpoint.model_state(self._module, frozenset()))  # buffers
+            return checkpoint.collect_model_state(
+                self._module, self._changing
+            ) | self._updates.state(unfrozen_before=known_at)
+        state: dict[str, Any] = dict(
+            checkpoint.collect_model_state(self._module, frozenset())
+        )  # buffers
         state |= (
             dict(self._frozen_until_later())
             | dict(self._fragments(in_files, known_at))
@@ -182,14 +191,16 @@ class DeepSpeedEngine:
         )
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
 
-    def _clip(self) -> float:
-        """Clip the gradients of the parameters at stage 0; returns their norm before clipping."""
+    def _clip_gradients(self) -> float:
+        """Clip the gradients of the parameters at stage 0, and return their norm before clipping."""
         norm = gradient_norm(self._trained.values()).item()
-        scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
+        scale_gradients(self._trained.values(), clipping_factor(norm, self._training.clip_norm))
         return norm
 
-    def _initialise(self, config: JsonObject) -> Any:
-        """DeepSpeed's engine. In low precision, inputs are cast as FSDP2 casts them; buffers keep their precision."""
+    def _initialise_deepspeed(self, config: JsonObject) -> Any:
+        """Return DeepSpeed's engine; in low precision, inputs are cast as FSDP2 does, and buffers
+        stay.
+        """
         buffers = [
             (
                 module,
@@ -206,22 +217,30 @@ class DeepSpeedEngine:
         for module, originals in buffers:
             module._buffers.update(originals)
         if self._plan.precision in LOW_PRECISION:
-            rounded = round_inputs(LOW_PRECISION[self._plan.precision])
+            rounded = make_input_cast_hook(LOW_PRECISION[self._plan.precision])
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
         return engine
 
     def _masters(self) -> list[list[Tensor]] | None:
-        """Per group of parameters, this rank's flat masters; None if the parameters themselves are updated."""
+        """Return this rank's flat masters per group of parameters; None if the parameters
+        themselves are updated.
+        """
         if self._plan.zero_stage is ZeroStage.NONE:
             return None
-        return masters(self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups))
+        return list_masters(
+            self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups)
+        )
 
-    def _pieces(self) -> Iterator[Piece]:
-        """Return the rank's pieces of the masters of all trained parameters, from stage 1 on."""
-        return pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
+    def _pieces(self) -> Iterator[MasterPiece]:
+        """Yield the rank's pieces of the masters of all trained parameters, from stage 1 on."""
+        return list_pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
-    def _materialise(self, config: JsonObject, resume_from: checkpoint.Saved | None) -> None:
-        """Make the parameters; at stage 3 layer by layer, each partitioned before the next is made."""
+    def _make_parameters(
+        self, config: JsonObject, resume_from: checkpoint.SavedCheckpoint | None
+    ) -> None:
+        """Allocate and initialise the parameters; at stage 3 layer by layer, each partitioned
+        before the next.
+        """
         recipe = self._recipe
         low = LOW_PRECISION.get(self._plan.precision)
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
@@ -249,24 +268,31 @@ class DeepSpeedEngine:
             ).param_swapper
 
     def _computed_with(self) -> State:
-        """Weights and buffers in use before `initialize`: whole, or at stage 3 this rank's runs."""
+        """Return the weights and buffers in use before `initialize`: whole, or at stage 3 this
+        rank's runs.
+        """
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
-            return checkpoint.model_state(self._module, self._changing)
-        buffers = checkpoint.model_state(self._module, frozenset())
-        return buffers if self._weights_swapped else buffers | self._runs(self._changing)
+            return checkpoint.collect_model_state(self._module, self._changing)
+        buffers = checkpoint.collect_model_state(self._module, frozenset())
+        return buffers if self._weights_swapped else buffers | self._own_runs(self._changing)
 
-    def _runs(self, names: Iterable[str]) -> dict[str, Any]:
-        """`model.<name>` of this rank's runs of parameters that stage 3 has partitioned."""
+    def _own_runs(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return {`model.<name>`: this rank's run of elements} of parameters that stage 3 has
+        partitioned.
+        """
         named = dict(self._module.named_parameters())
         runs = {}
         for name in names:
-            start, count = own_run(self._shapes[name].numel())
+            start, count = own_run_of_elements(self._shapes[name].numel())
             run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
             runs[f"model.{name}"] = Fragment(run, start, self._shapes[name])
         return runs
 
     def _exact_weights(self) -> Callable[[str], Tensor]:
-        """Initial fp32 weights by name: made again one by one if the recipe can, else from host copies."""
+        """Return a function from a name to the initial fp32 weight.
+
+        Weights are made again one by one if the recipe can, else they come from host copies.
+        """
         if self._recipe.initialise is None:
             named = dict(self._module.named_parameters())
             with host_memory():
@@ -283,16 +309,18 @@ class DeepSpeedEngine:
 
         return again
 
-    def _waiting_pieces(self) -> Iterator[Piece]:
+    def _waiting_pieces(self) -> Iterator[MasterPiece]:
         """Yield the rank's part, in host memory, of the fp32 weights that thaw later."""
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
-            start, count = own_run(self._shapes[name].numel())
+            start, count = own_run_of_elements(self._shapes[name].numel())
             with host_memory():
                 flat = torch.zeros(count)
-            yield Piece(name=name, flat=flat, offset=0, start=start, count=count)
+            yield MasterPiece(name=name, flat=flat, offset=0, start=start, count=count)
 
     def _frozen_until_later(self) -> Mapping[str, Any]:
-        """`model.<name>` of parameters that thaw later: from fp32 copies, or the weights in use."""
+        """Return {`model.<name>`: weight} of parameters that thaw later: fp32 copies, or the
+        weights in use.
+        """
         if self._keeps_copies:
             return {
                 f"model.{p.name}": Fragment(p.flat, p.start, self._shapes[p.name])
@@ -300,7 +328,7 @@ class DeepSpeedEngine:
             }
         names = self._changing - set(self._trained)
         if self._plan.zero_stage is ZeroStage.PARAMETERS:
-            return self._runs(names)
+            return self._own_runs(names)
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
@@ -318,23 +346,25 @@ class DeepSpeedEngine:
             }
             yield (
                 f"model.{piece.name}",
-                Fragment(piece.of(values[deepspeed_nvme.MASTER]), piece.start, shape),
+                Fragment(piece.view_in(values[deepspeed_nvme.MASTER]), piece.start, shape),
             )
             if known_at is not None and thaws[piece.name] >= known_at:
                 continue
             for moment in self._moments:
                 yield (
                     f"optim.state.{piece.name}.{moment}",
-                    Fragment(piece.of(values[moment]), piece.start, shape),
+                    Fragment(piece.view_in(values[moment]), piece.start, shape),
                 )
 
-    def _nvme(self, run: TrainingRun) -> JsonObject | None:
-        """The configuration's part for offload to files, or None."""
+    def _file_offload_settings(self, run: TrainingRun) -> JsonObject | None:
+        """Return the configuration's part for offload to files; None without such offload."""
         if not self._is_swapped:
             return None
-        folder = deepspeed_nvme.swap_folder(run) / (self._recipe.name or "model")
-        run_elements = deepspeed_nvme.largest_run(list(self._shapes.values()), self._plan.layout.dp)
-        return deepspeed_nvme.offload(
+        folder = deepspeed_nvme.prepare_swap_folder(run) / (self._recipe.name or "model")
+        run_elements = deepspeed_nvme.largest_run_elements(
+            list(self._shapes.values()), self._plan.layout.dp
+        )
+        return deepspeed_nvme.offload_settings(
             self._plan, folder, run_elements, pin_memory=self._device.type == "cuda"
         )
 
@@ -348,13 +378,15 @@ class DeepSpeedEngine:
 
     @property
     def _keeps_copies(self) -> bool:
-        """Whether the weights in use are rounded or not accessible, so that frozen weights need fp32 copies."""
+        """Whether frozen weights need fp32 copies, because the weights in use are rounded or not
+        accessible.
+        """
         return self._plan.precision in LOW_PRECISION or self._weights_swapped
 
     @property
     def _moments(self) -> tuple[str, ...]:
-        """Names of the optimizer's states of a flat master."""
-        return state_names(self._training, (1,))
+        """Names of the optimizer's states for a flat master."""
+        return list_state_names(self._training, (1,))
 
 
 def _join_deepspeed(device: torch.device) -> None:

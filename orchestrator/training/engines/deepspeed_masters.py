@@ -13,8 +13,10 @@ from orchestrator.specs.frozen import frozen
 
 
 @frozen
-class Piece:
-    """A rank's part of a parameter's master weight: `count` elements from `start`, at `offset` of a flat tensor."""
+class MasterPiece:
+    """A rank's part of a parameter's master weight: `count` elements from `start`, at `offset` of a
+    flat tensor.
+    """
 
     name: str
     flat: Tensor
@@ -22,13 +24,15 @@ class Piece:
     start: int
     count: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_in(self, flat: Tensor) -> Tensor:
         """Return a view of this piece in a flat master weight or in one of its moments."""
         return flat.detach().narrow(0, self.offset, self.count)
 
 
-def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
-    """Return this rank's flat master weights per parameter group, under the ZeRO optimizer of stage 1, 2 or 3."""
+def list_masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
+    """Return this rank's flat master weights per parameter group, under the ZeRO optimizer of stage
+    1, 2 or 3.
+    """
     if stage is not ZeroStage.PARAMETERS:
         return [[flat] for flat in zero.single_partition_of_fp32_groups]
     by_group: list[list[Tensor]] = [[] for _ in range(groups)]
@@ -37,7 +41,9 @@ def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
     return by_group
 
 
-def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
+def list_pieces(
+    zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]
+) -> Iterator[MasterPiece]:
     """Yield the rank's pieces of the trained parameters' master weights, under stage 1, 2 or 3."""
     locate = _locate_partitioned if stage is ZeroStage.PARAMETERS else _locate_flat
     for name, parameter in trained.items():
@@ -46,27 +52,37 @@ def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> 
             yield piece
 
 
-def own_run(elements: int) -> tuple[int, int]:
+def own_run_of_elements(elements: int) -> tuple[int, int]:
     """Return (start, length) of this rank's part of a parameter, which stage 3 splits equally."""
     run = -(-elements // dist.get_world_size())
     start = min(dist.get_rank() * run, elements)
     return start, min(run, elements - start)
 
 
-def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
-    """Stages 1 and 2 cut a group's concatenated parameters into equal flat masters."""
+def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> MasterPiece | None:
+    """Return the rank's piece under stages 1 and 2, which cut a group's concatenated parameters;
+    None if none.
+    """
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:  # another rank has all of it
         return None
     flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
     master = mapping.hp_fragment_address
     whole = mapping.lp_fragment_address
-    return Piece(name=name, flat=flat, offset=master.start, start=whole.start, count=whole.numel)
+    return MasterPiece(
+        name=name, flat=flat, offset=master.start, start=whole.start, count=whole.numel
+    )
 
 
-def _locate_partitioned(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
-    """Stage 3 cuts every parameter into equal runs and pads the last ones."""
+def _locate_partitioned(zero: Any, name: str, parameter: nn.Parameter) -> MasterPiece | None:
+    """Return the rank's piece under stage 3, which cuts every parameter equally and pads it; None
+    if none.
+    """
     group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-    start, count = own_run(parameter.ds_numel)  # type: ignore[attr-defined]
+    start, count = own_run_of_elements(parameter.ds_numel)  # type: ignore[attr-defined]
     flat = zero.fp32_partitioned_groups_flat[group]
-    return Piece(name=name, flat=flat, offset=offset, start=start, count=count) if count else None
+    return (
+        MasterPiece(name=name, flat=flat, offset=offset, start=start, count=count)
+        if count
+        else None
+    )

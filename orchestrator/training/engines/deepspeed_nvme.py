@@ -37,10 +37,11 @@ Swapped = dict[
 ]  # by id of a flat master: its values and those of its moments, by name
 
 
-def nvme_problem(extensions: Path) -> str | None:
+def why_no_nvme_offload(extensions: Path) -> str | None:
     """Return why DeepSpeed cannot offload to files, with the remedy; None if it can.
 
-    `extensions` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions under the service.
+    `extensions` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions under the
+    service.
     """
     from deepspeed.git_version_info import installed_ops
 
@@ -61,13 +62,13 @@ def nvme_problem(extensions: Path) -> str | None:
     return None
 
 
-def extensions_folder() -> Path:
+def find_extensions_folder() -> Path:
     """Return the folder of this process's compiled extensions."""
     return Path(cpp_extension._get_build_directory(OPERATIONS[0], verbose=False)).parent  # private
 
 
-def swap_folder(run: TrainingRun) -> Path:
-    """Return the attempt's swap folder, and remove leftovers of the job's older attempts.
+def prepare_swap_folder(run: TrainingRun) -> Path:
+    """Return the attempt's swap folder, and remove what the job's older attempts left.
 
     Raises SpecError if the node has no such folder or DeepSpeed cannot offload to files.
     """
@@ -84,22 +85,25 @@ def swap_folder(run: TrainingRun) -> Path:
         raise SpecError(
             "offload to NVMe needs a writable folder", path="nvme_folder", got=str(run.nvme_folder)
         )
-    problem = nvme_problem(extensions_folder())
+    problem = why_no_nvme_offload(find_extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
-    remove_older(folder)
+    remove_older_swap_folders(folder)
     return folder
 
 
-def remove_older(folder: Path) -> None:
+def remove_older_swap_folders(folder: Path) -> None:
     """Remove the swap folders of older attempts of the job."""
     for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
         if old.name.isdigit() and int(old.name) < int(folder.name):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> JsonObject:
-    """Return the plan's entries of `zero_optimization`. `largest_run` is the most elements of a parameter on a rank."""
+def offload_settings(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> JsonObject:
+    """Return the plan's entries of `zero_optimization` for offload to files.
+
+    `largest_run` is the largest number of elements of a parameter on a rank.
+    """
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
     settings: JsonObject = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
@@ -107,8 +111,8 @@ def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> 
     return settings
 
 
-def allocate(zero: Any, names: Sequence[str]) -> None:
-    """Write zero moments `names` for the master weights in files."""
+def allocate_moments(zero: Any, names: Sequence[str]) -> None:
+    """Write zeros for the moments `names` of the master weights that are in files."""
     for flat in _swapped_in(zero, write=True):
         zero.optimizer.state[flat] |= {
             name: torch.zeros_like(flat, requires_grad=False) for name in names
@@ -120,24 +124,28 @@ def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
     copies: Swapped = {}
     for flat in _swapped_in(zero, write=False):
         copies[id(flat)] = {
-            name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()
+            name: tensor.clone() for name, tensor in _tensors_of_master(zero, flat, names).items()
         }
     return copies
 
 
-def put_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
-    """Write copies from `copy_swapped` back to the files."""
+def write_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
+    """Write the copies from `copy_swapped` back to the files."""
     for flat in _swapped_in(zero, write=True):
-        for name, tensor in _tensors(zero, flat, names).items():
+        for name, tensor in _tensors_of_master(zero, flat, names).items():
             tensor.copy_(values[id(flat)][name])
 
 
-def _tensors(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
+def _tensors_of_master(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
     return {MASTER: flat.detach()} | {name: zero.optimizer.state[flat][name] for name in names}
 
 
 def _swapped_in(zero: Any, *, write: bool) -> Iterator[Tensor]:
-    """Yield each master in files, in memory with its moments meanwhile; private calls of DeepSpeed's stage 3."""
+    """Yield each master that is in files, loaded into memory with its moments; written back if
+    `write`.
+
+    These are private calls of DeepSpeed's stage 3.
+    """
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             zero._optimizer_states_and_gradient_swap_in(index)
@@ -148,7 +156,7 @@ def _swapped_in(zero: Any, *, write: bool) -> Iterator[Tensor]:
                 zero._release_swap_buffers(index)
 
 
-def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
+def largest_run_elements(shapes: Sequence[torch.Size], ranks: int) -> int:
     """Return the elements of the largest part of a parameter on one rank."""
     return max(math.ceil(shape.numel() / ranks) for shape in shapes)
 
@@ -157,7 +165,7 @@ def _missing_tools() -> str | None:
     """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
+    if shutil.which("ninja", path=_path_with_environment()) is None or shutil.which("c++") is None:
         return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
     if (
         torch.version.cuda and cpp_extension.CUDA_HOME is None
@@ -168,15 +176,17 @@ def _missing_tools() -> str | None:
     return None
 
 
-def _path() -> str:
-    """PATH with this environment's `bin`, which holds ninja even if the environment is not activated."""
+def _path_with_environment() -> str:
+    """Return PATH with this environment's `bin`, which has ninja even if the environment is not
+    activated.
+    """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _compile() -> int:
+def _compile_async_io() -> int:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    os.environ["PATH"] = _path()
+    os.environ["PATH"] = _path_with_environment()
     problem = _missing_tools()
     if problem:
         print(problem, file=sys.stderr)
@@ -187,4 +197,4 @@ def _compile() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_compile())
+    sys.exit(_compile_async_io())

@@ -43,13 +43,15 @@ CUDA_BUCKETS = Buckets(
 )
 
 
-def settings(
+def make_deepspeed_settings(
     plan: Plan,
     training: TrainingSpec,
     device: torch.device,
     nvme: dict[str, JsonObject] | None = None,
 ) -> JsonObject:
-    """Return the plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
+    """Return the plan as a DeepSpeed configuration; `nvme` is the result of
+    `deepspeed_nvme.offload_settings`.
+    """
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: JsonObject = {
         "stage": int(plan.zero_stage),

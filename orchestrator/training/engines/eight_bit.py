@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.training.checkpoint.fragment import Chunks, Narrow, chunks_of, local_of
+from orchestrator.training.checkpoint.fragment import Chunks, Narrow, local_part_of, make_chunks
 
 # elements
 BLOCK = 256
 QUANTISED_MIN = 4096
 
 
-def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
+def make_eight_bit_adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     """Return the 8-bit AdamW optimizer over these parameter groups."""
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
@@ -36,21 +36,22 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     )
 
 
-def new_state(tensor: Tensor) -> dict[str, Any]:
+def make_optimizer_state(tensor: Tensor) -> dict[str, Any]:
     """Return a parameter's optimizer states before its first update, all moments zero.
 
-    Moments that are not quantised are fp32 beside any weight: in bf16 a second moment would hardly move.
+    Moments that are not quantised are fp32 beside any weight: in bf16 a second moment would hardly
+    move.
     """
     moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
     return {"step": torch.tensor(0.0)} | {
-        name: _zeros(tensor, is_signed) for name, is_signed in moments.items()
+        name: _make_zero_moment(tensor, is_signed) for name, is_signed in moments.items()
     }
 
 
-def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
+def _make_zero_moment(tensor: Tensor, is_signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = local_of(tensor)
+    local = local_part_of(tensor)
     if local.numel() < QUANTISED_MIN or local.numel() % BLOCK:
         moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
     else:
@@ -69,20 +70,20 @@ def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
     )
 
 
-def saved(moment: Tensor) -> Tensor | Chunks:
-    """Return a moment in the form for checkpoints, sharing its memory."""
+def prepare_moment_for_saving(moment: Tensor) -> Tensor | Chunks:
+    """Return a moment in the form in which checkpoints store it, sharing its memory."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = local_of(moment)
-    chunks = chunks_of(moment)
+    local = local_part_of(moment)
+    chunks = make_chunks(moment)
     return Narrow(chunks.parts, chunks.size()) if isinstance(local, OptimState8bit) else moment
 
 
-def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which updates run: compiled to one kernel per shape on CUDA, op by op on the CPU.
+def compilation_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for updates: compiled to one kernel per shape on CUDA, op by op on the CPU.
 
-    On the CPU the compiler would take longer than the small models of virtual devices train. Both ways' temporaries are
-    in memory/engines/optimizers.py.
+    On the CPU the compiler would take longer than the small models of virtual devices train. Both
+    ways' temporaries are in memory/engines/optimizers.py.
     """
     return (
         torch.compiler.set_stance("force_eager")

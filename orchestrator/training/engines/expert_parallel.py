@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 
 class ExpertParallel:
-    """Expert parallelism of a recipe under a plan. Construction makes its modules dispatch their tokens."""
+    """Expert parallelism of a recipe under a plan; construction makes the modules send tokens to
+    experts' ranks.
+    """
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
-        """Raises SpecError where the recipe's experts cannot be spread so, or not by this torch."""
+        """Raises SpecError where the recipe's experts cannot be spread over so many ranks, or not
+        by this torch.
+        """
         degree = plan.expert_parallel
         path = "plan.expert_parallel"
         experts = recipe.experts
@@ -84,6 +88,6 @@ class ExpertParallel:
         local = parameter.to_local()
         return self._result(Shard(0 if len(local) % ranks == 0 else 1), self._shared)
 
-    def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Return the expert parameters among these."""
+    def select_experts(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
+        """Return those of the named parameters that belong to experts."""
         return tuple(parameter for name, parameter in named.items() if name in self._names)

@@ -11,8 +11,9 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze
 
 
-def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
-    """Return the number of optimizer steps after which a parameter is trained; 0: at once, None: never.
+def thaw_step_of(name: str, freeze: Sequence[Freeze]) -> int | None:
+    """Return the number of optimizer steps after which a parameter is trained; 0: at once, None:
+    never.
 
     If several entries match, the one that freezes longest counts.
     """
@@ -22,24 +23,24 @@ def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
     return max((step for step in until if step is not None), default=0)
 
 
-def thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
+def list_thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
     """Return every step at which parameters unfreeze, ascending, starting with 0."""
     return tuple(
         sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)})
     )
 
 
-def next_thaw(step: int, freeze: Sequence[Freeze]) -> int | None:
+def next_thaw_step(step: int, freeze: Sequence[Freeze]) -> int | None:
     """Return the first step after `step` at which parameters unfreeze; None without one."""
-    return next((thaw for thaw in thaw_steps(freeze) if thaw > step), None)
+    return next((thaw for thaw in list_thaw_steps(freeze) if thaw > step), None)
 
 
-def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozenset[str]:
+def freeze_parameters(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozenset[str]:
     """Freeze, in place, the parameters that are not trained after `step` optimizer steps.
 
-    Call it before an engine wraps the module. Returns the whole-model names that any step of the training changes,
-    which a checkpoint must hold. Parameters that the model itself froze stay frozen. Raises SpecError if an entry
-    matches nothing, or nothing would be trained.
+    Call it before an engine wraps the module. Returns the whole-model names that any step of the
+    training changes, which a checkpoint must hold. Parameters that the model itself froze stay
+    frozen. Raises SpecError if an entry matches nothing, or nothing would be trained.
     """
     named = dict(module.named_parameters())
     for entry in freeze:
@@ -52,7 +53,7 @@ def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozen
                 allowed=example,
             )
     trainable = {
-        name: thaw_step(name, freeze)
+        name: thaw_step_of(name, freeze)
         for name, parameter in named.items()
         if parameter.requires_grad
     }

@@ -15,8 +15,8 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.training.checkpoint.fragment import Chunks
 from orchestrator.training.engines import eight_bit
-from orchestrator.training.engines.freezing import thaw_step, thaw_steps
-from orchestrator.training.engines.schedule import learning_rate
+from orchestrator.training.engines.freezing import list_thaw_steps, thaw_step_of
+from orchestrator.training.engines.schedule import learning_rate_after
 
 # canonical name: updates done by each group of parameters that thaw together, ascending
 STEPS = "optim.steps"
@@ -25,18 +25,18 @@ STEPS = "optim.steps"
 Named = dict[str, nn.Parameter]  # parameters by whole-model name
 
 
-class _Alone(NamedTuple):
-    """The optimizer that updates one parameter, with its own states."""
+class _SingleParameterOptimizer(NamedTuple):
+    """An optimizer of one parameter, with its own states."""
 
     name: str
     optimizer: Any
 
 
-class Updates:
-    """The optimizer over the parameters that are trained until the next unfreezing.
+class OptimizerUpdates:
+    """The optimizer of the parameters that are trained until the next unfreezing.
 
-    `groups`: step of unfreezing -> whole-model name -> parameter. `optimizer` has a parameter group for each. `steps`
-    counts updates.
+    `groups`: step of unfreezing -> whole-model name -> parameter. `optimizer` has a parameter group
+    for each. `steps` counts updates.
     """
 
     def __init__(
@@ -47,15 +47,17 @@ class Updates:
         step: int,
         seed: Callable[[str], None] | None = None,
     ) -> None:
-        """`named`: all parameters, frozen as `freeze_for` leaves them after `step` steps; `device` holds the states.
+        """`named` are all parameters, frozen as `freeze_parameters` leaves them; `device` holds the
+        states.
 
-        Where updates are rounded stochastically, `seed` seeds for that of the parameter of a name.
+        Where updates are rounded stochastically, `seed` is called with a parameter's name before
+        its update.
         """
         self._training = training
-        self._thaws = thaw_steps(training.freeze)
+        self._thaws = list_thaw_steps(training.freeze)
         groups: dict[int, Named] = {}
         for name, parameter in named:
-            thaw = thaw_step(name, training.freeze)
+            thaw = thaw_step_of(name, training.freeze)
             if parameter.requires_grad:
                 assert thaw is not None, f"{name} was to be frozen"
                 groups.setdefault(thaw, {})[name] = parameter
@@ -64,8 +66,8 @@ class Updates:
         self._thawed = torch.tensor(
             [thaw <= step for thaw in self._thaws]
         )  # a pipeline stage may have none of a group
-        self.optimizer = _optimizer(self.groups, training, device)
-        self._alone: dict[nn.Parameter, _Alone] = {}
+        self.optimizer = _make_optimizer(self.groups, training, device)
+        self._alone: dict[nn.Parameter, _SingleParameterOptimizer] = {}
         self._device = device
         self._seed = seed
         if seed:
@@ -88,18 +90,21 @@ class Updates:
             self.optimizer.state[tensor] = _new_state(self.optimizer, self._training, tensor)
         self.set_steps()
 
-    def state(self, *, known_at: int | None = None) -> dict[str, Any]:
-        """Return {`optim.state.<name>.<state>`: tensor} by reference; `known_at` selects groups unfrozen before it."""
+    def state(self, *, unfrozen_before: int | None = None) -> dict[str, Any]:
+        """Return {`optim.state.<name>.<state>`: tensor} by reference.
+
+        With a step as `unfrozen_before`, only groups of parameters that unfroze before it.
+        """
         return {
             f"optim.state.{name}.{key}": self._saved(self.optimizer.state[parameter][key])
             for thaw, group in self.groups.items()
-            if known_at is None or thaw < known_at
+            if unfrozen_before is None or thaw < unfrozen_before
             for name, parameter in group.items()
-            for key in state_names(self._training, parameter.shape)
+            for key in list_state_names(self._training, parameter.shape)
         } | {STEPS: self.steps}
 
     def set_steps(self) -> None:
-        """Copy `steps` to the optimizer after loading."""
+        """Set the optimizer's own step counters to `steps`, after a checkpoint was loaded."""
         for thaw, group in zip(self.groups, self._updated, strict=True):
             done = float(self.steps[self._thaws.index(thaw)])
             for state in (self.optimizer.state[tensor] for tensor in group):
@@ -125,10 +130,10 @@ class Updates:
             parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def prepare(self, step: int) -> None:
-        """Set the learning rate for the update after `step` optimizer steps."""
+        """Set the learning rate of the update that follows `step` optimizer steps."""
         for optimizer in (self.optimizer, *(alone.optimizer for alone in self._alone.values())):
             for group in optimizer.param_groups:
-                rate = learning_rate(self._training, step)
+                rate = learning_rate_after(self._training, step)
                 if isinstance(group["lr"], Tensor):  # of a compiled update
                     group["lr"].fill_(rate)
                 else:
@@ -148,33 +153,39 @@ class Updates:
         self.steps[self._thawed] += 1
 
     def _update_alone(self) -> None:
-        """Give each parameter an optimizer of its own."""
+        """Give each parameter its own optimizer."""
         for thaw, group in self.groups.items():
             for name, parameter in group.items():
-                optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
+                optimizer = _make_optimizer({thaw: {name: parameter}}, self._training, self._device)
                 # one dictionary: a checkpoint fills it, counters are set in it
                 optimizer.state = self.optimizer.state
-                self._alone[parameter] = _Alone(name, optimizer)
+                self._alone[parameter] = _SingleParameterOptimizer(name, optimizer)
 
-    def _step_alone(self, alone: _Alone) -> None:
+    def _step_alone(self, alone: _SingleParameterOptimizer) -> None:
         if self._seed:
             self._seed(alone.name)
         self._step(alone.optimizer)
 
     def _step(self, optimizer: Any) -> None:
-        with eight_bit.stance(self._device) if self._is_eight_bit else contextlib.nullcontext():
+        with (
+            eight_bit.compilation_context(self._device)
+            if self._is_eight_bit
+            else contextlib.nullcontext()
+        ):
             optimizer.step()
 
     def _saved(self, state: Tensor) -> Tensor | Chunks:
-        return eight_bit.saved(state) if self._is_eight_bit else state
+        return eight_bit.prepare_moment_for_saving(state) if self._is_eight_bit else state
 
     @property
     def _is_eight_bit(self) -> bool:
         return self._training.optimizer is Optimizer.ADAMW_8BIT
 
 
-def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the optimizer's states for a parameter of this shape, as its implementation names them."""
+def list_state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of the optimizer's states for a parameter of this shape, as its
+    implementation names them.
+    """
     if training.optimizer is Optimizer.SGD:
         return ("momentum_buffer",) if training.momentum else ()
     if training.optimizer is Optimizer.ADAFACTOR:
@@ -197,18 +208,22 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def clip_factor(norm: float, clip_norm: float | None) -> float:
-    """Return the factor that limits gradients of this norm to `clip_norm` (torch's formula); 1 where that is None."""
+def clipping_factor(norm: float, clip_norm: float | None) -> float:
+    """Return the factor that limits gradients of this norm to `clip_norm` (torch's formula); 1
+    where that is None.
+    """
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 
-def state_device(plan: Plan, device: torch.device) -> torch.device:
-    """Return where the optimizer's states stand: in host memory under offload."""
+def optimizer_state_device(plan: Plan, device: torch.device) -> torch.device:
+    """Return the device that holds the optimizer's states: the host's under offload."""
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
-def _optimizer(groups: dict[int, Named], training: TrainingSpec, device: torch.device) -> Any:
-    """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries for all."""
+def _make_optimizer(groups: dict[int, Named], training: TrainingSpec, device: torch.device) -> Any:
+    """Return the optimizer: fused on CUDA; on CPU one parameter at a time, since foreach needs more
+    memory.
+    """
     chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [
         {"params": []}
     ]
@@ -229,7 +244,7 @@ def _optimizer(groups: dict[int, Named], training: TrainingSpec, device: torch.d
             chosen, lr=training.learning_rate, weight_decay=decay, foreach=False
         )
     if training.optimizer is Optimizer.ADAMW_8BIT:
-        return eight_bit.adamw(chosen, training)
+        return eight_bit.make_eight_bit_adamw(chosen, training)
     return torch.optim.AdamW(
         chosen,
         lr=training.learning_rate,
@@ -242,8 +257,8 @@ def _optimizer(groups: dict[int, Named], training: TrainingSpec, device: torch.d
 
 def _new_state(optimizer: Any, training: TrainingSpec, tensor: Tensor) -> dict[str, Any]:
     if training.optimizer is Optimizer.ADAMW_8BIT:
-        return eight_bit.new_state(tensor)
-    names = state_names(training, tensor.shape)
+        return eight_bit.make_optimizer_state(tensor)
+    names = list_state_names(training, tensor.shape)
     if training.optimizer is Optimizer.SGD:
         return {name: torch.zeros_like(tensor, requires_grad=False) for name in names}
     fused = bool(optimizer.defaults.get("fused"))

@@ -31,16 +31,16 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import layer_ranges
-from orchestrator.training.checkpoint.fragment import local_of
+from orchestrator.training.checkpoint.fragment import local_part_of
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.engines.sequence_parallel import Tokens
+from orchestrator.training.engines.sequence_parallel import TokenSplit
 
 Message = tuple[dist.Work, Tensor]  # that is being sent
 
 
 @frozen
-class Share:
+class StageShare:
     """A rank's part of a model that is split into pipeline stages."""
 
     stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
@@ -50,8 +50,9 @@ class Share:
     shared: tuple[str, ...]  # parameters that the first and the last stage both have
 
 
-def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
-    """Return pipeline rank `rank`'s part of the model. Other ranks' parts are removed from `recipe.module`, in place.
+def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
+    """Return pipeline rank `rank`'s part of the model. Other ranks' parts are removed from
+    `recipe.module`, in place.
 
     Raises SpecError if the recipe cannot be split into that many stages.
     """
@@ -64,8 +65,8 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
             allowed="1",
             hint="a factory may return a Recipe with `stages`",
         )
-    ranges = plan_ranges(len(recipe.layers), plan)
-    names, shared = _names(recipe, ranges)
+    ranges = list_stage_ranges(len(recipe.layers), plan)
+    names, shared = _map_shared_names(recipe, ranges)
     stage_indices = range(rank, count, plan.layout.pp)
     first = recipe.stages.first
     last = recipe.stages.last
@@ -82,26 +83,28 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     whole = set().union(*names_of.values())
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
-    _leave_out(recipe.module, left_out, first + last)
-    _empty(parts, set(recipe.module.parameters()))
+    _replace_by_placeholders(recipe.module, left_out, first + last)
+    _drop_tensors(parts, set(recipe.module.parameters()))
     stages = []
     for stage in stage_indices:
         module = recipe.module
         if len(stage_indices) > 1:
             module = _copy_parts(module, "", {*layer_names, *first, *last})
-            _leave_out(module, whole - set(names_of[stage]), first + last)
+            _replace_by_placeholders(module, whole - set(names_of[stage]), first + last)
         layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
         stages.append(replace(recipe, module=module, layers=layers, initialise=made))
-    return Share(
+    return StageShare(
         stages=tuple(stages),
         names=names,
         shared=shared if {0, count - 1} & set(stage_indices) else (),
     )
 
 
-def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
-    """Return the layer indices of each pipeline stage of the plan. Raises SpecError for a stage without layers."""
+def list_stage_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
+    """Return the layer indices of each pipeline stage of the plan. Raises SpecError for a stage
+    without layers.
+    """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     try:
         return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
@@ -112,7 +115,9 @@ def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
 
 
 class Stage(nn.Module):
-    """A pipeline stage as the schedule calls it: returns hidden states, or on the last stage the loss sum [1]."""
+    """A pipeline stage as the schedule calls it: it returns hidden states, or on the last stage the
+    loss sum [1].
+    """
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class Stage(nn.Module):
         autocast: Callable[[], contextlib.AbstractContextManager[object]],
         *,
         is_last: bool,
-        tokens: Tokens | None,
+        tokens: TokenSplit | None,
     ) -> None:
         """`tokens`: how the hidden states that come in are spread; None where they are not, or none come."""
         super().__init__()
@@ -134,7 +139,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         with self._autocast():
             hidden = self._stages.hidden(
-                self.module, self._tokens.stand_in(x) if self._tokens else x
+                self.module, self._tokens.make_stand_in(x) if self._tokens else x
             )
             if not self._is_last:
                 return hidden
@@ -166,7 +171,12 @@ class Pipeline:
         kind = _Stage if len(roots) == 1 else _InterleavedStage
         stages = [
             kind(
-                self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group
+                self._seed_micro_batch,
+                root,
+                self._rank + turn * self._ranks,
+                count,
+                device,
+                group=self._group,
             )
             for turn, root in enumerate(roots)
         ]
@@ -206,7 +216,7 @@ class Pipeline:
                     self._device, non_blocking=True
                 )
                 keywords["labels"] = target
-        with own_out_of_memory(), contextlib.ExitStack() as quiet:
+        with unwrapping_out_of_memory(), contextlib.ExitStack() as quiet:
             for (
                 root
             ) in self._replicated:  # the schedule itself reduces after the last backward pass
@@ -219,10 +229,10 @@ class Pipeline:
         )
 
     def add_up(self, gradients: Iterable[Tensor]) -> None:
-        """Sum the gradients of parameters shared by the first and the last stage, in place."""
+        """Sum the gradients of parameters that the first and the last stage share, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
-            local = local_of(gradient)
+            local = local_part_of(gradient)
             others = torch.empty_like(local)
             exchange = [
                 dist.P2POp(dist.isend, local, peer, self._group),
@@ -232,7 +242,7 @@ class Pipeline:
                 work.wait()
             local += others
 
-    def _seed(self, turn: int) -> None:
+    def _seed_micro_batch(self, turn: int) -> None:
         step, first = self._place
         self._randomness.begin(step, first + turn)
 
@@ -259,7 +269,7 @@ class _Stage(PipelineStage):
         self._seed(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         # `fwd_cache` keeps the input for the backward pass
-        self._place(self.args_recv_info[fwd_chunk_id], "meta")
+        self._allocate_buffers(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(
@@ -270,16 +280,18 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._place(self.grad_recv_info[bwd_chunk_id], "meta")
+        self._allocate_buffers(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._place(self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward)
+        self._allocate_buffers(
+            self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward
+        )
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._place(self.grad_recv_info[bwd_chunk_id], self.device)
+        self._allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -305,14 +317,14 @@ class _Stage(PipelineStage):
 
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
-        self._place(infos[0], "meta")
+        self._allocate_buffers(infos[0], "meta")
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
 
-    def _place(
+    def _allocate_buffers(
         self, infos: Iterable[Any], device: torch.device | str, *, trained: bool = False
     ) -> None:
-        """Make the buffers anew on a device; on "meta" they have no memory."""
+        """Allocate the buffers anew on a device; on "meta" they have no memory."""
         for info in infos:
             # torch 2.11: what the schedule is handed has none at all
             if getattr(info, "buffer", None) is not None:
@@ -333,20 +345,20 @@ class _InterleavedStage(_Stage):
         self._backward: list[Message] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._forward = _sent(super().get_fwd_send_ops(fwd_chunk_id), self._forward)
+        self._forward = _send_after(super().get_fwd_send_ops(fwd_chunk_id), self._forward)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._backward = _sent(super().get_bwd_send_ops(bwd_chunk_id), self._backward)
+        self._backward = _send_after(super().get_bwd_send_ops(bwd_chunk_id), self._backward)
         return []
 
     def finish(self) -> None:
-        self._forward = _sent([], self._forward)
-        self._backward = _sent([], self._backward)
+        self._forward = _send_after([], self._forward)
+        self._backward = _send_after([], self._backward)
 
 
-def _sent(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]:
-    """Begin to send, once the messages before have gone."""
+def _send_after(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]:
+    """Start sending once the messages sent before have arrived; return the messages being sent."""
     for work, _ in before:
         work.wait()
     return [
@@ -356,8 +368,10 @@ def _sent(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]
 
 
 @contextlib.contextmanager
-def own_out_of_memory() -> Iterator[None]:
-    """Open a context that re-raises a wrapped out-of-memory error itself, since the schedule wraps exceptions."""
+def unwrapping_out_of_memory() -> Iterator[None]:
+    """Open a context that re-raises a wrapped out-of-memory error itself, since the schedule wraps
+    exceptions.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -371,8 +385,14 @@ def _layer_names(recipe: Recipe) -> list[str]:
     return [names[layer] for layer in recipe.layers]
 
 
-def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """First name of every name, and the parameters of both end stages. Raises SpecError if sharing forbids the cut."""
+def _map_shared_names(
+    recipe: Recipe, ranges: Sequence[range]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return ({name: first name of the same parameter}, names of parameters that both end stages
+    share).
+
+    Raises SpecError if shared parameters forbid the split.
+    """
     assert recipe.stages
     layers = _layer_names(recipe)
     count = len(ranges)
@@ -404,22 +424,24 @@ def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tup
     return names, tuple(name for name, stages in holders.items() if len(stages) > 1)
 
 
-class _HandOn(nn.Module):
-    """The placeholder of a layer of another stage: returns its first input."""
+class _SkippedLayer(nn.Module):
+    """The placeholder for a layer of another stage, which returns its first input."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
-def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> None:
+def _replace_by_placeholders(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> None:
     """Replace the named layers by placeholders, and the parts in `ends` by None."""
     for name in names:
         around, _, key = name.rpartition(".")
-        module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
+        module.get_submodule(around)._modules[key] = None if name in ends else _SkippedLayer()
 
 
-def _empty(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
-    """Drop the tensors of `parts`, except parameters in `excepted`: the recipe still references the modules."""
+def _drop_tensors(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
+    """Drop the tensors of `parts` except those in `excepted`, since the recipe still references the
+    modules.
+    """
     for module in (module for part in parts for module in part.modules()):
         for key, parameter in module._parameters.items():
             module._parameters[key] = parameter if parameter in excepted else None
@@ -427,7 +449,9 @@ def _empty(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
 
 
 def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
-    """A shallow copy of the module structure around `parts`; tensors and the rest are shared with the original."""
+    """Return a shallow copy of the module structure around `parts`; everything else is shared with
+    the original.
+    """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     twin._buffers = dict(module._buffers)

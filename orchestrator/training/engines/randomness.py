@@ -40,19 +40,24 @@ class Randomness:
             layer.register_forward_pre_hook(self._seed_layer(index))
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """Seed for one micro-batch (its index in the global batch) of the step after `step` steps."""
-        self._micro_batch = _mix(_mix(_mix(0, self._seed), step), micro_batch)
+        """Seed the generators for a micro-batch of the step that follows `step` steps.
+
+        `micro_batch` is its index in the global batch.
+        """
+        self._micro_batch = _mix_numbers(
+            _mix_numbers(_mix_numbers(0, self._seed), step), micro_batch
+        )
         self._restart(self._micro_batch)
 
     def begin_update(self, step: int, name: str) -> None:
-        """Seed for the update of a parameter after `step` steps, equal on every rank that has it."""
+        """Seed the generators for the update of a parameter, equally on every rank that has it."""
         of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        self._restart(_mix(_mix(_mix(_UPDATE, self._seed), step), of_name))
+        self._restart(_mix_numbers(_mix_numbers(_mix_numbers(_UPDATE, self._seed), step), of_name))
 
     def _seed_layer(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def restart(_module: nn.Module, _inputs: Any) -> None:
-            seed = _mix(self._micro_batch, layer)
-            self._restart(_mix(seed, self._part) if self._part else seed)
+            seed = _mix_numbers(self._micro_batch, layer)
+            self._restart(_mix_numbers(seed, self._part) if self._part else seed)
 
         return restart
 
@@ -61,8 +66,8 @@ class Randomness:
             generator.manual_seed(seed)
 
 
-def _mix(state: int, value: int) -> int:
-    """Return a round of splitmix64's finaliser over both."""
+def _mix_numbers(state: int, value: int) -> int:
+    """Return one round of splitmix64's finaliser over both numbers."""
     mixed = (state * 31 + value + 1) * _ODD & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     return (mixed ^ mixed >> 27) & _MASK

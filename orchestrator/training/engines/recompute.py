@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.errors import SpecError
-from orchestrator.training.engines.batch_norm import batch_norms, counted_once
+from orchestrator.training.engines.batch_norm import keeping_running_statistics, list_batch_norms
 from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 from orchestrator.training.guard.virtual_device import host_memory
 
@@ -41,7 +41,7 @@ KEPT = frozenset(
 )
 
 
-def recompute(
+def apply_checkpointing(
     layers: Sequence[nn.Module],
     mode: ActivationCheckpointing,
     full_layers: int = 0,
@@ -49,7 +49,8 @@ def recompute(
 ) -> None:
     """Apply activation checkpointing to every layer, in place.
 
-    The first `full_layers` layers of each pipeline stage are recomputed in full; () as `stages` means one stage.
+    The first `full_layers` layers of each pipeline stage are recomputed in full; () as `stages`
+    means one stage.
     """
     if mode is ActivationCheckpointing.NONE:
         return
@@ -60,24 +61,24 @@ def recompute(
 
 def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
-    norms = batch_norms(layer)
+    norms = list_batch_norms(layer)
     if norms:
-        settings["context_fn"] = functools.partial(_contexts, mode, norms)
+        settings["context_fn"] = functools.partial(_make_contexts, mode, norms)
     elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
         settings["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _keep_what_is_dear
+            create_selective_checkpoint_contexts, _keep_costly_results
         )
     layer.forward = functools.partial(checkpoint, layer.forward, **settings)
 
 
-def keep_inputs_on_host(layers: Iterable[nn.Module]) -> None:
+def offload_layer_inputs(layers: Iterable[nn.Module]) -> None:
     """Offload the layers' inputs, which full checkpointing saves, to host memory; in place, after compilation."""
     for layer in layers:
         layer.forward = functools.partial(_with_input_on_host, layer.forward)
 
 
 def _with_input_on_host(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer that is recomputed; of what checkpointing saves, its first argument goes to the host."""
+    """Call a recomputed layer, with the saved copy of its first argument in host memory."""
 
     # Not with the tensor itself, since autograd keeps the hook.
     pack = functools.partial(_pack, address=x.data_ptr(), shape=x.shape)
@@ -94,7 +95,9 @@ def _unpack(saved: Tensor | _OnHost) -> Tensor:
 
 
 class _OnHost:
-    """A copy of a tensor in host memory: pinned beside a CUDA device, so that no copy waits for the host."""
+    """A copy of a tensor in host memory; pinned if the tensor is on CUDA, so that no copy waits for
+    the host.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
@@ -110,23 +113,23 @@ class _OnHost:
         return on_device.copy_(self._copy, non_blocking=True)
 
 
-def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
-    """The context of the forward pass, and that of its recomputation."""
+def _make_contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
+    """Return (context of the forward pass, context of its recomputation)."""
     if mode is ActivationCheckpointing.SELECTIVE:
-        forward, again = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
-        return forward, _again(again, norms)
-    return contextlib.nullcontext(), _again(contextlib.nullcontext(), norms)
+        forward, again = create_selective_checkpoint_contexts(_keep_costly_results)  # type: ignore[no-untyped-call]
+        return forward, _recomputing(again, norms)
+    return contextlib.nullcontext(), _recomputing(contextlib.nullcontext(), norms)
 
 
 @contextlib.contextmanager
-def _again(
+def _recomputing(
     selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]
 ) -> Iterator[None]:
-    with counted_once(norms), selective:
+    with keeping_running_statistics(norms), selective:
         yield
 
 
-def _keep_what_is_dear(
+def _keep_costly_results(
     _context: object, operation: object, *_: object, **__: object
 ) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
@@ -140,7 +143,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     without it their statistics would be updated twice.
     """
     for layer in layers:
-        if isinstance(layer.forward, functools.partial) and batch_norms(layer):
+        if isinstance(layer.forward, functools.partial) and list_batch_norms(layer):
             raise SpecError(
                 "cannot be compiled",
                 path="training.compile",

@@ -7,11 +7,12 @@ import math
 from orchestrator.specs.job.model import Schedule, TrainingSpec
 
 
-def learning_rate(training: TrainingSpec, step: int) -> float:
+def learning_rate_after(training: TrainingSpec, step: int) -> float:
     """Return the learning rate of the optimizer step that follows `step` completed ones.
 
-    It rises linearly over `warmup_steps`. Then it stays constant, or decays to `min_learning_rate` at the last step:
-    linearly, or on half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
+    It rises linearly over `warmup_steps`. Then it stays constant, or decays to `min_learning_rate`
+    at the last step: linearly, or on half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983,
+    equation 5).
     """
     peak = training.learning_rate
     warmup = training.warmup_steps

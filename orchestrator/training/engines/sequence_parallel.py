@@ -19,11 +19,15 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.nn import functional
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.training.contract.collectives import all_gather, move, reduce_scatter
+from orchestrator.training.contract.collectives import (
+    all_gather,
+    exchange_with_gradient,
+    reduce_scatter,
+)
 
 
-class Tokens:
-    """The tokens of every micro-batch, split over the ranks of a tensor-parallel group."""
+class TokenSplit:
+    """The split of every micro-batch's tokens over the ranks of a tensor-parallel group."""
 
     def __init__(self, group: dist.ProcessGroup, samples: int, length: int) -> None:
         """`samples` and `length`: B and T of every micro-batch."""
@@ -34,10 +38,12 @@ class Tokens:
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
         """Return this rank's tokens [1, N, D] of the sum over the ranks (a reduce-scatter)."""
-        return move(x_BTD, self._summed, self._whole)
+        return exchange_with_gradient(x_BTD, self._reduce_scatter_sum, self._whole)
 
-    def stand_in(self, x_1ND: Tensor) -> Tensor:
-        """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions and masks."""
+    def make_stand_in(self, x_1ND: Tensor) -> Tensor:
+        """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions
+        and masks.
+        """
         x_BTD = x_1ND.detach()[:, :1].expand(self._samples, self._length, -1)
         x_BTD.own = x_1ND  # type: ignore[attr-defined]
         return x_BTD
@@ -49,9 +55,9 @@ class Tokens:
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
-        x_BTD: Any = move(x_1ND, self._whole, self._summed)
+        x_BTD: Any = exchange_with_gradient(x_1ND, self._whole, self._reduce_scatter_sum)
         x_BTD.own = x_1ND.detach()
-        x_BTD.gathered = Gathered(self)
+        x_BTD.gathered = GatheredInput(self)
         return x_BTD
 
     def _whole(self, x_1ND: Tensor) -> Tensor:
@@ -68,29 +74,31 @@ class Tokens:
             work.wait()
         return x_RD[: self._samples * self._length].view(self._samples, self._length, -1)
 
-    def _summed(self, x_BTD: Tensor) -> Tensor:
+    def _reduce_scatter_sum(self, x_BTD: Tensor) -> Tensor:
         return _reduce_scatter(x_BTD.flatten(0, 1), self.group).unsqueeze(0)
 
 
-class Gathered:
-    """State shared by the column products of one gathered input: its second gathering, in their backward pass."""
+class GatheredInput:
+    """State shared by the products of one gathered input: their backward passes gather it once
+    more.
+    """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: TokenSplit) -> None:
         self.tokens = tokens
         self._readers = 0
         self._coming: tuple[Tensor, dist.Work | None] | None = None
 
-    def read(self) -> None:
-        """Count a product that needs the input in its backward pass."""
+    def add_reader(self) -> None:
+        """Count one more product that needs the gathered input in its backward pass."""
         self._readers += 1
 
-    def begin(self, x_1ND: Tensor) -> None:
-        """Start gathering the input, unless another product already has."""
+    def begin_gathering(self, x_1ND: Tensor) -> None:
+        """Start gathering the input again, unless another product already has."""
         if self._coming is None:
             self._coming = self.tokens.begin_whole(x_1ND)
 
-    def end(self) -> Tensor:
-        """Return the input [B, T, D]; the last product's call frees it."""
+    def finish_gathering(self) -> Tensor:
+        """Return the gathered input [B, T, D]; the call of the last product frees it."""
         assert self._coming is not None
         x_BTD = self.tokens.finish_whole(*self._coming)
         self._readers -= 1
@@ -100,7 +108,10 @@ class Gathered:
 
 
 def own_tokens(x_BTD: Tensor) -> Tensor:
-    """Return this rank's tokens behind a stand-in. Raises SpecError if the model replaced it by another tensor."""
+    """Return the tokens of this rank for which a stand-in was made.
+
+    Raises SpecError if the model replaced the stand-in by another tensor.
+    """
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
         raise SpecError(
@@ -140,12 +151,12 @@ class _ColumnProduct(torch.autograd.Function):
         x_1ND: Tensor,
         weight_FD: Tensor,
         bias_F: Tensor | None,
-        gathered: Gathered,
+        gathered: GatheredInput,
     ) -> Tensor:
         ctx.save_for_backward(x_1ND, weight_FD)
         ctx.gathered = gathered
         if ctx.needs_input_grad[2]:
-            gathered.read()
+            gathered.add_reader()
         return _product(x_BTD, weight_FD, bias_F)
 
     @staticmethod
@@ -165,7 +176,7 @@ class _ColumnProduct(torch.autograd.Function):
         return grad_x, None, grad_weight, grad_bias, None
 
 
-def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
+def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: TokenSplit) -> Tensor:
     """Return this rank's tokens [1, N, D] of the product with its weight columns, summed over the ranks.
 
     The tensors for the backward pass are saved before the product is made, since recomputing a layer ends there.
@@ -177,7 +188,7 @@ def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
 
 
 class _RowFactors(torch.autograd.Function):
-    """Both factors of a product to a stand-in for it, which has its shape but neither memory nor values."""
+    """Attaches both factors of a product to a stand-in that has the product's shape but no memory."""
 
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
@@ -199,7 +210,7 @@ class _RowFactors(torch.autograd.Function):
 class _RowSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _product_BTD: Tensor, x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens
+        ctx: Any, _product_BTD: Tensor, x_BTF: Tensor, weight_DF: Tensor, tokens: TokenSplit
     ) -> Tensor:
         ctx.tokens = tokens
         weight_DF = weight_DF.to(x_BTF.dtype)
@@ -239,8 +250,8 @@ def _reduce_scatter(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own_ND
 
 
-def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients of one type over the group in one message, in place."""
+def sum_gradients(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients of one dtype over the group in one message, in place."""
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

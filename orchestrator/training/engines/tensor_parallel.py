@@ -22,15 +22,15 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.training.checkpoint.fragment import local_of
-from orchestrator.training.contract.collectives import all_reduced, move
+from orchestrator.training.checkpoint.fragment import local_part_of
+from orchestrator.training.contract.collectives import all_reduce_sum, exchange_with_gradient
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
-    Tokens,
-    add_up,
+    TokenSplit,
     column_product,
     own_tokens,
     row_product,
+    sum_gradients,
 )
 
 # word -> the axis along which a parameter is cut, by the parameter's name in its module; None:
@@ -60,7 +60,7 @@ class TensorParallel:
     partial: frozenset[
         str
     ]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
-    tokens: Tokens | None  # with sequence parallelism
+    tokens: TokenSplit | None  # with sequence parallelism
 
     def place(self, name: str, values: Tensor) -> Tensor:
         """Return the rank's shard of a whole parameter, copied, as a DTensor."""
@@ -82,7 +82,9 @@ class TensorParallel:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
     def spread(self, layers: Sequence[nn.Module]) -> None:
-        """Make the first of consecutive layers take this rank's tokens, in place, under sequence parallelism only."""
+        """Make the first of consecutive layers take this rank's tokens, in place; only under
+        sequence parallelism.
+        """
         if self.tokens:
             layers[0].register_forward_pre_hook(
                 _changing_first(own_tokens), prepend=True, with_kwargs=True
@@ -93,25 +95,26 @@ class TensorParallel:
         return tuple(named[name] for name in sorted(self.partial & named.keys()))
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of such parameters over the ranks, in place."""
+        """Sum the gradients of these parameters over the ranks, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        add_up([local_of(gradient) for gradient in gradients], self.mesh.get_group())
+        sum_gradients([local_part_of(gradient) for gradient in gradients], self.mesh.get_group())
 
 
-def tensor_parallel(
+def shard_recipe(
     recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int
 ) -> TensorParallel:
-    """Make the recipe's modules compute on their shards, in place; return the sharding of their parameters.
+    """Make the recipe's modules compute on their shards, in place; return the sharding of their
+    parameters.
 
-    `length`: tokens of each sample that the group's ranks have together. Raises SpecError if the recipe's plan is
-    missing or matches nothing, or the degree does not divide a size.
+    `length`: tokens of each sample that the group's ranks have together. Raises SpecError if the
+    recipe's plan is missing or matches nothing, or the degree does not divide a size.
     """
     degree = mesh.size()
     _check_sizes(recipe, degree)
-    chosen = _chosen(recipe)
+    chosen = _match_plan(recipe)
     tokens = None
     if is_sequence_parallel(recipe):
-        tokens = Tokens(mesh.get_group(), micro_batch_size, length)
+        tokens = TokenSplit(mesh.get_group(), micro_batch_size, length)
     axes: dict[str, int | None] = {}
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
@@ -141,15 +144,17 @@ def tensor_parallel(
         is_inside = any(name.startswith(f"{outer}.") for outer in gathering)
         if is_inside:
             _check_inside(name, module, word, paths)
-        axes |= {path: _axis(module, word, path, key, degree) for key, path in paths.items()}
+        axes |= {
+            path: _find_cut_axis(module, word, path, key, degree) for key, path in paths.items()
+        }
         if word in PARTIAL or (tokens and module in layers):
             partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
-            module.padding_idx = _own_row(module, mesh)
+            module.padding_idx = _own_padding_row(module, mesh)
         if paths and word != "head":  # a head takes the DTensor itself
             kind = (type(module), word, tuple(module._parameters), is_inside)
             if kind not in changed:
-                changed[kind] = _computing_locally(
+                changed[kind] = _make_local_class(
                     *kind[:3], mesh, tokens if is_inside or word == "embedding" else None
                 )
             module.__class__ = changed[kind]
@@ -167,7 +172,9 @@ def is_sequence_parallel(recipe: Recipe) -> bool:
 
 
 def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
-    """Raise SpecError if a model with gathered modules does not begin and end with own tokens."""
+    """Raise SpecError if a model with gathered modules does not begin and end with its ranks' own
+    tokens.
+    """
     for word in ("embedding", "head"):
         if word not in chosen.values():
             raise SpecError(
@@ -179,7 +186,10 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
 
 
 def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, str]) -> None:
-    """Raise SpecError if a module cannot compute for tokens that were gathered: its gradients must be partial sums."""
+    """Raise SpecError if a module's parameter gradients would be wrong on gathered tokens.
+
+    There every rank has all tokens, and the ranks' gradients must be partial sums.
+    """
     is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
     if paths and not is_cut and word != "headwise":
         raise SpecError(
@@ -193,7 +203,7 @@ def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, s
 def _changing_first(
     change: Callable[[Tensor], Tensor],
 ) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-    """A hook that changes the first argument of a call, the hidden states."""
+    """Return a hook that changes the first argument of a call, the hidden states."""
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
@@ -225,8 +235,11 @@ def _check_sizes(recipe: Recipe, degree: int) -> None:
             )
 
 
-def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
-    """Module name -> entry of the plan's first matching pattern. Raises SpecError if a pattern matches nothing."""
+def _match_plan(recipe: Recipe) -> dict[str, str | ParallelStyle]:
+    """Return {module name: entry of the plan's first pattern that matches it}.
+
+    Raises SpecError if a pattern matches nothing.
+    """
     names = [name for name, _ in recipe.module.named_modules()]
     for pattern, word in recipe.tensor_parallel.items():
         path = f"tensor_parallel: {pattern}"
@@ -250,8 +263,11 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
     }
 
 
-def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
-    """The axis along which `word` cuts a parameter. Raises SpecError if it does not."""
+def _find_cut_axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
+    """Return the axis along which `word` cuts a parameter; None if it stays whole.
+
+    Raises SpecError if the parameter cannot be cut.
+    """
     if word in ("", GATHERED):
         return None
     cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
@@ -276,8 +292,10 @@ def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int
     return axis
 
 
-def _own_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
-    """The padding row of the whole embedding as a row of this rank's shard; None if another rank has it."""
+def _own_padding_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
+    """Return the embedding's padding row as a row of this rank's shard; None if another rank has
+    it.
+    """
     rows = len(module.weight) // mesh.size()  # type: ignore[arg-type]
     rank, row = divmod(int(module.padding_idx), rows)  # type: ignore[arg-type]
     return row if rank == mesh.get_local_rank() else None
@@ -296,17 +314,23 @@ def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
             )
 
 
-def _computing_locally(
-    kind: type[nn.Module], word: str, keys: tuple[str, ...], mesh: DeviceMesh, tokens: Tokens | None
+def _make_local_class(
+    kind: type[nn.Module],
+    word: str,
+    keys: tuple[str, ...],
+    mesh: DeviceMesh,
+    tokens: TokenSplit | None,
 ) -> type[nn.Module]:
-    """A subclass of `kind` whose parameters read as local shards and whose forward pass sums partial results.
+    """Return a subclass of `kind` whose parameters read as local shards, and that sums partial
+    results.
 
-    With `tokens` its inputs are gathered already, and sums are reduce-scattered; an embedding's result is a stand-in.
+    With `tokens` its inputs are gathered already, and sums are reduce-scattered; an embedding's
+    result is a stand-in.
     """
     body: dict[str, Any] = {"__module__": kind.__module__}
     group = mesh.get_group()
     for key in keys:
-        body[key] = property(_part(key))
+        body[key] = property(_make_local_property(key))
     forward: Callable[..., Any] = kind.forward
     if word == "colwise" and tokens is not None:
         body["forward"] = lambda self, x: column_product(x, self.weight, self.bias)
@@ -323,7 +347,7 @@ def _computing_locally(
             else:
                 out = _summed_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
-            return out if bias is None else out + local_of(bias)
+            return out if bias is None else out + local_part_of(bias)
 
         body["forward"] = rowwise
     if word == "embedding":
@@ -336,34 +360,40 @@ def _computing_locally(
             out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
             if tokens is not None:
-                return tokens.stand_in(tokens.sum_tokens(out))
+                return tokens.make_stand_in(tokens.sum_tokens(out))
             return _summed_forward(out, group)
 
         body["forward"] = embedding
     return type(kind.__name__, (kind,), body)
 
 
-def _part(key: str) -> Callable[[nn.Module], Tensor | None]:
-    """Reads a parameter as a plain tensor."""
+def _make_local_property(key: str) -> Callable[[nn.Module], Tensor | None]:
+    """Return a getter that reads a parameter of a module as a plain tensor."""
 
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
         if values is None or (isinstance(values, DTensor) and values.device_mesh.ndim > 1):
             return values  # only FSDP2 reads a shard, and it needs the parameter itself
-        return local_of(values)
+        return local_part_of(values)
 
     return part
 
 
 def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: all-reduce; backward: identity (g of arXiv:1909.08053, section 3)."""
-    return move(x, functools.partial(all_reduced, group=group), _same)
+    """Return the all-reduced `x`; in backward, the gradient unchanged (g of arXiv:1909.08053,
+    section 3).
+    """
+    return exchange_with_gradient(x, functools.partial(all_reduce_sum, group=group), _identity)
 
 
 def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: identity; backward: all-reduce (f of the same section)."""
-    return move(x, _same, functools.partial(all_reduced, group=group)) if x.requires_grad else x
+    """Return `x` unchanged; in backward, the all-reduced gradient (f of the same section)."""
+    return (
+        exchange_with_gradient(x, _identity, functools.partial(all_reduce_sum, group=group))
+        if x.requires_grad
+        else x
+    )
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)

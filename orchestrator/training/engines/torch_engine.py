@@ -46,9 +46,9 @@ from orchestrator.specs.choices import MasterWeights, Offload, Precision, ZeroSt
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
-from orchestrator.specs.plan import Plan, share_heads
+from orchestrator.specs.plan import Plan, can_share_heads
 from orchestrator.training.checkpoint import checkpoint
-from orchestrator.training.checkpoint.fragment import local_of
+from orchestrator.training.checkpoint.fragment import local_part_of
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.engine import State
@@ -57,22 +57,22 @@ from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.expert_parallel import ExpertParallel
-from orchestrator.training.engines.freezing import freeze_for
+from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.engines.optimizers import (
-    Updates,
-    clip_factor,
+    OptimizerUpdates,
+    clipping_factor,
+    optimizer_state_device,
     scale_gradients,
-    state_device,
 )
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.tensor_parallel import (
     TensorParallel,
     is_sequence_parallel,
-    tensor_parallel,
+    shard_recipe,
 )
 
 if TYPE_CHECKING:
-    from orchestrator.training.engines.pipeline import Pipeline, Share
+    from orchestrator.training.engines.pipeline import Pipeline, StageShare
 
 HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_parallel_sizes`
 
@@ -86,14 +86,14 @@ class TorchEngine:
         plan: Plan,
         training: TrainingSpec,
         device: torch.device,
-        resume_from: checkpoint.Saved | None,
+        resume_from: checkpoint.SavedCheckpoint | None,
     ) -> None:
         self._recipe = recipe
         self._plan = plan
         self._device = device
         self._clip_norm = training.clip_norm
-        self._mesh = device_mesh(plan, device)
-        self._context = _context(recipe, plan) if plan.layout.cp > 1 else None
+        self._mesh = make_device_mesh(plan, device)
+        self._context = _make_context_group(recipe, plan) if plan.layout.cp > 1 else None
         self._experts = ExpertParallel(recipe, plan, device) if plan.expert_parallel > 1 else None
         part = self._context.rank if self._context else 0
         if plan.layout.tp > 1 and is_sequence_parallel(recipe):
@@ -101,7 +101,7 @@ class TorchEngine:
         self._randomness = Randomness(recipe, training.seed, part)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
-        self._changing = freeze_for(recipe.module, training.freeze, step)
+        self._changing = freeze_parameters(recipe.module, training.freeze, step)
         self._build()
         names = self._share.names if self._share else {}  # of checkpoints
         self._named = {
@@ -113,18 +113,20 @@ class TorchEngine:
         seed = (
             (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
         )
-        self._updates = Updates(
-            self._named.items(), training, state_device(plan, device), step, seed
+        self._updates = OptimizerUpdates(
+            self._named.items(), training, optimizer_state_device(plan, device), step, seed
         )
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
-        self._spread = self._experts.of(self._updates.parameters) if self._experts else ()
+        self._spread = (
+            self._experts.select_experts(self._updates.parameters) if self._experts else ()
+        )
         shared = self._share.shared if self._share else ()
         self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
         counted = self._updates.parameters.items()
         # counted by the first stage
         again = shared if self._pipeline and self._pipeline.is_last else ()
-        self._by_copies = _by_copies(
+        self._by_copies = _group_by_copies(
             [parameter for name, parameter in counted if name not in again], plan
         )
         self._squared = torch.zeros(
@@ -139,7 +141,7 @@ class TorchEngine:
             }
             self._updates.update_in_backward(self._count_norm)
         if resume_from:
-            checkpoint.load(resume_from.path, self._state(known_at=step))
+            checkpoint.load_state(resume_from.path, self._state(known_at=step))
             self._updates.set_steps()
 
     def _build(self) -> None:
@@ -148,14 +150,16 @@ class TorchEngine:
         plan = self._plan
         mesh = self._mesh
         self._model: nn.Module = recipe.module
-        self._share: Share | None = None
+        self._share: StageShare | None = None
         self._pipeline: Pipeline | None = None
         self._cut = cut = None
         if plan.layout.tp > 1:
             length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
-            self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size, length)
+            self._cut = cut = shard_recipe(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
-            self._model = _wrap(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
+            self._model = _wrap_module(
+                recipe, recipe.module, plan, mesh, self._device, cut, self._experts
+            )
             if cut:
                 cut.spread(recipe.layers)
             return
@@ -163,13 +167,13 @@ class TorchEngine:
         from orchestrator.training.engines import pipeline
 
         rank = mesh["pp"].get_local_rank()
-        self._share = pipeline.cut(recipe, plan, rank)
+        self._share = pipeline.split_model(recipe, plan, rank)
         roots = []
         for turn, stage in enumerate(self._share.stages, start=1):
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
             tokens = cut.tokens if cut and rank + turn > 1 else None
             root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
-            roots.append(_wrap(stage, root, plan, mesh, self._device, cut))
+            roots.append(_wrap_module(stage, root, plan, mesh, self._device, cut))
             if cut:
                 cut.spread(stage.layers)
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
@@ -195,7 +199,7 @@ class TorchEngine:
                 self._randomness.begin(step, first + turn)
                 with self._sync_on_last(is_last=turn == turns - 1):
                     loss += self._forward_backward(batch, scale)
-        norm = self._update(factor)
+        norm = self._clip_and_update(factor)
         counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks have the same loss
         return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
@@ -204,12 +208,15 @@ class TorchEngine:
 
     def _state(self, known_at: int | None = None) -> State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
-        model = checkpoint.model_state(self._recipe.module, self._changing)
+        model = checkpoint.collect_model_state(self._recipe.module, self._changing)
         if self._share:  # a shared parameter's name on the last stage is not its first name
             named = self._changing & self._named.keys()
-            model |= {f"model.{name}": checkpoint.saved_weight(self._named[name]) for name in named}
-        state = model | self._updates.state(known_at=known_at) | scale
-        return checkpoint.of_recipe(self._recipe.name, state)
+            model |= {
+                f"model.{name}": checkpoint.prepare_weight_for_saving(self._named[name])
+                for name in named
+            }
+        state = model | self._updates.state(unfrozen_before=known_at) | scale
+        return checkpoint.with_recipe_prefix(self._recipe.name, state)
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
         batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -218,32 +225,38 @@ class TorchEngine:
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach().double()
 
-    def _update(self, factor: float) -> float:
-        """Clip and update; returns the gradients' norm without `factor`. Skips a fp16 step that overflowed."""
+    def _clip_and_update(self, factor: float) -> float:
+        """Clip the gradients and update; return their norm without `factor`. An overflowed fp16
+        step is skipped.
+        """
         if self._plan.optimizer_in_backward:
             norm = self._over_all_ranks(self._squared)
             self._squared.zero_()
             self._updates.count()
             return norm
         if self._cut:
-            _settle(self._trained)
+            _redistribute_gradients(self._trained)
             self._cut.add_up(self._partial)
         scale_gradients(
             self._spread, 1 / self._plan.expert_parallel
         )  # FSDP2 averaged over the ranks that share them
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
-            scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
+            scale_gradients(self._trained, clipping_factor(norm, self._clip_norm) / factor)
             self._updates.update()
         self._updates.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _gradient_norm(self) -> float:
-        """The global norm of the gradients, bitwise equal on all ranks: it decides whether a fp16 step is skipped."""
+        """Return the global norm of the gradients, bitwise equal on all ranks: it decides if a fp16
+        step is skipped.
+        """
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             gradients = [
-                local_of(parameter.grad) for parameter in parameters if parameter.grad is not None
+                local_part_of(parameter.grad)
+                for parameter in parameters
+                if parameter.grad is not None
             ]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
@@ -251,16 +264,18 @@ class TorchEngine:
         return self._over_all_ranks(squared)
 
     def _count_norm(self, parameter: nn.Parameter) -> None:
-        """Settle the parameter's gradient, and keep its norm: it is about to go."""
+        """Redistribute the parameter's gradient and store its norm, before the gradient is freed."""
         if self._cut:
-            _settle([parameter])
+            _redistribute_gradients([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32)
+        norm = torch.linalg.vector_norm(local_part_of(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
     def _over_all_ranks(self, squared: Tensor) -> float:
-        """The norm whose squares, over the number of ranks that hold the same part, add up to this on each rank."""
+        """Return the norm over all ranks, from each rank's sum of squares divided by the ranks that
+        share a part.
+        """
         if set(self._by_copies) == {self._plan.world_size}:
             return squared.mul(self._plan.world_size).sqrt().item()
         squared = squared.clone()
@@ -268,7 +283,9 @@ class TorchEngine:
         return squared.sqrt().item()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast if weights stay fp32; FSDP2 casts gathered weights instead."""
+        """Return autocast if weights stay fp32, else an empty context; FSDP2 casts gathered weights
+        itself.
+        """
         is_held_low = self._plan.master_weights is MasterWeights.BF16
         if (
             self._plan.precision in LOW_PRECISION
@@ -288,7 +305,7 @@ class TorchEngine:
         return contextlib.nullcontext()
 
 
-def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """Return the mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
 
     Context-parallel ranks hold the same parameters, and are the fastest in dp_shard. Axes of one rank are left out,
@@ -306,8 +323,12 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _context(recipe: Recipe, plan: Plan) -> Context:
-    """The ranks that share samples with this one, for which the recipe's module is prepared. Raises SpecError."""
+def _make_context_group(recipe: Recipe, plan: Plan) -> Context:
+    """Prepare the recipe's module for context parallelism, and return the ranks that share its
+    samples.
+
+    Raises SpecError where the recipe does not support it.
+    """
     layout = plan.layout
     path = "plan.layout.cp"
     if recipe.context_parallel is None:
@@ -323,7 +344,7 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     if length % layout.cp:
         raise SpecError(f"no divisor of sequence_length = {length}", path=path, got=layout.cp)
     heads, kv_heads = (sizes.get(name, layout.cp * layout.tp) for name in HEADS)
-    if not share_heads(heads, kv_heads, layout):
+    if not can_share_heads(heads, kv_heads, layout):
         cut = ", ".join(f"{name} = {sizes[name]}" for name in HEADS if name in sizes)
         raise SpecError(
             f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}"
@@ -337,8 +358,10 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     return context
 
 
-def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
-    """Number of ranks that hold the same part -> parameters."""
+def _group_by_copies(
+    parameters: Iterable[nn.Parameter], plan: Plan
+) -> dict[int, list[nn.Parameter]]:
+    """Return {number of ranks that hold the same part: parameters}."""
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         copies = plan.layout.dp_cp
@@ -354,8 +377,10 @@ def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list
     return by_copies
 
 
-def _settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Redistribute every gradient to its parameter's placements, in place: torch styles may leave partial sums."""
+def _redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Redistribute every gradient to its parameter's placements, in place: torch styles may leave
+    partial sums.
+    """
     for parameter in parameters:
         grad = parameter.grad
         if (
@@ -366,7 +391,7 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def _wrap(
+def _wrap_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -375,20 +400,22 @@ def _wrap(
     cut: TensorParallel | None,
     experts: ExpertParallel | None = None,
 ) -> nn.Module:
-    """`root`, which contains the recipe's module, with its parameters made and wrapped in DDP or FSDP2 by the plan."""
+    """Return `root`, which contains the recipe's module, with parameters made, wrapped in DDP or
+    FSDP2.
+    """
     mechanics = plan.mechanics
     match mechanics:
         case Fsdp2():
-            return _shard(recipe, root, plan, mechanics, mesh, device, cut, experts)
+            return _shard_module(recipe, root, plan, mechanics, mesh, device, cut, experts)
         case Replicated():
-            return _replicate(recipe, root, plan, mesh, device, cut)
+            return _replicate_module(recipe, root, plan, mesh, device, cut)
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
             refuse_unknown(mechanics)
 
 
-def _make(
+def _make_parameters(
     part: nn.Module,
     recipe: Recipe,
     plan: Plan,
@@ -404,7 +431,7 @@ def _make(
         cut.finish(part)
 
 
-def _replicate(
+def _replicate_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -412,7 +439,7 @@ def _replicate(
     device: torch.device,
     cut: TensorParallel | None,
 ) -> nn.Module:
-    _make(recipe.module, recipe, plan, device, cut)
+    _make_parameters(recipe.module, recipe, plan, device, cut)
     root.to(device)
     trains = any(parameter.requires_grad for parameter in root.parameters())
     if mesh["dp_shard"].size() == 1 or not trains:
@@ -431,7 +458,7 @@ def _replicate(
         )
 
 
-def _shard(
+def _shard_module(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -449,7 +476,7 @@ def _shard(
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, root):
-        _make(part, recipe, plan, device, cut, experts)
+        _make_parameters(part, recipe, plan, device, cut, experts)
         fully_shard(
             part,
             mesh=mesh["dp_replicate", "dp_shard"] if fsdp.copies > 1 else mesh["dp_shard"],

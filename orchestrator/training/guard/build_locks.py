@@ -20,13 +20,15 @@ SETTLE_S = 3.0  # between torch's making of the file and our lock on it a proces
 UNLOCKED_S = 900.0  # where a file system has no locks: a build takes up to 350 s on two busy cores
 
 
-def attach() -> None:
-    """Change torch's locks of builds in this process. torch is imported."""
+def install_build_locks() -> None:
+    """Replace torch's locks for building C++ extensions in this process by ours. torch must be
+    imported.
+    """
     baton: Any = importlib.import_module("torch.utils.file_baton").FileBaton
     make = baton.try_acquire
 
     def try_acquire(self: Any) -> bool:
-        if not make(self) and not (_remove_left(self.lock_file_path) and make(self)):
+        if not make(self) and not (_remove_if_unheld(self.lock_file_path) and make(self)):
             return False
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,7 +36,7 @@ def attach() -> None:
 
     def wait(self: Any) -> None:
         while os.path.exists(self.lock_file_path):
-            if _remove_left(self.lock_file_path):
+            if _remove_if_unheld(self.lock_file_path):
                 raise RuntimeError(f"the build of {self.lock_file_path} was killed: start it again")
             time.sleep(self.wait_seconds)
 
@@ -42,8 +44,10 @@ def attach() -> None:
     baton.wait = wait
 
 
-def _remove_left(path: str) -> bool:
-    """Remove the file where no process has held it for SETTLE_S; return whether it was removed."""
+def _remove_if_unheld(path: str) -> bool:
+    """Remove the lock file if no process has held it for SETTLE_S seconds; return whether it was
+    removed.
+    """
     until_s = time.monotonic() + SETTLE_S
     while True:
         with _open_unheld(path) as is_left:
@@ -57,7 +61,11 @@ def _remove_left(path: str) -> bool:
 
 @contextlib.contextmanager
 def _open_unheld(path: str) -> Iterator[bool]:
-    """Lock the file within the block, and tell whether nobody else holds it. A holder may be unguarded."""
+    """Open a context in which the file is locked; it yields whether no other process holds the
+    file.
+
+    The other process may be unguarded, without our lock.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

@@ -32,7 +32,9 @@ GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class FailureReporter:
-    """Writes this rank's failure reports; remembers the last out-of-memory error that was raised."""
+    """Writes this rank's failure reports, and remembers the last out-of-memory error that was
+    raised.
+    """
 
     def __init__(self, monitor: Monitor, folder: Any) -> None:
         self.monitor = monitor
@@ -43,9 +45,9 @@ class FailureReporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def wrap(self, rank: int) -> None:
-        """Record that guard.py runs this process as `rank`."""
+        """Record that guard.py runs this process as rank `rank`."""
         self._is_wrapped = True
-        self.monitor.become(rank)
+        self.monitor.set_rank(rank)
 
     def _after_fork(self) -> None:
         self._noted = None
@@ -70,7 +72,7 @@ class FailureReporter:
         @functools.wraps(made)
         def noted(error: BaseException, *args: Any) -> None:
             made(error, *args)
-            if oom_report.out_of_memory(error) is error:
+            if oom_report.find_oom_exception(error) is error:
                 self.note_oom(error, None)
 
         kind.__init__ = noted
@@ -79,25 +81,27 @@ class FailureReporter:
         """After a SystemExit with a non-zero exit code, report the last out-of-memory error."""
         if end.code not in (None, 0):
             self._report_oom(end)
-        self.monitor.beat()
+        self.monitor.write_heartbeat()
 
     def on_exception(self, error: BaseException) -> None:
         """Report and print the exception; exit with OOM_EXIT_CODE if it is an out-of-memory error."""
         out_of_memory = self._report_oom(error)
-        error.__traceback__ = _user_frames(error.__traceback__)
+        error.__traceback__ = _skip_guard_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         if not out_of_memory:
             self._report_error(error)
-        self.monitor.beat()
+        self.monitor.write_heartbeat()
         sys.stdout.flush()
         sys.stderr.flush()
         if out_of_memory:
             os._exit(OOM_EXIT_CODE)  # a destructor could deadlock with ranks that wait for this one
 
     def watch_signals(self) -> None:
-        """Record SIGTERM and SIGINT before a handler of the program gets them, which may save and exit with 0.
+        """Record SIGTERM and SIGINT before the program's own handler, which may save and exit with
+        0, runs.
 
-        The program sees its own handlers. Without a handler a signal ends the process, and its exit code tells.
+        The program sees its own handlers. Without a handler a signal ends the process, and its exit
+        code tells.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # only there may a handler be set
@@ -106,7 +110,7 @@ class FailureReporter:
 
         def watched(number: int, handler: Any) -> Any:
             if number not in (signal.SIGTERM, signal.SIGINT) or not callable(handler):
-                return _bare_handler(register(number, handler))
+                return _unwrap_handler(register(number, handler))
 
             @functools.wraps(handler)
             def noted(number: int, frame: types.FrameType | None) -> Any:
@@ -114,10 +118,10 @@ class FailureReporter:
                 return handler(number, frame)
 
             noted.orc_handler = handler  # type: ignore[attr-defined]
-            return _bare_handler(register(number, noted))
+            return _unwrap_handler(register(number, noted))
 
         signal.signal = watched  # type: ignore[assignment]
-        signal.getsignal = lambda number: _bare_handler(current(number))  # type: ignore[assignment]
+        signal.getsignal = lambda number: _unwrap_handler(current(number))  # type: ignore[assignment]
         for number in (signal.SIGTERM, signal.SIGINT):
             watched(number, current(number))
 
@@ -134,7 +138,7 @@ class FailureReporter:
                 self.report_rank_end(error)
                 raise
             if self.monitor.is_rank:
-                self.monitor.beat()
+                self.monitor.write_heartbeat()
 
         process.run = watched
 
@@ -145,7 +149,7 @@ class FailureReporter:
         @functools.wraps(leave)
         def leave_at_once(status: int) -> NoReturn:
             if os.getpid() == self.pid and self.monitor.is_rank:
-                self.monitor.beat()
+                self.monitor.write_heartbeat()
             leave(status)
 
         os._exit = leave_at_once
@@ -171,15 +175,19 @@ class FailureReporter:
         if not self._report_oom(error) and self.monitor.is_rank and isinstance(error, Exception):
             self._report_error(error)
         if self.monitor.is_rank:
-            self.monitor.beat()
+            self.monitor.write_heartbeat()
 
     def _at_exit(self) -> None:
-        """Report at exit: frameworks that handle every exception (hydra, under dora) end with an exit code only."""
+        """Report an out-of-memory error at exit, since some frameworks turn every exception into an
+        exit code.
+
+        hydra does so under dora.
+        """
         if os.getpid() != self.pid or self._is_wrapped:
             return
         self._report_oom(SystemExit())
         if self.monitor.is_rank:
-            self.monitor.beat()
+            self.monitor.write_heartbeat()
 
     def _report_error(self, error: BaseException) -> None:
         report = ErrorReport(
@@ -193,7 +201,7 @@ class FailureReporter:
         write_durably(self.folder.error(self.monitor.rank), report)
 
     def _report_oom(self, error: BaseException) -> bool:
-        cause = oom_report.out_of_memory(error)
+        cause = oom_report.find_oom_exception(error)
         # an exception of another cause ends the program although memory ran out before it in this step
         is_open = cause is not None or isinstance(error, SystemExit)
         if is_open and self._noted and self._noted.steps_done == self.monitor.steps_done:
@@ -208,9 +216,9 @@ class FailureReporter:
     def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
         message = str(error)
         monitor = self.monitor
-        live_bytes, capacity_bytes = _device_memory(monitor.device)
+        live_bytes, capacity_bytes = _live_and_capacity_bytes(monitor.device)
         foreign_bytes = 0 if monitor.device else oom_report.foreign_bytes(message)
-        room_bytes = None if oom_report.is_capped(message) else monitor.allocator_room_bytes()
+        room_bytes = None if oom_report.has_process_cap(message) else monitor.allocator_room_bytes()
         done = monitor.pass_done
         if done is None and monitor.phase == "forward":
             done = fraction_of_modules_done(sys._getframe())
@@ -237,13 +245,13 @@ class FailureReporter:
         )
 
 
-def _bare_handler(handler: Any) -> Any:
-    """Return the program's own handler of a signal."""
+def _unwrap_handler(handler: Any) -> Any:
+    """Return the program's own signal handler."""
     return getattr(handler, "orc_handler", handler)
 
 
-def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:
-    """Live bytes and capacity in bytes of this rank's device; zeros if no device is in use."""
+def _live_and_capacity_bytes(device: VirtualDevice | None) -> tuple[int, int]:
+    """Return (live bytes, capacity in bytes) of this rank's device; zeros if no device is in use."""
     if device:
         return device.live_bytes, device.capacity_bytes
     torch = sys.modules.get("torch")
@@ -252,8 +260,8 @@ def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.get_device_properties().total_memory
 
 
-def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the guard's frames at its start."""
+def _skip_guard_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without the guard's frames at its start."""
     while trace and trace.tb_frame.f_code.co_filename in (GUARD, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace

@@ -59,8 +59,8 @@ class Request(NamedTuple):
     env: dict[str, str]
 
 
-class Doubt(Exception):
-    """A reason to start the rank plainly."""
+class ForkRefused(Exception):
+    """A reason not to fork the rank; the launcher then starts a new interpreter."""
 
 
 def main() -> None:
@@ -74,14 +74,14 @@ def main() -> None:
         if os.fork():
             os._exit(0)  # the launcher waits for this one only
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for holders
-        request = _serve(listener)
+        request = _serve_requests(listener)
     if request is None:
         os._exit(0)
-    _run(request)
+    _run_guard(request)
 
 
-class Imports:
-    """The imported modules, and the doubt that they leave."""
+class ImportedModules:
+    """The imported modules, and the reason, if any, why a process with them must not be forked."""
 
     def __init__(self) -> None:
         before = _open_files()
@@ -103,7 +103,7 @@ class Imports:
         if _open_files() != before:
             self._doubt = self._doubt or "importing torch opens files"
         self.names = {name.partition(".")[0] for name in sys.modules}
-        self._files = {path: _stamp(path) for path in self._paths()}
+        self._files = {path: _file_stamp(path) for path in self._paths()}
         gc.collect()
         gc.freeze()  # the collector of a rank does not copy these pages
 
@@ -125,13 +125,13 @@ class Imports:
             os._exit(0)
 
     def _paths(self) -> list[str]:
-        """Files of the modules, and the folders in which others are searched."""
+        """Return the files of the modules, and the folders in which other modules are searched."""
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         return [*filter(None, files), *sys.path]
 
     def is_stale(self) -> bool:
-        """Return whether a file was changed since it was imported."""
-        return any(_stamp(path) != stamp for path, stamp in self._files.items())
+        """Return whether a file of a module was changed since it was imported."""
+        return any(_file_stamp(path) != stamp for path, stamp in self._files.items())
 
     def find_doubt(self) -> str:
         """Return why nothing can be forked now; "" where it can."""
@@ -141,9 +141,11 @@ class Imports:
         return f"the server has {threads} threads" if threads > 1 else ""
 
 
-def _serve(listener: socket.socket) -> Request | None:
-    """Answer until idle, stale or short of memory: None. In a forked rank, its request is returned."""
-    imports = Imports()
+def _serve_requests(listener: socket.socket) -> Request | None:
+    """Answer the launcher until idle, stale or short of memory, then return None. In a forked rank,
+    return its request.
+    """
+    imports = ImportedModules()
     last_s = time.monotonic()
     while time.monotonic() - last_s < IDLE_S and not _is_short_of_memory():
         if not select.select([listener], [], [], LOOK_S)[0]:
@@ -151,7 +153,7 @@ def _serve(listener: socket.socket) -> Request | None:
         last_s = time.monotonic()
         connection, _ = listener.accept()
         connection.settimeout(REQUEST_S)
-        if user_of(connection) != os.geteuid():  # an abstract name is open to every local user
+        if peer_user_id(connection) != os.geteuid():  # an abstract name is open to every local user
             connection.close()
             continue
         try:
@@ -163,10 +165,10 @@ def _serve(listener: socket.socket) -> Request | None:
         is_stale = imports.is_stale()
         doubt = "installed files changed" if is_stale else imports.find_doubt()
         if doubt:
-            _answer(connection, {"why": doubt})
+            _send_answer(connection, {"why": doubt})
         elif not os.fork():
             listener.close()
-            _hold(request, imports)
+            _fork_and_hold(request, imports)
             return request
         connection.close()
         os.close(request.log)
@@ -175,21 +177,23 @@ def _serve(listener: socket.socket) -> Request | None:
     return None
 
 
-def user_of(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
+def peer_user_id(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of the connection."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
 
 
-def _hold(request: Request, imports: Imports) -> None:
-    """Fork the rank, and return in it. The holder ends here, with the exit code told."""
+def _fork_and_hold(request: Request, imports: ImportedModules) -> None:
+    """Fork the rank, and return in the rank's process. The parent waits for it, reports its exit
+    code, and exits.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = request.connection
     holder = os.getpid()
     connection.settimeout(None)
     rank = os.fork()
     if not rank:
-        _enter(request, imports, holder)
+        _become_rank(request, imports, holder)
         return
     os.close(request.log)
     watched = select.poll()
@@ -200,29 +204,31 @@ def _hold(request: Request, imports: Imports) -> None:
     ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended is not None:
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        _answer(connection, {"code": code})
+        _send_answer(connection, {"code": code})
         connection.recv(1)  # the launcher hangs up
     os._exit(0)  # a rank that lives ends by its PR_SET_PDEATHSIG
 
 
-def _enter(request: Request, imports: Imports, holder: int) -> None:
-    """Become a rank, and return at the launcher's word. Otherwise the process ends."""
+def _become_rank(request: Request, imports: ImportedModules, holder: int) -> None:
+    """Become the requested rank, and return when the launcher says so; otherwise end the process."""
     try:
-        _become(request, imports, holder)
+        _take_over_request(request, imports, holder)
     except Exception as error:  # nothing of the program has run
-        _answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
+        _send_answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
         os._exit(1)
-    _answer(request.connection, {"pid": os.getpid()})
+    _send_answer(request.connection, {"pid": os.getpid()})
     if not request.connection.recv(16):
         os._exit(1)
     request.connection.close()
 
 
-def _become(request: Request, imports: Imports, holder: int) -> None:
-    """Take over what a fresh process of the launcher would have. Raises Doubt or OSError."""
+def _take_over_request(request: Request, imports: ImportedModules, holder: int) -> None:
+    """Take over the environment that the launcher would give a fresh process. Raises ForkRefused or
+    OSError.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != holder:
-        raise Doubt("its holder ended")
+        raise ForkRefused("its holder ended")
     os.setsid()
     os.chdir(request.workdir)
     folder = request.workdir
@@ -230,7 +236,9 @@ def _become(request: Request, imports: Imports, holder: int) -> None:
         folder = os.path.dirname(os.path.realpath(request.argv[4]))
     hidden = imports.names & {name.partition(".")[0] for name in os.listdir(folder)}
     if hidden:
-        raise Doubt(f"{folder} has a module {min(hidden)!r}, which was imported from elsewhere")
+        raise ForkRefused(
+            f"{folder} has a module {min(hidden)!r}, which was imported from elsewhere"
+        )
     imports.guard._show(request.argv[2])  # before it can be counted as a process of the attempt
     for stream in (1, 2):
         os.dup2(request.log, stream)
@@ -239,28 +247,28 @@ def _become(request: Request, imports: Imports, holder: int) -> None:
     os.environ.update(request.env)
     variables = [f"{name}={value}" for name, value in request.env.items()]
     shown = Path("/proc/self/environ").read_bytes()
-    _rewrite("environ", ENVIRONMENT_FIELD, shown.rindex(f"{MARK}=".encode()), variables)
-    _rewrite("cmdline", ARGUMENTS_FIELD, 0, request.argv)
+    _rewrite_proc_field("environ", ENVIRONMENT_FIELD, shown.rindex(f"{MARK}=".encode()), variables)
+    _rewrite_proc_field("cmdline", ARGUMENTS_FIELD, 0, request.argv)
     _reseed()
 
 
-def _rewrite(name: str, field: int, offset: int, words: list[str]) -> None:
-    """Make /proc/PID/NAME show `words` from `offset` on, as of a fresh process. Raises Doubt."""
+def _rewrite_proc_field(name: str, field: int, offset: int, words: list[str]) -> None:
+    """Make /proc/PID/NAME show `words` from `offset` on, as in a fresh process. Raises ForkRefused."""
     path = Path("/proc/self") / name
     shown = path.read_bytes()
     text = b"".join(os.fsencode(word) + b"\0" for word in words)
     room = len(shown) - offset
     if len(text) > room:
-        raise Doubt(f"its {name} is too long")
+        raise ForkRefused(f"its {name} is too long")
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     text = text.ljust(room, b"\0")
     ctypes.memmove(int(fields[field]) + offset, text, room)
     if path.read_bytes() != shown[:offset] + text:
-        raise Doubt(f"its {name} cannot be rewritten")
+        raise ForkRefused(f"its {name} cannot be rewritten")
 
 
 def _reseed() -> None:
-    """Draw new seeds, as a fresh process does; `random` draws its own after a fork."""
+    """Draw new random seeds, as a fresh process does; `random` draws its own after a fork."""
     modules: dict[str, Any] = sys.modules
     modules["torch"].default_generator.seed()
     if "numpy.random" in modules:
@@ -268,7 +276,7 @@ def _reseed() -> None:
     modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
 
 
-def _run(request: Request) -> None:
+def _run_guard(request: Request) -> None:
     """Run the guard with the rank's program, as `python guard.py GUARD_JSON -- ...` does."""
     sys.orig_argv = list(request.argv)
     sys.argv = request.argv[1:]
@@ -277,18 +285,20 @@ def _run(request: Request) -> None:
     sys.modules["_orchestrator_guard"].main(request.argv[2:])
 
 
-def _answer(connection: socket.socket, message: JsonObject) -> None:
+def _send_answer(connection: socket.socket, message: JsonObject) -> None:
     with contextlib.suppress(OSError):  # the launcher went away
         connection.send(json.dumps(message).encode())
 
 
 def _open_files() -> set[str]:
-    """Return this process's open descriptors, without that of the listing."""
+    """Return the numbers of this process's open file descriptors."""
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
-def _stamp(path: str) -> tuple[int, ...]:
-    """Return what changes with a file's content or a folder's entries; () where there is none."""
+def _file_stamp(path: str) -> tuple[int, ...]:
+    """Return numbers that change with a file's content or a folder's entries; () where there is
+    none.
+    """
     try:
         status = os.stat(path)
     except OSError:

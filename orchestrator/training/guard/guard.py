@@ -49,13 +49,13 @@ def main(argv: list[str]) -> None:
         sys.path[0] = (
             os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
         )
-    _bring_package()
+    _make_package_importable()
     from orchestrator.specs.run import GUARDED_RANK, AttemptFolder, GuardSettings
     from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
-    _show(argv[0])
+    _map_settings_file(argv[0])
     rank = int(os.environ.get(GUARDED_RANK) or os.environ.get("RANK", "0"))
     inherited = _withdraw_inherited()
     reporter = inherited or FailureReporter(
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     if inherited:
         reporter.wrap(rank)
     else:
-        _when_imported("torch", functools.partial(_attach, reporter))
+        _call_when_imported("torch", functools.partial(_install_monitor, reporter))
     if settings.virtual_capacity_bytes is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
         with contextlib.suppress(
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
             importlib.import_module("torch")  # in this thread: it is the one that the device counts
     _buffer_lines()
     reporter.watch_signals()
-    monitor.beat()
+    monitor.write_heartbeat()
     try:
         _run_target(target)
     except SystemExit as end:
@@ -82,21 +82,21 @@ def main(argv: list[str]) -> None:
             reporter.report_rank_end(end)
             raise
         reporter.on_exit(end)
-        _leave(end.code)
+        _end_process(end.code)
         raise
     except KeyboardInterrupt:
-        monitor.beat()
+        monitor.write_heartbeat()
         raise
     except BaseException as error:  # whatever ends a user's program is evidence
         if os.getpid() != reporter.pid:  # a child that the script forked
             reporter.report_rank_end(error)
             raise
         reporter.on_exception(error)
-        _leave(1)
+        _end_process(1)
         sys.exit(1)
     if os.getpid() == reporter.pid or monitor.is_rank:
-        monitor.beat()
-    _leave(None)
+        monitor.write_heartbeat()
+    _end_process(None)
 
 
 def _split_target(argv: list[str]) -> list[str]:
@@ -116,12 +116,14 @@ def _buffer_lines() -> None:
 
 
 def inherit(settings_path: str) -> None:
-    """Guard this process once it imports torch. It becomes a rank when it trains; until then it writes nothing.
+    """Guard this process once it imports torch; it becomes a rank when it trains, and writes
+    nothing before.
 
-    Called in every Python process that guard.py does not run (inherited/sitecustomize.py): ranks that a script starts.
+    Called in every Python process that guard.py does not run (inherited/sitecustomize.py): ranks
+    that a script starts.
     """
-    _show(settings_path)
-    _when_imported("torch", functools.partial(_guard_from_now, settings_path))
+    _map_settings_file(settings_path)
+    _call_when_imported("torch", functools.partial(_guard_from_now, settings_path))
 
 
 def _guard_from_now(settings_path: str, torch: Any) -> None:
@@ -132,7 +134,7 @@ def _guard_from_now(settings_path: str, torch: Any) -> None:
 
 
 def _inherit_now(settings_path: str, torch: Any) -> None:
-    _bring_package()
+    _make_package_importable()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
     from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
@@ -140,17 +142,19 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
     settings = GuardSettings(**json.loads(Path(settings_path).read_text()))
     monitor = Monitor(settings, None)
     reporter = FailureReporter(monitor, AttemptFolder(settings.attempt_folder))
-    _attach(reporter, torch)
+    _install_monitor(reporter, torch)
     reporter.watch_exit()
     reporter.watch_signals()
     _inherited.append(reporter)
 
 
-def _attach(reporter: FailureReporter, torch: Any) -> None:
-    """Install the monitor, the child hooks, and the virtual device or the out-of-memory hook."""
+def _install_monitor(reporter: FailureReporter, torch: Any) -> None:
+    """Install the monitor, the hooks for children, and the virtual device or the out-of-memory
+    hook.
+    """
     from orchestrator.training.guard import build_locks
 
-    build_locks.attach()
+    build_locks.install_build_locks()
     reporter.monitor.attach(torch)
     reporter.watch_children()
     reporter.watch_leaving()
@@ -166,7 +170,10 @@ def _attach(reporter: FailureReporter, torch: Any) -> None:
 
 
 def _exclude_loader_workers(device: VirtualDevice) -> None:
-    """Make data loader workers leave the device: they use host memory. Spawned ones unpickle the hook by its name."""
+    """Make data loader workers leave the virtual device, since they use host memory.
+
+    Spawned ones unpickle the hook by its name.
+    """
     workers: Any = importlib.import_module("torch.utils.data._utils.worker")
     loop = workers._worker_loop
 
@@ -179,7 +186,9 @@ def _exclude_loader_workers(device: VirtualDevice) -> None:
 
 
 def _include_forked_ranks(device: VirtualDevice) -> None:
-    """Make a forked child rejoin the device when it joins a process group; until then it is a host process."""
+    """Make a forked child use the virtual device again once it joins a process group; before, it
+    uses none.
+    """
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return
@@ -193,19 +202,19 @@ def _include_forked_ranks(device: VirtualDevice) -> None:
     distributed.init_process_group = joined
 
 
-def _leave(code: object) -> None:
+def _end_process(code: object) -> None:
     """End this process as Python does, but without unloading native libraries.
 
-    gloo's threads sometimes abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu, 2026-11). A finished
-    training would then count as crashed. One rank alone saves 0.3 s of processor time, and leaves only where its
-    interpreter would do nothing more for the program.
+    gloo's threads sometimes abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu,
+    2026-11). A finished training would then count as crashed. One rank alone saves 0.3 s of
+    processor time, and leaves only where its interpreter would do nothing more for the program.
     """
     if "torch" not in sys.modules:
         return
     threading._shutdown()  # type: ignore[attr-defined]  # joins the script's threads, then runs their exit callbacks
     atexit._run_exitfuncs()
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if is_alone and (_has_foreign_library() or _has_finaliser()):
+    if is_alone and (_has_foreign_library() or _has_object_with_finaliser()):
         return
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
@@ -216,7 +225,7 @@ def _leave(code: object) -> None:
 
 
 def _has_foreign_library() -> bool:
-    """Return whether a native library is loaded of which nothing is known: it may have exit handlers."""
+    """Return whether an unknown native library is loaded, which may have exit handlers."""
     site = Path(sys.modules["torch"].__file__ or "").parents[1]
     quiet = tuple(f"{site}/{name}/" for name in QUIET)
     system = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", f"{sys.base_prefix}/lib/")
@@ -229,8 +238,10 @@ def _has_foreign_library() -> bool:
     return False
 
 
-def _has_finaliser() -> bool:
-    """Return whether an object lives whose end may do something: an open file, a generator, a `__del__`."""
+def _has_object_with_finaliser() -> bool:
+    """Return whether an object exists whose end may do something: an open file, a generator, a
+    `__del__`.
+    """
     streams = set[int]()
     for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__):
         layers = stream, getattr(stream, "buffer", None)
@@ -266,8 +277,10 @@ def _run_target(target: Sequence[str]) -> None:
     exec(code, module.__dict__)
 
 
-def _bring_package() -> None:
-    """Make `import orchestrator` find this package; a `sys.path` entry would expose the packages beside it too."""
+def _make_package_importable() -> None:
+    """Make `import orchestrator` find this package, without a `sys.path` entry that would expose
+    others.
+    """
     if "orchestrator" in sys.modules:
         return
     folder = Path(__file__).resolve().parents[2]
@@ -284,14 +297,18 @@ _inherited: list[FailureReporter] = []
 _shown: list[mmap.mmap] = []
 
 
-def _show(settings_path: str) -> None:
-    """Map the settings file: the launcher recognises guarded processes, and their forks, by this mapping."""
+def _map_settings_file(settings_path: str) -> None:
+    """Map the settings file into memory, by which the launcher recognises guarded processes and
+    their forks.
+    """
     with open(settings_path, "rb") as settings:
         _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _note_unwatched(settings_path: str, why: str) -> None:
-    """Log that this process trains without the guard, on stderr and in the file `unwatched`."""
+    """Report on stderr and in the file `unwatched` that this process trains without the guard, and
+    why.
+    """
     version = ".".join(map(str, sys.version_info[:3]))
     line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
     print(f"guard: not watched: {line}", file=sys.stderr)
@@ -303,7 +320,7 @@ def _note_unwatched(settings_path: str, why: str) -> None:
 
 
 def _withdraw_inherited() -> FailureReporter | None:
-    """Undo `inherit` in this process; returns its reporter if torch was imported already.
+    """Undo `inherit` in this process; return its reporter if torch was imported already, else None.
 
     `inherit` ran in another module object of this file (inherited/sitecustomize.py).
     """
@@ -313,7 +330,7 @@ def _withdraw_inherited() -> FailureReporter | None:
     return next(iter(getattr(sys.modules.get("_orchestrator_guard"), "_inherited", ())), None)
 
 
-def _when_imported(name: str, then: Callable[[Any], None]) -> None:
+def _call_when_imported(name: str, then: Callable[[Any], None]) -> None:
     """Call `then(module)` when the module is imported, at once if it already is."""
     if name in sys.modules:
         then(sys.modules[name])
@@ -322,10 +339,11 @@ def _when_imported(name: str, then: Callable[[Any], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Calls `then` once, after a module has been executed.
+    """Import hook that calls `then` once, after the named module has been executed.
 
-    Programs look a module up without importing it (`importlib.util.find_spec`), import it late (LazyLoader), or retry a
-    failed import. So every spec's loader is wrapped, and the hook stays until one has executed the module.
+    Programs look a module up without importing it (`importlib.util.find_spec`), import it late
+    (LazyLoader), or retry a failed import. So every spec's loader is wrapped, and the hook stays
+    until one has executed the module.
     """
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:

@@ -21,7 +21,7 @@ from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings
 from orchestrator.training import progress
 from orchestrator.training.guard.faults import raise_fault
 from orchestrator.training.guard.pass_progress import PassProgress
-from orchestrator.training.guard.sample_mixing import list_mixing
+from orchestrator.training.guard.sample_mixing import list_mixing_operations
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.virtual_device import VirtualDevice
@@ -92,7 +92,7 @@ class Monitor:
         # on CUDA, before the peaks of its allocator were reset
         self._peak_bytes = self._reserved_bytes = 0
 
-    def become(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Write heartbeats as this rank from now on."""
         self._rank = rank
         self.is_rank = True
@@ -109,7 +109,9 @@ class Monitor:
         return int(os.environ.get("RANK", "0"))
 
     def attach(self, torch: Any) -> None:
-        """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
+        """Install the hooks in the module `torch`, and create the virtual device if the settings
+        ask for one.
+        """
         self._torch_version = str(torch.__version__)
         self._cuda_version = str(torch.version.cuda or "")
         os.register_at_fork(after_in_child=self._after_fork)
@@ -136,7 +138,7 @@ class Monitor:
                 handle.remove()
                 if self.phase == "startup":
                     self._passes.begin_forward()
-                    self._enter("forward")
+                    self._enter_phase("forward")
 
         handle = importlib.import_module(
             "torch.nn.modules.module"
@@ -144,11 +146,11 @@ class Monitor:
 
     @property
     def pass_done(self) -> float | None:
-        """Fraction done of the running forward or backward pass, by `PassProgress`; None: unknown."""
+        """Done fraction (0 to 1) of the running forward or backward pass; None if unknown."""
         return self._passes.fraction_done(self.phase)
 
     def _allocations(self) -> int:
-        """Allocations so far on this rank's device."""
+        """Return the number of allocations so far on this rank's device."""
         if self.device is not None:
             return self.device.allocations
         cuda = self._cuda()
@@ -161,11 +163,11 @@ class Monitor:
             if self.steps_done < PROBE_STEPS:
                 self._forward_bytes = max(self._forward_bytes, self.live_bytes())
             self._passes.begin_backward()
-            self._enter("backward")
+            self._enter_phase("backward")
             result = backward(*args, **kwargs)
             self._backwards += 1
             self._passes.end_backward()
-            self._enter("forward")
+            self._enter_phase("forward")
             return result
 
         return watched
@@ -179,10 +181,10 @@ class Monitor:
         # the edge: whatever the graph of somebody's loss looks like, the training goes on
         with contextlib.suppress(Exception):
             for loss in losses if isinstance(losses, list | tuple) else (losses,):
-                self._mixing += list_mixing(loss)
+                self._mixing += list_mixing_operations(loss)
 
-    def beat(self) -> None:
-        """Write the heartbeat now; exit if a newer attempt of the job exists.
+    def write_heartbeat(self) -> None:
+        """Write the heartbeat file now; exit if a newer attempt of the job exists.
 
         Several processes may have the same rank: the file belongs to the one with the most steps.
         """
@@ -220,15 +222,18 @@ class Monitor:
         self._next_beat_s = time.monotonic() + self._interval_s
 
     def note_signal(self, number: int) -> None:
-        """Record a signal that a handler of the program gets: whatever it does then, it was told to end."""
+        """Record a signal that a handler of the program gets, since it was told to end, whatever it
+        then does.
+        """
         self._signal = number
         if self.is_rank:
-            self.beat()
+            self.write_heartbeat()
 
     def _ranks_met(self) -> int | None:
-        """Ranks of the largest process group that this process joined so far.
+        """Return the size of the largest process group that this process has joined.
 
-        0 where it can have met no other rank; None where a library other than torch.distributed may join them.
+        0 where it can have met no other rank; None where a library other than torch.distributed may
+        join them.
         """
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
@@ -256,7 +261,7 @@ class Monitor:
         )
 
     def _peak_of_step(self) -> int:
-        """Peak bytes of live tensors since this was last called; the peaks of PyTorch's allocator begin anew."""
+        """Return the peak bytes of live tensors since the last call; PyTorch's own peak is reset."""
         if self.device is not None:
             peak_bytes = self.device.recent_peak_bytes
             self.device.reset_recent_peak()
@@ -302,7 +307,7 @@ class Monitor:
         return self._allocator_room_bytes
 
     def _device_model(self) -> str:
-        """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
+        """Return the driver's name for this rank's device; "" before its first use."""
         cuda = self._cuda()
         if cuda is not None and not self._model:
             # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
@@ -312,7 +317,7 @@ class Monitor:
         return self._model
 
     def _cuda(self) -> Any:
-        """torch.cuda once this rank has initialised a real device, else None."""
+        """Return torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
@@ -329,13 +334,13 @@ class Monitor:
         self._group_size = 0
         self._durations.clear()
 
-    def _enter(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         self.phase = phase
         if self.device is not None:
             self.device.rejoin()
             self.device.enter_thread()
         if time.monotonic() >= self._next_beat_s:
-            self.beat()
+            self.write_heartbeat()
 
     def _before_optimizer(self, *_: Any) -> None:
         if (
@@ -348,11 +353,11 @@ class Monitor:
             self._fault = None
             self.phase = "optimizer"
             self.injected = kind == "oom"
-            self.beat()
+            self.write_heartbeat()
             raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
         if self.phase != "backward":
-            self._enter("optimizer")
+            self._enter_phase("optimizer")
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -361,11 +366,11 @@ class Monitor:
         if not self._loop_reports:
             if not self._cycle or id(optimizer) in self._cycle:
                 self._cycle.clear()
-                self._complete(self.step + 1)
+                self._complete_step(self.step + 1)
             self._cycle.add(id(optimizer))
         if self.phase != "backward":
             self._passes.begin_forward()
-            self._enter("forward")
+            self._enter_phase("forward")
 
     def _on_reported_step(self, step: int, loss: float | None) -> None:
         if not self._loop_reports:
@@ -374,9 +379,9 @@ class Monitor:
             self._last_step_s = None
             self._durations.clear()
         self._loss = loss
-        self._complete(step)
+        self._complete_step(step)
 
-    def _complete(self, step: int) -> None:
+    def _complete_step(self, step: int) -> None:
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._durations.append(now_s - self._last_step_s)
@@ -389,7 +394,7 @@ class Monitor:
         is_due = self.steps_done == 1 or step == self._declared_last_step
         if is_due or self.beat_after_next_step or now_s >= self._next_beat_s:
             self.beat_after_next_step = False
-            self.beat()
+            self.write_heartbeat()
 
     def _end_if_stale(self) -> None:
         folder = self._folder.path
@@ -421,7 +426,7 @@ def _requested_peak_bytes(cuda: Any) -> int:
 
 
 def _other_process_leads(path: Path, beat: Heartbeat) -> bool:
-    """Whether the file at `path` is the heartbeat of another process with more steps."""
+    """Return whether the file at `path` is the heartbeat of another process with more steps."""
     try:
         other = json.loads(path.read_text())
         return bool(other["pid"] != beat.pid and other["steps_done"] > beat.steps_done)

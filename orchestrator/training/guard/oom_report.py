@@ -29,7 +29,7 @@ OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemor
 
 
 def _patterns(*texts: str) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns, with a number of bytes and its unit for each AMOUNT."""
+    """Return the compiled patterns, in which AMOUNT stands for a number of bytes with its unit."""
     return tuple(re.compile(text.replace("AMOUNT", AMOUNT)) for text in texts)
 
 
@@ -58,43 +58,48 @@ OVERHEAD_BYTES = 2 * 2**30
 ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
 
 
-def out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory exception in the chain of `error` (itself, causes, contexts); None without one."""
-    return next(filter(_is_out_of_memory, _chain(error)), None)
+def find_oom_exception(error: BaseException) -> BaseException | None:
+    """Return the out-of-memory exception in the chain of `error` (itself, causes, contexts); None
+    without one.
+    """
+    return next(filter(_is_out_of_memory, _list_exception_chain(error)), None)
 
 
 def requested_bytes(message: str) -> int | None:
     """Return the bytes that the failed allocation requested; None if the message lacks them."""
-    return _first(REQUESTED, message)
+    return _first_amount(REQUESTED, message)
 
 
 def capacity_bytes(message: str) -> int | None:
     """Return the bytes of the device, or of this process's cap if one is set; None if the message lacks them."""
-    return _first((ALLOWED, *CAPACITY), message)
+    return _first_amount((ALLOWED, *CAPACITY), message)
 
 
-def is_capped(message: str) -> bool:
-    """Return whether the allocator has its own cap, so that other processes' memory does not reduce it."""
+def has_process_cap(message: str) -> bool:
+    """Return whether the message says that PyTorch's allocator has its own cap.
+
+    Other processes' memory does not reduce that cap.
+    """
     return ALLOWED.search(message) is not None
 
 
 def free_bytes(message: str) -> int | None:
     """Return the free bytes of the device; None if the message lacks them."""
-    return _first(FREE, message)
+    return _first_amount(FREE, message)
 
 
 def allocated_bytes(message: str) -> int | None:
     """Return the bytes of live tensors, else of all process memory; None if the message has neither."""
-    return _first((*ALLOCATED, *OWN), message)
+    return _first_amount((*ALLOCATED, *OWN), message)
 
 
 def unallocated_bytes(message: str) -> int | None:
     """Return the bytes reserved by PyTorch but not allocated; None if the message lacks them."""
-    reserved = _first(RESERVED, message)
-    allocated = _first(ALLOCATED, message)
+    reserved = _first_amount(RESERVED, message)
+    allocated = _first_amount(ALLOCATED, message)
     if reserved is not None and allocated is not None:
         return max(reserved - allocated, 0)
-    return _first(UNALLOCATED, message)
+    return _first_amount(UNALLOCATED, message)
 
 
 def foreign_bytes(message: str) -> int:
@@ -103,9 +108,9 @@ def foreign_bytes(message: str) -> int:
     PyTorch lists every process that NVML reports except its own. In a container it cannot recognise its own, since NVML
     reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.
     """
-    named = [_amount(match) or 0 for match in NAMED.finditer(message)]
-    own_bytes = _first(OWN, message)
-    allocated = _first(ALLOCATED, message)
+    named = [_parse_amount(match) or 0 for match in NAMED.finditer(message)]
+    own_bytes = _first_amount(OWN, message)
+    allocated = _first_amount(ALLOCATED, message)
     torch_bytes = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
     if (
         own_bytes is None
@@ -114,7 +119,7 @@ def foreign_bytes(message: str) -> int:
     ):
         named.remove(min(count for count in named if count >= torch_bytes))
         return sum(named)
-    total = _first(CAPACITY, message)
+    total = _first_amount(CAPACITY, message)
     free = free_bytes(message)
     if named or total is None or free is None:
         return sum(named)
@@ -137,8 +142,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(message) is not None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes and contexts, each once."""
+def _list_exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, then its causes and contexts, each once."""
     waiting: list[BaseException | None] = [error]
     visited: set[int] = set()
     while waiting:
@@ -149,12 +154,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting += [current.__cause__, current.__context__]
 
 
-def _first(patterns: tuple[re.Pattern[str], ...], message: str) -> int | None:
+def _first_amount(patterns: tuple[re.Pattern[str], ...], message: str) -> int | None:
     return next(
-        (_amount(match) for match in (pattern.search(message) for pattern in patterns) if match),
+        (
+            _parse_amount(match)
+            for match in (pattern.search(message) for pattern in patterns)
+            if match
+        ),
         None,
     )
 
 
-def _amount(match: re.Match[str] | None) -> int | None:
+def _parse_amount(match: re.Match[str] | None) -> int | None:
     return round(float(match[1]) * BYTES[match[2]]) if match and match[2] in BYTES else None

@@ -1,7 +1,8 @@
-"""Finds in the graph of a loss what makes one sample's result depend on the others of its micro-batch.
+"""Finds operations in the graph of a loss that make one sample's result depend on others of its
+micro-batch.
 
-Such a training is another one at another micro-batch: batch norm takes its statistics over the samples, and a
-contrastive loss takes the others as negatives. What the graph does not show is not told.
+Such a training changes with the micro-batch size: batch norm takes its statistics over the samples,
+and a contrastive loss takes the others as negatives. What the graph does not show is not found.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ SAMPLES_MAX = 65_536  # of a micro-batch whose targets are read
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "SyncBatchNorm")
 
 
-def list_mixing(loss: Any) -> tuple[str, ...]:
-    """Return what mixes the samples of a micro-batch, in a few words each; () where nothing is seen.
+def list_mixing_operations(loss: Any) -> tuple[str, ...]:
+    """Return the operations that mix the samples of a micro-batch, in a few words each; () if none
+    is seen.
 
     The loss is a tensor whose graph still has its saved tensors.
     """
-    counts = Counter(kind for node in _walk(loss.grad_fn) if (kind := _kind_of(node)))
+    counts = Counter(kind for node in _list_graph_nodes(loss.grad_fn) if (kind := _kind_of(node)))
     rows = []
     if layers := counts["norm"]:
         rows.append(f"batch norm in {layers} layer{'s' * (layers > 1)}")
@@ -29,7 +31,7 @@ def list_mixing(loss: Any) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def _walk(root: Any) -> Iterator[Any]:
+def _list_graph_nodes(root: Any) -> Iterator[Any]:
     """Yield each node of a graph once, at most NODES_MAX."""
     left = [root]
     visited = set[Any]()
@@ -49,13 +51,15 @@ def _kind_of(node: Any) -> str | None:
         # instance norm is a batch norm over one sample
         is_alone = samples is not None and samples.shape[0] == 1
         return "norm" if has_statistics and not is_alone else None
-    if name.startswith("NllLossBackward") and _numbers_its_samples(node):
+    if name.startswith("NllLossBackward") and _has_sample_classes(node):
         return "negatives"
     return None
 
 
-def _numbers_its_samples(node: Any) -> bool:
-    """Return whether the classes of a loss are the samples: the n-th target is the n-th column, or group of columns."""
+def _has_sample_classes(node: Any) -> bool:
+    """Return whether a loss's classes are the samples: the n-th target is the n-th column, or group
+    of columns.
+    """
     target = node._saved_target
     scores = node._saved_self
     if target.dim() != 1 or scores.dim() != 2 or not 2 <= len(target) <= SAMPLES_MAX:

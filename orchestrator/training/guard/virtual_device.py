@@ -69,7 +69,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_out_of_memory: Callable[[torch.cuda.OutOfMemoryError, int], None] | None = None
         self.host = False  # whether new storages count as host memory
         self._sizes: dict[int, int] = {}  # address of the storage -> its bytes
-        self._deaths: dict[int, _Death] = {}
+        self._deaths: dict[int, _StorageRef] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -137,7 +137,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _forked(self) -> None:
-        """Leave the device in a forked child if the parent has used it, as CUDA does not survive a fork either."""
+        """Leave the device in a forked child if the parent has used it, as CUDA does not survive a
+        fork either.
+        """
         if self.peak_bytes:
             self.leave()
 
@@ -169,14 +171,16 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 super().__enter__()  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> int:
-        """Bytes by which the storage grew since it was last counted; negative if it shrank."""
+        """Return the bytes by which the storage grew since it was last counted; negative if it
+        shrank.
+        """
         key = storage._cdata
         size = storage.nbytes()
         counted = self._sizes.get(key)
         if counted is None:
             if storage.device.type != "cpu":  # a fake tensor reports the CPU, its storage does not
                 return 0
-            death = self._deaths[key] = _Death(storage, self._forget)
+            death = self._deaths[key] = _StorageRef(storage, self._forget)
             death.key = key
             death.host = self.host
             self.allocations += not self.host
@@ -187,7 +191,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = live = self.live_bytes + size - counted
         if live > self.recent_peak_bytes and live <= self.capacity_bytes:
             if live > self.peak_bytes and _in_gang():
-                _let_go()
+                _wait_for_gloo()
             self._note_peak()
         return size - counted
 
@@ -196,7 +200,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _is_full(self) -> bool:
-        """Whether the capacity is still exceeded after gloo's threads have released finished tensors."""
+        """Return whether the capacity is still exceeded after gloo's threads have released finished
+        tensors.
+        """
         for _ in range(LET_GO_TRIES if _in_gang() else 0):
             time.sleep(10 * LET_GO_S)
             if self.live_bytes <= self.capacity_bytes:
@@ -228,24 +234,26 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_room(self._count_tensor(parameter))
 
     def _check_room(self, added_bytes: int) -> None:
-        """Raise the out-of-memory error where the bytes that were added are too many."""
+        """Raise the out-of-memory error if the capacity is exceeded after `added_bytes` were added."""
         if added_bytes > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
             raise self._out_of_memory(added_bytes)
 
-    def _forget(self, death: _Death) -> None:
+    def _forget(self, death: _StorageRef) -> None:
         del self._deaths[death.key]
         size = self._sizes.pop(death.key)
         if not death.host:
             self.live_bytes -= size
 
     def _out_of_memory(self, requested_bytes: int) -> torch.cuda.OutOfMemoryError:
-        """The error, in the wording of PyTorch's CUDA allocator, so that existing parsers read it."""
+        """Return the error in the wording of PyTorch's CUDA allocator, so that existing parsers
+        read it.
+        """
         used = self.live_bytes
         error = torch.cuda.OutOfMemoryError(
-            f"Virtual device out of memory. Tried to allocate {_amount(requested_bytes)}. "
-            f"Virtual device has a total capacity of {_amount(self.capacity_bytes)} "
-            f"of which {_amount(max(self.capacity_bytes - used, 0))} is free. "
-            f"This process has {_amount(used)} memory in use."
+            f"Virtual device out of memory. Tried to allocate {_format_bytes(requested_bytes)}. "
+            f"Virtual device has a total capacity of {_format_bytes(self.capacity_bytes)} "
+            f"of which {_format_bytes(max(self.capacity_bytes - used, 0))} is free. "
+            f"This process has {_format_bytes(used)} memory in use."
         )
         if self.on_out_of_memory:
             self.on_out_of_memory(error, requested_bytes)
@@ -272,7 +280,7 @@ def host_memory() -> Iterator[None]:
         device.host = False
 
 
-def _let_go() -> None:
+def _wait_for_gloo() -> None:
     """Sleep until gloo's threads are idle, at most LET_GO_TRIES * LET_GO_S seconds."""
     for _ in range(LET_GO_TRIES):
         time.sleep(LET_GO_S)
@@ -288,7 +296,7 @@ def _threads() -> list[str]:
 
 
 def _is_gloo_at_work(thread: str) -> bool:
-    """Whether it is one of gloo's threads and is running or runnable."""
+    """Return whether the thread is one of gloo's and is running or runnable."""
     try:
         with open(f"/proc/self/task/{thread}/stat") as stat:
             name, _, state = stat.read().rpartition(")")
@@ -301,7 +309,7 @@ def _in_gang() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _amount(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return (
         f"{count / MIB:.2f} MiB"
         if count >= MIB
@@ -311,8 +319,10 @@ def _amount(count: int) -> str:
     )
 
 
-class _Death(weakref.ref[torch.UntypedStorage]):
-    """Calls back when its storage is freed; cheaper than weakref.finalize (0.4 instead of 1.1 microseconds)."""
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Weak reference that calls back when its storage is freed; 0.4 us instead of
+    weakref.finalize's 1.1 us.
+    """
 
     __slots__ = ("host", "key")
     key: int

@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         spread = (
-            _Spread(group, len(hidden_ND), labels_N)
+            _SpreadTokens(group, len(hidden_ND), labels_N)
             if group and len(hidden_ND) < len(labels_N)
             else None
         )
@@ -83,7 +83,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
                 own_grad = None if hidden_grad is None else hidden_grad[rows]
-                add_gradients(grad_CV, chunk_CD, cast_VD, None if spread else own_grad, weight_grad)
+                add_chunk_gradients(
+                    grad_CV, chunk_CD, cast_VD, None if spread else own_grad, weight_grad
+                )
                 if spread and own_grad is not None:
                     spread.sum_into(own_grad, grad_CV @ cast_VD)
                 del grad_CV
@@ -105,8 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None
 
 
-class _Spread:
-    """Tokens that the ranks of a group have in equal shares, chunk by chunk."""
+class _SpreadTokens:
+    """Tokens that the ranks of a group hold in equal shares, processed chunk by chunk."""
 
     def __init__(self, group: dist.ProcessGroup, own_count: int, labels_N: Tensor) -> None:
         self._group = group
@@ -131,14 +133,16 @@ class _Spread:
         reduce_scatter(rows, whole.to(rows.dtype), group=self._group)
 
 
-def add_gradients(
+def add_chunk_gradients(
     grad_CV: Tensor,
     chunk_CD: Tensor,
     weight_VD: Tensor,
     hidden_grad_CD: Tensor | None,
     weight_grad_VD: Tensor | None,
 ) -> None:
-    """Compute a chunk's gradient for the hidden states and add to the weight's gradient, both in place."""
+    """Compute a chunk's gradient for the hidden states and add to the weight's gradient, both in
+    place.
+    """
     if hidden_grad_CD is not None:
         hidden_grad_CD.copy_(grad_CV @ weight_VD)
     if weight_grad_VD is not None and grad_CV.dtype is torch.float32:
@@ -150,7 +154,8 @@ def add_gradients(
 def _loss_and_gradient(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk and its gradient for the logits, fp32; reuses the memory of fp32 logits.
+    """Return (summed loss of a chunk, its gradient for the logits), fp32; the memory of fp32 logits
+    is reused.
 
     `labels` count from this rank's first word, so the words of other ranks are outside the logits.
     """

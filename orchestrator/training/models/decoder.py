@@ -40,8 +40,8 @@ class Attention(nn.Module):
         q_BNTH = self.q_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         k_BKTH = self.k_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         v_BKTH = self.v_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        q_BNTH = _rotate(q_BNTH, cos_TH, sin_TH)
-        k_BKTH = _rotate(k_BKTH, cos_TH, sin_TH)
+        q_BNTH = _apply_rotary(q_BNTH, cos_TH, sin_TH)
+        k_BKTH = _apply_rotary(k_BKTH, cos_TH, sin_TH)
         if self.context is not None:
             out_BTNH = self.context.attend(q_BNTH, k_BKTH, v_BKTH, self._attend)
         else:
@@ -86,7 +86,9 @@ class Layer(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output head: computes the summed next-token loss from hidden states, without holding all logits."""
+    """The output head: it computes the summed next-token loss from hidden states, without holding
+    all logits.
+    """
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:  # type: ignore[override]
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, labels_BT.flatten())
@@ -148,8 +150,10 @@ STAGES = Stages(
 )
 
 
-def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
-    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
+def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
+    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is
+    below 256.
+    """
     if spec.vocab_size < BYTE_VOCABULARY:
         raise SpecError(
             "text is read as bytes",
@@ -199,6 +203,6 @@ def _rotary_tables(
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos_TH.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin_TH.to(x.dtype)

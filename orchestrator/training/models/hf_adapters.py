@@ -21,7 +21,9 @@ NF4_BYTES = (4 + 0.127) / 8
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 
 
-def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None) -> LoraConfig:
+def make_lora_config(
+    lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None
+) -> LoraConfig:
     """Return peft's configuration of the adapters; `base` is the name of their base model."""
     return LoraConfig(
         r=lora.rank,
@@ -33,12 +35,13 @@ def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = Non
     )
 
 
-def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
-    """Add adapters to the module, in place, and return it. Only they are trained; other parameters stay as objects.
+def add_adapters(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
+    """Add adapters to the module, in place, and return it. Only they are trained; other parameters
+    stay as objects.
 
     Raises SpecError if a name in `target_modules` matches no layer.
     """
-    config = lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
+    config = make_lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
     try:
         return inject_adapter_in_model(config, module)
     except ValueError as error:
@@ -57,10 +60,11 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
         ) from None
 
 
-def in_four_bits(module: Any) -> frozenset[str]:
+def list_four_bit_weights(module: Any) -> frozenset[str]:
     """Return the names of the frozen weights that `load_quantised` would hold in 4 bits.
 
-    Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts in one tensor.
+    Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts
+    in one tensor.
     """
     head = module.get_output_embeddings()
     return frozenset(
@@ -72,10 +76,12 @@ def in_four_bits(module: Any) -> frozenset[str]:
     )
 
 
-def hold_tables_in(module: Any, low: torch.dtype) -> None:
-    """Convert frozen embeddings and the head to the dtype `low`, in place, as most models are published in it.
+def cast_frozen_tables(module: Any, low: torch.dtype) -> None:
+    """Convert frozen embeddings and the head to the dtype `low`, in place, as most models are
+    published in it.
 
-    An embedding returns fp32 as before, so that only its values are rounded. Autocast rounds the head's at every use.
+    An embedding returns fp32 as before, so that only its values are rounded. Autocast rounds the
+    head's at every use.
     """
     tables: dict[int, torch.nn.Parameter] = {}
     head = module.get_output_embeddings()
@@ -131,5 +137,5 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise SpecError(f"the model cannot be loaded: {error}", path="model.hf", got=hf) from None
     if low is not None:
-        hold_tables_in(module, low)
+        cast_frozen_tables(module, low)
     return module.train()

@@ -38,8 +38,10 @@ def has_loss(head: Any) -> bool:
     return is_model and bool({*LABELS} & {*inspect.signature(head.forward).parameters})
 
 
-def named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that `architectures` names; None if the installed transformers has none for it."""
+def find_named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that `architectures` names; None if the installed transformers has none for
+    it.
+    """
     for name in getattr(config, "architectures", None) or ():
         head = getattr(transformers, name, None)
         if has_loss(head) and isinstance(config, getattr(head, "config_class", None) or object):
@@ -47,22 +49,24 @@ def named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def loss_of(module: Any, named: Named) -> Tensor:
-    """Return the module's own loss of a batch, a mean, times its samples. Raises ValueError if it returns none."""
+def compute_own_loss(module: Any, named: Named) -> Tensor:
+    """Return the module's own loss (a mean) of a batch times its samples. Raises ValueError if it
+    returns none.
+    """
     head = getattr(module, "module", module)  # engines wrap it
-    out = module(**arguments(named), **constants(type(head)))
+    out = module(**forward_arguments(named), **constant_arguments(type(head)))
     loss = getattr(out, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError("it returns no loss")
     return loss.float().sum() * len(next(iter(named.values())))
 
 
-def reads_signals(head: Any) -> bool:
+def takes_images_or_sounds(head: Any) -> bool:
     """Return whether the head takes images or sounds."""
     return bool({*SIGNALS} & {*inspect.signature(head.forward).parameters})
 
 
-def constants(head: Any) -> dict[str, Any]:
+def constant_arguments(head: Any) -> dict[str, Any]:
     """Return the non-tensor arguments of `forward`: a loss is requested, a cache is not."""
     flags = {"return_loss": True, "use_cache": False, "return_dict": True}
     return {
@@ -72,10 +76,11 @@ def constants(head: Any) -> dict[str, Any]:
     }
 
 
-def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return tensors as `forward` takes them: `a.b` is key b of a dictionary per sample, `a[]` a list.
+def forward_arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as `forward` takes them: `a.b` becomes key b of a dictionary per sample, `a[]`
+    a list.
 
-    Of `a*` the samples are joined: their first two axes become one.
+    The samples of `a*` are joined: their first two axes become one.
     """
     result: dict[str, Any] = {}
     for name, values in named.items():
@@ -99,8 +104,8 @@ class AnySamples:
     tokens: Any  # the samples of a language model
 
 
-class OwnBatch:
-    """A synthetic batch for a head: the first that it accepts, determined by `fit`."""
+class SyntheticBatch:
+    """A made-up batch for a head: the first one that the head accepts, found by `fit`."""
 
     def __init__(
         self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples
@@ -118,20 +123,24 @@ class OwnBatch:
         return 1
 
     def fit(self, samples: int, module: Any, prepared: Prepared = contextlib.nullcontext) -> None:
-        """Find the first batch for which the module returns a loss. Raises SpecError with the first failure if none.
+        """Find the first batch for which the module returns a loss. Raises SpecError with the first
+        failure if none.
 
-        `prepared` returns a context in which the module takes what it yields in place of the tensors.
+        `prepared` returns a context in which the module takes what it yields in place of the
+        tensors.
         """
         takes = {*inspect.signature(self._head.forward).parameters}
-        for signal in _signals(takes, self._config, samples) if "input_ids" in takes else ():
+        for signal in (
+            _list_signal_inputs(takes, self._config, samples) if "input_ids" in takes else ()
+        ):
             with contextlib.suppress(Exception), prepared(signal) as passed, torch.no_grad():
-                self.places = places_of(module, passed, samples)
+                self.places = count_placeholder_tokens(module, passed, samples)
                 break
         failure: Exception | None = None
         for place, named in enumerate(itertools.islice(self._batches(samples), TRIES_MAX)):
             try:
                 with prepared(named) as passed:
-                    loss_of(module, passed).backward()  # type: ignore[no-untyped-call]
+                    compute_own_loss(module, passed).backward()  # type: ignore[no-untyped-call]
             except (
                 Exception
             ) as error:  # a guessed batch may break a model in any way: the next one is tried
@@ -148,7 +157,7 @@ class OwnBatch:
         ) from failure
 
     def named(self, samples: int) -> Named:
-        """Return the batch objects by `fit`, for `samples` samples."""
+        """Return {argument: tensor} of the batch that `fit` found, for `samples` samples."""
         assert self.at is not None, "fit"
         return next(itertools.islice(self._batches(samples), self.at, None))
 
@@ -160,24 +169,27 @@ class OwnBatch:
         return tuple(self.named(len(indices)).values())
 
     def _batches(self, samples: int) -> Iterator[Named]:
-        return batches(self._head, self._config, samples, self._length, self.places)
+        return list_candidate_batches(self._head, self._config, samples, self._length, self.places)
 
 
-def batches(
+def list_candidate_batches(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
     samples: int,
     length: int,
     places: int | None,
 ) -> Iterator[Named]:
-    """Yield batches that the head may accept, the likeliest first. `places` is the result of `places_of`."""
+    """Yield batches that the head may accept, the likeliest first.
+
+    `places` is the result of `count_placeholder_tokens`.
+    """
     takes = {*inspect.signature(head.forward).parameters}
-    for inputs in _inputs(takes, config, samples, length, places):
-        for labels in _labels(takes, config, samples, inputs):
+    for inputs in _list_inputs(takes, config, samples, length, places):
+        for labels in _list_labels(takes, config, samples, inputs):
             yield inputs | labels
 
 
-def sizes_of(config: Any, *names: str) -> Iterator[int]:
+def list_sizes(config: Any, *names: str) -> Iterator[int]:
     """Yield the numbers under these names in a configuration, then those in its nested parts."""
     for name in names:
         value = getattr(config, name, None)
@@ -188,11 +200,11 @@ def sizes_of(config: Any, *names: str) -> Iterator[int]:
     for name in type(config).sub_configs if isinstance(config, PreTrainedConfig) else ():
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            yield from sizes_of(part, *names)
+            yield from list_sizes(part, *names)
 
 
-def _size(config: Any, default: int, *names: str) -> int:
-    return next(sizes_of(config, *names), default)
+def _find_size(config: Any, default: int, *names: str) -> int:
+    return next(list_sizes(config, *names), default)
 
 
 def _text_config(config: Any) -> Any:
@@ -202,11 +214,13 @@ def _text_config(config: Any) -> Any:
         return config
 
 
-def _tokens(config: Any, samples: int, length: int) -> Tensor:
-    """Words [samples, tokens] that no configuration gives a meaning, and the end of the text behind them."""
+def _make_tokens(config: Any, samples: int, length: int) -> Tensor:
+    """Return tokens [samples, length] to which no configuration gives a meaning, with the end of
+    the text last.
+    """
     text = _text_config(config)
-    vocabulary = _size(text, _size(config, 2, "vocab_size"), "vocab_size")
-    places = _size(
+    vocabulary = _find_size(text, _find_size(config, 2, "vocab_size"), "vocab_size")
+    places = _find_size(
         text,
         length,
         "max_position_embeddings",
@@ -231,19 +245,19 @@ def _tokens(config: Any, samples: int, length: int) -> Tensor:
     return tokens
 
 
-def _inputs(
+def _list_inputs(
     takes: set[str], config: Any, samples: int, length: int, places: int | None
 ) -> Iterator[Named]:
-    signals = list(_signals(takes, config, samples))
+    signals = list(_list_signal_inputs(takes, config, samples))
     if "input_ids" not in takes:
         yield from signals
         return
-    tokens = _tokens(config, samples, length)
+    tokens = _make_tokens(config, samples, length)
     beside: Named = (
         {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
     )
     for signal in signals:
-        for holders in _holders(config, tokens, places):
+        for holders in _with_placeholders(config, tokens, places):
             yield {"input_ids": holders} | beside | signal
     yield {"input_ids": tokens} | beside
     if "decoder_input_ids" in takes:
@@ -254,8 +268,10 @@ def _inputs(
     }
 
 
-def _holders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor]:
-    """Yield the tokens, behind the places of an image's or a sound's features where a token stands for each."""
+def _with_placeholders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor]:
+    """Yield the tokens, preceded by placeholder tokens for an image's or sound's features where a
+    model has them.
+    """
     names = (
         "image_token_id",
         "image_token_index",
@@ -271,12 +287,14 @@ def _holders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor
     yield tokens
 
 
-def places_of(module: Any, named: Mapping[str, Tensor], samples: int) -> int | None:
-    """Return how many tokens of a sample are placeholders for image or sound features; None where none are."""
+def count_placeholder_tokens(module: Any, named: Mapping[str, Tensor], samples: int) -> int | None:
+    """Return how many tokens of a sample are placeholders for image or sound features; None if none
+    are.
+    """
     for name in ("get_image_features", "get_audio_features"):
         features = getattr(module, name, None)
         taken = {*inspect.signature(features).parameters} if features is not None else set()
-        passed = {key: value for key, value in arguments(named).items() if key in taken}
+        passed = {key: value for key, value in forward_arguments(named).items() if key in taken}
         if features is not None and passed:
             out = features(**passed)
             result = tree_leaves(getattr(out, "pooler_output", out))
@@ -284,19 +302,19 @@ def places_of(module: Any, named: Mapping[str, Tensor], samples: int) -> int | N
             return (
                 count
                 // samples
-                // _size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+                // _find_size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
             )
     return None
 
 
-def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
-    """Yield images, sounds and series."""
-    channels = _size(config, 3, "num_channels", "in_channels", "in_chans")
-    sides = [*sizes_of(config, "image_size"), IMAGE, 224]
-    patch = _size(config, 16, "patch_size")
+def _list_signal_inputs(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
+    """Yield candidate image, sound and time-series inputs."""
+    channels = _find_size(config, 3, "num_channels", "in_channels", "in_chans")
+    sides = [*list_sizes(config, "image_size"), IMAGE, 224]
+    patch = _find_size(config, 16, "patch_size")
     if "image_grid_thw" in takes:
-        depth = _size(config, 1, "temporal_patch_size")
-        side = 2 * _size(config, 1, "spatial_merge_size")
+        depth = _find_size(config, 1, "temporal_patch_size")
+        side = 2 * _find_size(config, 1, "spatial_merge_size")
         grid = torch.tensor([[1, side, side]] * samples)
         yield {
             "pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2),
@@ -311,14 +329,14 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
                     "bool_masked_pos": torch.arange((side // patch) ** 2).repeat(samples, 1) > 1,
                 }
             yield {"pixel_values": image}
-            frames = _size(config, 2, "num_frames", "frames_per_clip")
+            frames = _find_size(config, 2, "num_frames", "frames_per_clip")
             yield {"pixel_values": image.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
     if "flattened_patches" in takes:
         yield {"flattened_patches": torch.ones(samples, FRAMES, channels * patch**2 + 2)}
-    mels = _size(
+    mels = _find_size(
         config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels"
     )
-    times = [2 * item for item in sizes_of(config, "max_source_positions")] + [FRAMES]
+    times = [2 * item for item in list_sizes(config, "max_source_positions")] + [FRAMES]
     if "input_features" in takes:
         for time in times:
             yield {"input_features": torch.zeros(samples, mels, time)}
@@ -326,14 +344,14 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
     if "input_values" in takes:
         yield {"input_values": torch.zeros(samples, AUDIO)}
         yield {"input_values": torch.zeros(samples, 1, AUDIO)}
-        yield {"input_values": torch.zeros(samples, _size(config, FRAMES, "max_length"), mels)}
+        yield {"input_values": torch.zeros(samples, _find_size(config, FRAMES, "max_length"), mels)}
     if "past_values" in takes:
-        time = _size(config, FRAMES, "context_length")
-        width = _size(config, 1, "num_input_channels")
+        time = _find_size(config, FRAMES, "context_length")
+        width = _find_size(config, 1, "num_input_channels")
         yield {"past_values": torch.zeros(samples, time, width)}
 
 
-def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
+def _list_labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
     tokens = inputs.get("input_ids")
     image = inputs.get("pixel_values")
     ones = torch.ones(samples, dtype=torch.int64)
@@ -349,7 +367,7 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
         past = inputs["past_values"]
         yield {
             "future_values": torch.zeros(
-                samples, _size(config, FRAMES, "prediction_length"), past.shape[-1]
+                samples, _find_size(config, FRAMES, "prediction_length"), past.shape[-1]
             )
         }
     if "labels" not in takes:
@@ -376,8 +394,8 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
     result.append({"labels": torch.ones(samples, kinds)})
     if tokens is not None:
         result.append(short)
-    mels = _size(config, 80, "num_mel_bins", "feature_size")
-    books = _size(config, 4, "num_codebooks")
+    mels = _find_size(config, 80, "num_mel_bins", "feature_size")
+    books = _find_size(config, 4, "num_codebooks")
     result += [
         {"labels": torch.zeros(samples, FRAMES, mels)},
         {"labels": torch.ones(samples, FRAMES, books, dtype=torch.int64)},

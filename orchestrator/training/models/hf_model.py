@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
@@ -33,33 +33,33 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Dataset, Recipe
 from orchestrator.training.data.tensors import TensorFiles
-from orchestrator.training.data.tokenised import dataset_of
+from orchestrator.training.data.tokenised import load_dataset
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
-from orchestrator.training.models.hf_adapters import adapt, load_quantised
+from orchestrator.training.models.hf_adapters import add_adapters, load_quantised
 from orchestrator.training.models.hf_heads import (
     FACTORY,
     AnySamples,
-    OwnBatch,
-    loss_of,
-    named_head,
-    reads_signals,
+    SyntheticBatch,
+    compute_own_loss,
+    find_named_head,
+    takes_images_or_sounds,
 )
 from orchestrator.training.models.hf_parallel import (
     context_parallel_of,
-    experts_of,
-    keep_own_heads,
-    positions,
-    stages_of,
+    find_expert_mixtures,
+    find_stages,
+    limit_t5_bias_heads,
+    position_arguments,
     tensor_parallel_of,
     tensor_parallel_sizes_of,
 )
 from orchestrator.training.models.hf_weights import (
-    FirstValues,
+    InitialisationRecorder,
     Weights,
-    fill,
-    stored_weights,
-    untie,
-    without_memory,
+    make_weight_reader,
+    recording_initialisation,
+    replay_initialisation,
+    untie_parameter,
 )
 
 # Parameters of a model that is built to compute some of its first values; larger ones need a
@@ -71,8 +71,10 @@ UNLISTED = ("attn_implementation", "decoder_start_token_id", "head_dim", "num_la
 
 
 @frozen
-class Built:
-    """A module with meta-device parameters (except 4-bit ones), and the function that initialises them by name."""
+class BuiltModule:
+    """A module with meta-device parameters (except 4-bit ones), and the function that initialises
+    them by name.
+    """
 
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
@@ -81,54 +83,56 @@ class Built:
     own_loss: bool
 
 
-def hf_recipe(
+def make_hf_recipe(
     run: TrainingRun,
     dataset: Dataset | AnySamples | None = None,
     config: PreTrainedConfig | None = None,
     *,
     whole_logits: bool = False,
 ) -> Recipe:
-    """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the run's data.
+    """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the
+    run's data.
 
-    `config` replaces the run's configuration where it was already read. `whole_logits`: the loss of a language model
-    holds the logits of all tokens, as transformers' own does. Raises SpecError if it cannot be built.
+    `config` replaces the run's configuration where it was already read. `whole_logits`: the loss of
+    a language model holds the logits of all tokens, as transformers' own does. Raises SpecError if
+    it cannot be built.
     """
-    built = build(run, config, own_samples=isinstance(dataset, AnySamples))
+    built = build_module(run, config, own_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
     loss_sum: Callable[[nn.Module, Batch], Tensor] = _batch_loss_sum
     samples: Any = dataset
     if built.own_loss:
-        samples = _samples_of_head(run, module, dataset)
+        samples = _find_head_samples(run, module, dataset)
         loss_sum = functools.partial(_own_loss_sum, samples)
     else:
         if isinstance(dataset, AnySamples):
             samples = dataset.tokens
         elif dataset is None:
-            samples = dataset_of(
+            samples = load_dataset(
                 run,
                 vocabulary=module.get_input_embeddings().num_embeddings,
-                padding=_padding(module),
+                padding=_padding_token(module),
             )
         _set_loss(module, whole_logits=whole_logits)
-    keep_own_heads(module, run.plan.layout.tp)
+    limit_t5_bias_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None or built.own_loss
     return Recipe(
         module=module,
         loss_sum=loss_sum,
         dataset=samples,
-        layers=tuple(repeated_blocks(module)),
+        layers=tuple(list_repeated_blocks(module)),
         initialise=built.initialise,
         tensor_parallel={} if adapted else tensor_parallel_of(module),
         tensor_parallel_sizes=tensor_parallel_sizes_of(module),
-        stages=None if adapted else stages_of(module),
+        stages=None if adapted else find_stages(module),
         context_parallel=None if adapted else context_parallel_of(module),
-        experts=None if adapted else experts_of(module),
+        experts=None if adapted else find_expert_mixtures(module),
     )
 
 
-def build(
+def build_module(
     run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False
-) -> Built:
+) -> BuiltModule:
     """Return the module of a run, with its adapters. Raises SpecError if it cannot be built.
 
     `own_samples`: the samples have the tensors that the head takes, as those of `data.tensors`.
@@ -140,27 +144,28 @@ def build(
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
         _check_layout(plan)
-    noted = FirstValues()
+    noted = InitialisationRecorder()
     stored: Weights | None = None
     head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
     of_config = head._from_config if head else _auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
         module = load_quantised(run, head or _auto_class(config))
     else:
-        with without_memory(noted):
+        with recording_initialisation(noted):
             module = of_config(config, dtype=torch.float32)
         module.tie_weights()
         if isinstance(spec.hf, str):
-            stored = stored_weights(spec.hf, module)
+            stored = make_weight_reader(spec.hf, module)
         elif (
-            spec.hf.get("tie_word_embeddings") is False and (tied := _tied_head(module)) is not None
+            spec.hf.get("tie_word_embeddings") is False
+            and (tied := _tied_head_name(module)) is not None
         ):
-            noted.copy(*untie(module, tied))
+            noted.copy(*untie_parameter(module, tied))
         _fill_buffers(module, stored)
     base_names = {parameter: name for name, parameter in module.named_parameters()}
     if spec.lora is not None:
-        with without_memory(noted):
-            module = adapt(module, spec.lora)
+        with recording_initialisation(noted):
+            module = add_adapters(module, spec.lora)
     drawn = noted.by_name(module)
     came_as = {name: base_names.get(parameter) for name, parameter in module.named_parameters()}
     if spec.lora is not None and not spec.lora.quantise_base:
@@ -182,7 +187,7 @@ def build(
         if stored is not None and base_name is not None:
             values.copy_(stored(base_name))
         elif name in drawn:
-            fill(values, drawn[name], seed=seed, name=name)
+            replay_initialisation(values, drawn[name], seed=seed, name=name)
         elif size <= COMPUTED_MAX and base_name is not None and base_name in computed():
             values.copy_(computed()[base_name])
         else:
@@ -191,7 +196,7 @@ def build(
             )
 
     dtype = stored_dtype if stored else torch.float32
-    return Built(
+    return BuiltModule(
         module=module, initialise=initialise, stored_dtype=dtype, own_loss=head is not None
     )
 
@@ -211,10 +216,12 @@ def read_config(hf: str | JsonObject) -> PreTrainedConfig:
         ) from None
 
 
-def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a published config.json as transformers reads it. Keys unknown to its class are allowed.
+def make_published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a published config.json as a transformers configuration; keys unknown to its class are
+    allowed.
 
-    Raises SpecError where no family of the installed version has its `model_type`, or where it cannot be read.
+    Raises SpecError where no family of the installed version has its `model_type`, or where it
+    cannot be read.
     """
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
@@ -245,7 +252,7 @@ def _make_config(raw: JsonObject) -> PreTrainedConfig:
     settings = {*default.to_dict(), *default.attribute_map, *UNLISTED}
     for key in values:
         if key not in settings:
-            allowed = closest(key, settings) or f"what {type(default).__name__} takes"
+            allowed = find_closest_word(key, settings) or f"what {type(default).__name__} takes"
             raise SpecError(
                 "the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed
             )
@@ -258,25 +265,28 @@ def _make_config(raw: JsonObject) -> PreTrainedConfig:
 
 
 def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
-    """Return the class that `architectures` names where the job trains it by its own loss; None of a language model.
+    """Return the class that `architectures` names if the job trains it by its own loss; None
+    otherwise.
 
     A language model that also takes images or sounds has its own loss where samples may hold them.
     """
-    named = named_head(config)
+    named = find_named_head(config)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     language = auto._model_mapping.get(type(config), ())
     is_language = named in (language if isinstance(language, (tuple, list)) else (language,))
     return (
         None
-        if named is None or (is_language and not (own_samples and reads_signals(named)))
+        if named is None or (is_language and not (own_samples and takes_images_or_sounds(named)))
         else named
     )
 
 
-def _samples_of_head(run: TrainingRun, module: Any, dataset: Dataset | AnySamples | None) -> Any:
-    """Return the named tensors of a run, or made-up ones for a trace. Raises SpecError where the data are others."""
+def _find_head_samples(run: TrainingRun, module: Any, dataset: Dataset | AnySamples | None) -> Any:
+    """Return the run's samples as named tensors, or made-up ones for a trace. Raises SpecError for
+    other data.
+    """
     if isinstance(dataset, AnySamples):
-        return OwnBatch(type(module), module.config, dataset)
+        return SyntheticBatch(type(module), module.config, dataset)
     if not run.data.tensors:
         raise SpecError(
             "the head takes no running text",
@@ -316,11 +326,13 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration; of an encoder that names its causal head, a copy whose tokens see no later ones.
+    """Return the configuration; for an encoder used as a causal head, a copy whose tokens see no
+    later ones.
 
-    A configuration of transformers has `is_decoder` false. Without the switch, the loss could be read off the input.
+    A configuration of transformers has `is_decoder` false. Without the switch, the loss could be
+    read off the input.
     """
-    named = named_head(config)
+    named = find_named_head(config)
     kind = type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
     if (
@@ -337,10 +349,11 @@ def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
     return causal
 
 
-def _tied_head(module: PreTrainedModel) -> str | None:
-    """Return the name of the head's weight where it is the embedding's; else None.
+def _tied_head_name(module: PreTrainedModel) -> str | None:
+    """Return the name of the head's weight if it is the embedding's; else None.
 
-    The families of T5 tie them whatever the configuration says, and part them by what a file of weights holds.
+    The families of T5 tie them whatever the configuration says, and part them by what a file of
+    weights holds.
     """
     head: Any = module.get_output_embeddings()
     names = (
@@ -364,7 +377,7 @@ def _check_layout(plan: Plan) -> None:
 
 
 def _fill_buffers(module: nn.Module, stored: Weights | None) -> None:
-    """Fill the buffers that the source stores; the others were initialised at construction."""
+    """Fill the buffers that the model's source stores; the others were initialised at construction."""
     for name, buffer in module.named_buffers():
         try:
             values = stored(name) if stored is not None else None
@@ -385,25 +398,29 @@ def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
         part._parameters["weight"] = nn.Parameter(weight.to(low), requires_grad=False)
 
 
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a transformers model in order: the members of its outermost lists of equal modules."""
+def list_repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a transformers model in order: the members of its outermost lists of
+    equal modules.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len({type(block) for block in child}) == 1:
             yield from child
         else:
-            yield from repeated_blocks(child)
+            yield from list_repeated_blocks(child)
 
 
 def _own_loss_sum(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
-    return loss_of(module, dict(zip(samples.names, batch, strict=True)))
+    return compute_own_loss(module, dict(zip(samples.names, batch, strict=True)))
 
 
 def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 
-def _padding(module: PreTrainedModel) -> int | None:
-    """The padding token of an encoder-decoder's input; None for a decoder: only its last sample is padded."""
+def _padding_token(module: PreTrainedModel) -> int | None:
+    """Return the padding token of an encoder-decoder's input; None for a decoder, which pads only
+    its last sample.
+    """
     if not module.config.is_encoder_decoder:
         return None
     if module.config.pad_token_id is None:
@@ -430,7 +447,7 @@ def _set_loss(module: Any, *, whole_logits: bool) -> None:
 
 
 def _causal_loss(module: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    where = positions(module, tokens_BT)
+    where = position_arguments(module, tokens_BT)
     hidden_BTD = module.base_model(input_ids=tokens_BT, use_cache=False, **where).last_hidden_state
     return module.get_output_embeddings()(hidden_BTD, labels_BT)
 
@@ -442,7 +459,7 @@ def _head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor
 def _loss_of_logits(
     module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor
 ) -> Tensor:
-    where = positions(module, tokens_BT)
+    where = position_arguments(module, tokens_BT)
     return _cross_entropy(
         forward(module, input_ids=tokens_BT, use_cache=False, **where).logits, labels_BT
     )
@@ -462,7 +479,10 @@ def _seq2seq_loss(
 
 
 def _decoder_inputs(module: Any, labels_BT: Tensor) -> Tensor:
-    """Return the labels behind the decoder's first token. Some models, as Blenderbot, have no method for it."""
+    """Return the labels shifted right, behind the decoder's first token.
+
+    Some models, as Blenderbot, have no method for it.
+    """
     prepare = getattr(module, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         shifted: Tensor = prepare(labels=labels_BT)
@@ -480,7 +500,7 @@ def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 class _Hidden:
-    """The output of a base model: hidden states; every other attribute is None."""
+    """A stub for a base model's output: it has hidden states, and every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -68,21 +68,21 @@ def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def keep_own_heads(module: Any, tp: int) -> None:
+def limit_t5_bias_heads(module: Any, tp: int) -> None:
     """Make T5's attention create its zero bias for the heads of one of `tp` ranks only, in place."""
     for attention in module.modules():
         if module.config.model_type == "t5" and hasattr(attention, "n_heads"):
             attention.n_heads //= tp
 
 
-def stages_of(module: Any) -> Stages | None:
+def find_stages(module: Any) -> Stages | None:
     """Return the model family's rules for pipeline stages; None without any."""
     if module.config.model_type not in STAGED:
         return None
     return Stages(
         first=("model.embed_tokens",),
         last=("model.norm", "lm_head"),
-        hidden=_hidden,
+        hidden=_run_stage_layers,
         loss_sum=_stage_loss_sum,
     )
 
@@ -104,9 +104,11 @@ def _share_context(module: Any, context: Context) -> None:
 def _attend(
     module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """transformers' call of SDPA, over all tokens.
+    """Return the attention output over all tokens, called by transformers as an implementation of
+    SDPA.
 
-    For an implementation that transformers does not know it makes no mask, so that a sliding window is masked here.
+    For an implementation that transformers does not know it makes no mask, so that a sliding window
+    is masked here.
     """
     assert _mask is None, "a decoder's own mask needs none"
 
@@ -119,7 +121,7 @@ def _attend(
     return module.context.attend(q, k, v, attention), None
 
 
-def experts_of(module: Any) -> Experts | None:
+def find_expert_mixtures(module: Any) -> Experts | None:
     """Return the model family's mixtures of experts, which ranks may split; None without any."""
     if module.config.model_type not in MIXTURES:
         return None
@@ -129,11 +131,11 @@ def experts_of(module: Any) -> Experts | None:
     return Experts(
         modules=mixtures,
         count=mixtures[0].num_experts,
-        spread=functools.partial(_spread, module, mixtures),
+        spread=functools.partial(_spread_experts, module, mixtures),
     )
 
 
-def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
+def _spread_experts(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
     ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatch_experts)
     module.config._experts_implementation = SPREAD
     for mixture in mixtures:
@@ -141,7 +143,10 @@ def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
 
 
 def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """transformers' `grouped_mm_experts_forward`, with the products of a token on the ranks of its experts."""
+    """Return the experts' outputs, each token's products computed on the ranks of its experts.
+
+    It replaces transformers' `grouped_mm_experts_forward`.
+    """
 
     def experts(x_RD: Tensor, ends_L: Tensor) -> Tensor:
         gate_up, down = (weight.to_local() for weight in (mixture.gate_up_proj, mixture.down_proj))
@@ -153,8 +158,10 @@ def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK:
     return mixture.dispatch.answer(x_ND, chosen_NK, weights_NK, experts)
 
 
-def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
-    """Return {"position_ids": [1, t]} for this rank's tokens [B, t, ...]; {} without context parallelism."""
+def position_arguments(module: Any, x: Tensor) -> dict[str, Tensor]:
+    """Return {"position_ids": [1, t]} for this rank's tokens [B, t, ...]; {} without context
+    parallelism.
+    """
     context: Context | None = getattr(module, "context", None)
     if context is None:
         return {}
@@ -163,14 +170,14 @@ def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
     return {"position_ids": torch.arange(first, first + count, device=x.device).unsqueeze(0)}
 
 
-def _hidden(module: Any, x: Tensor) -> Tensor:
+def _run_stage_layers(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
     if (
         base.norm is None
     ):  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
     argument = "inputs_embeds" if base.embed_tokens is None else "input_ids"
-    return base(**{argument: x}, **positions(module, x), use_cache=False).last_hidden_state
+    return base(**{argument: x}, **position_arguments(module, x), use_cache=False).last_hidden_state
 
 
 def _stage_loss_sum(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:

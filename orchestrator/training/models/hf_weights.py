@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.group_values import group_values
-from orchestrator.training.contract.recipe import seeded_generator
+from orchestrator.training.contract.recipe import make_seeded_generator
 
 # An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that
 # large.
@@ -31,11 +31,11 @@ Operation = tuple[Any, tuple[Any, ...]]  # that fills a tensor, and its further 
 Weights = Callable[[str], Tensor]  # reads a tensor by name
 
 
-class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InitialisationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records how a library initialises parameters on the meta device, to replay it later by name.
 
-    So a model has its family's initialisation although no process ever holds all of it. The largest parameters are
-    created on the meta device: the experts of one layer can exceed host memory.
+    So a model has its family's initialisation although no process ever holds all of it. The largest
+    parameters are created on the meta device: the experts of one layer can exceed host memory.
     """
 
     def __init__(self) -> None:
@@ -77,48 +77,51 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
 
-def fill(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
+def replay_initialisation(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
     """Replay a recorded operation on `values`, with random numbers that depend on (seed, name) on every device."""
     op, arguments = operation
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
     host = torch.empty(values.shape)
-    op(host, *arguments, **({"generator": seeded_generator(seed, name)} if drawn else {}))
+    op(host, *arguments, **({"generator": make_seeded_generator(seed, name)} if drawn else {}))
     values.copy_(host)
 
 
 @contextmanager
-def without_memory(noted: FirstValues) -> Iterator[None]:
-    """Open a context that makes parameters on the meta device and records their initialisation; buffers are real."""
+def recording_initialisation(noted: InitialisationRecorder) -> Iterator[None]:
+    """Open a context that makes parameters on the meta device and records their initialisation;
+    buffers are real.
+    """
     with init_empty_weights(include_buffers=False), noted:
         yield
 
 
-def stored_weights(source: str, model: PreTrainedModel) -> Weights:
-    """Return a function that reads a parameter or buffer of `model` by name from a folder or hub name.
+def make_weight_reader(source: str, model: PreTrainedModel) -> Weights:
+    """Return a function that reads a parameter or buffer of `model` by name from a folder or hub
+    name.
 
-    Safetensors are read one tensor at a time. If there are none, or their names are not the model's, the model is
-    loaded whole into host memory (some families convert their files on loading). Raises SpecError if weights are
-    missing.
+    Safetensors are read one tensor at a time. If there are none, or their names are not the
+    model's, the model is loaded whole into host memory (some families convert their files on
+    loading). Raises SpecError if weights are missing.
     """
     files = _files_by_name(source)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
         keys = [_find_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
-        if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
-            untie(model, name)  # as from_pretrained does
-    places = _places(model, files)
+        if None not in keys and not torch.equal(*(_read_tensor(files, str(key)) for key in keys)):
+            untie_parameter(model, name)  # as from_pretrained does
+    places = _map_stored_names(model, files)
     if places is None:
         return _loaded_whole(source, model)
     wanted = places
 
-    return lambda name: _read(files, wanted[name])
+    return lambda name: _read_tensor(files, wanted[name])
 
 
-def _read(files: Mapping[str, str], key: str) -> Tensor:
+def _read_tensor(files: Mapping[str, str], key: str) -> Tensor:
     with safe_open(files[key], framework="pt") as file:
         return file.get_tensor(key)
 
 
-def untie(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
+def untie_parameter(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
     """Give the named parameter its own tensor; return (the tensor that it shared, the new one)."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
@@ -130,25 +133,25 @@ def untie(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _files_by_name(source: str) -> dict[str, str]:
-    """Tensor name -> its safetensors file; empty if there are none."""
-    index = found_file(source, SAFE_WEIGHTS_INDEX_NAME)
+    """Return {tensor name: its safetensors file}; {} if there are none."""
+    index = find_file(source, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:
         names: Mapping[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        files = {file: found_file(source, file) for file in set(names.values())}
+        files = {file: find_file(source, file) for file in set(names.values())}
         missing = sorted(file for file, path in files.items() if path is None)
         if missing:
             raise SpecError(
                 "a file of weights is missing", path="model.hf", got=source, allowed=missing[0]
             )
         return {name: str(files[file]) for name, file in names.items()}
-    single = found_file(source, SAFE_WEIGHTS_NAME)
+    single = find_file(source, SAFE_WEIGHTS_NAME)
     if single is None:
         return {}
     with safe_open(single, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), single)
 
 
-def found_file(source: str, file: str) -> str | None:
+def find_file(source: str, file: str) -> str | None:
     """Return the local path of a file in a folder or of a hub name; None if there is no such file."""
     return cached_file(
         source,
@@ -160,8 +163,12 @@ def found_file(source: str, file: str) -> str | None:
     )
 
 
-def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str, str] | None:
-    """The stored name of every parameter and stored buffer; None if any parameter has none."""
+def _map_stored_names(
+    model: PreTrainedModel, stored_names: Mapping[str, str]
+) -> dict[str, str] | None:
+    """Return {name of a parameter or stored buffer: its name in the files}; None if a parameter has
+    none.
+    """
     aliases = group_values(
         (id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -179,7 +186,9 @@ def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str
 
 
 def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
-    """The first of these names that is known, with or without the base model's prefix."""
+    """Return the first of these names that the files have, with or without the base model's prefix;
+    or None.
+    """
     spellings = (
         spelling
         for name in names
@@ -202,7 +211,7 @@ def _loaded_whole(source: str, model: PreTrainedModel) -> Weights:
             f"the weights cannot be loaded: {error}", path="model.hf", got=source
         ) from None
     for name in model.all_tied_weights_keys.keys() - loaded.all_tied_weights_keys.keys():
-        untie(model, name)
+        untie_parameter(model, name)
     missing = sorted(report["missing_keys"])
     if missing:
         raise SpecError(

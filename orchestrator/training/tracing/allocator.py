@@ -56,7 +56,7 @@ class CachingAllocator:
         self._large: Pool = []
 
     def take(self, size: int) -> Block:
-        """Return a block of at least `size` bytes. Raises Exhausted."""
+        """Return a block of at least `size` bytes. Raises Exhausted where none can be had."""
         size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
         is_small = size <= SMALL_BYTES
         pool = self._small if is_small else self._large
@@ -129,7 +129,7 @@ class CachingAllocator:
         del block.pool[bisect_left(block.pool, (block.size, block.address))]
 
 
-class Ledger:
+class AllocationLedger:
     """The recorded allocations and frees of a training step, in order."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Ledger:
         self.requests.append(-number - 1)
 
     def begin(self) -> None:
-        """Mark all storages so far as resident: they exist before every step."""
+        """Mark all storages so far as resident, since they exist before every step."""
         self.resident = len(self.sizes)
         self.requests = []
 
@@ -161,18 +161,21 @@ class Ledger:
         return peak
 
 
-def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, Ledger]:
-    """Return {micro-batch size: step}: the two recorded steps, and those of MICRO_BATCHES, extrapolated linearly.
+def extrapolate_ledgers(
+    few: AllocationLedger, many: AllocationLedger, samples: tuple[int, int]
+) -> dict[int, AllocationLedger]:
+    """Return {micro-batch size: step}: the two recorded steps, and those of MICRO_BATCHES,
+    extrapolated linearly.
 
-    If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks of tokens, depends on
-    the micro-batch.
+    If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks
+    of tokens, depends on the micro-batch.
     """
     steps = dict(zip(samples, (few, many), strict=True))
     if len(few.sizes) != len(many.sizes):
         return steps
     for wanted in MICRO_BATCHES:
         if wanted not in steps:
-            ledger = steps[wanted] = Ledger()
+            ledger = steps[wanted] = AllocationLedger()
             ledger.resident = many.resident
             ledger.requests = many.requests
             beyond = wanted - samples[1]
@@ -184,7 +187,7 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
     return steps
 
 
-def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
+def simulate_fragmentation(steps: Iterable[AllocationLedger], states: Sequence[int]) -> float:
     """Return the factor on peak live bytes with which a device can run each of the trainings.
 
     SEGMENTS_BYTES come on top. Resolution half a percent, at most 1.5. `states`: bytes of the optimizer's tensors,
@@ -204,7 +207,7 @@ def _factor(steps_up: int) -> float:
     return 1 + steps_up / STEPS_UP
 
 
-def _runs(step: Ledger, states: Sequence[int], capacity_bytes: float) -> bool:
+def _runs(step: AllocationLedger, states: Sequence[int], capacity_bytes: float) -> bool:
     allocator = CachingAllocator(capacity_bytes)
     sizes = step.sizes
     try:

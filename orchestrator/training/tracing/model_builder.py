@@ -22,8 +22,8 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
-from orchestrator.training.engines.freezing import freeze_for
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.engines.freezing import freeze_parameters
+from orchestrator.training.models.decoder import make_decoder_recipe
 from orchestrator.training.tracing.fake_model import parameters_on_meta
 
 FP32_BYTES = 4
@@ -76,11 +76,11 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
     model = request.model
     samples: Any = None if request.tensors else _Tokens(request.sequence_length)
     if isinstance(config, DecoderSpec):
-        recipe = decoder_recipe(config, samples, request.training.seed)
+        recipe = make_decoder_recipe(config, samples, request.training.seed)
     elif model.hf is not None:
         # late: importing transformers takes seconds
         from orchestrator.training.models.hf_heads import AnySamples
-        from orchestrator.training.models.hf_model import hf_recipe
+        from orchestrator.training.models.hf_model import make_hf_recipe
 
         # quantising needs CUDA
         lora = None if model.lora is None else replace(model.lora, quantise_base=False)
@@ -101,14 +101,14 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
         )
         if request.any_samples:
             samples = AnySamples(samples)
-        recipe = hf_recipe(run, samples, config, whole_logits=request.whole_logits)
+        recipe = make_hf_recipe(run, samples, config, whole_logits=request.whole_logits)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
         with parameters_on_meta():
             recipe = from_factory(model.factory, model.config)
     if not recipe.then:
-        freeze_for(recipe.module, request.training.freeze, LAST_STEP)
+        freeze_parameters(recipe.module, request.training.freeze, LAST_STEP)
     return recipe
 
 
@@ -134,10 +134,10 @@ def read_config(model: ModelSpec) -> Any:
     hf = model.hf
     if hf is None:
         return model.decoder
-    from orchestrator.training.models.hf_model import published_config, read_config
+    from orchestrator.training.models.hf_model import make_published_config, read_config
 
     is_published = isinstance(hf, str) and "model_type" in model.config
-    return published_config(model.config) if is_published else read_config(hf)
+    return make_published_config(model.config) if is_published else read_config(hf)
 
 
 def make_plan(arithmetic: Arithmetic, samples: int) -> Plan:
@@ -158,13 +158,17 @@ def hold_in_four_bits(request: Request, module: Any, low: torch.dtype | None) ->
     lora = request.model.lora
     if lora is None or not lora.quantise_base:
         return {}
-    from orchestrator.training.models.hf_adapters import NF4_BYTES, hold_tables_in, in_four_bits
+    from orchestrator.training.models.hf_adapters import (
+        NF4_BYTES,
+        cast_frozen_tables,
+        list_four_bit_weights,
+    )
 
-    widths = dict.fromkeys(in_four_bits(module), NF4_BYTES)
+    widths = dict.fromkeys(list_four_bit_weights(module), NF4_BYTES)
     if request.any_samples:
         head = module.get_output_embeddings().weight
         names = [name for name, weight in module.named_parameters() if weight is head]
         return widths | dict.fromkeys(names, FP32_BYTES)
     if low is not None:
-        hold_tables_in(module, low)
+        cast_frozen_tables(module, low)
     return widths

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from orchestrator.specs.profile import Product
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.tracing.allocator import Ledger
-from orchestrator.training.tracing.timeline import Event, Phase, Place
+from orchestrator.training.tracing.allocator import AllocationLedger
+from orchestrator.training.tracing.timeline import Event, ModelPlace, PlaceVisit
 
 aten = torch.ops.aten
 prim = torch.ops.prim
@@ -67,8 +67,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[Tensor, float]) -> None:
         """`held_bytes`: parameter -> bytes per element as stored, independent of the dtype in computation."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phases: list[Phase] = []
-        self.places: list[Place] = []
+        self.phases: list[PlaceVisit] = []
+        self.places: list[ModelPlace] = []
         self.attention = ""  # the attention kernel that ran
         # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.is_alike_on_cuda = True
@@ -97,7 +97,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._looked_up: set[Tensor] = set()
         self._unread = {p for p in self._parameters if self._layer_of[p] == NO_LAYER}
         self._arrived: dict[nn.Parameter, None] = {}  # in the order of their first gradients
-        self._home: dict[nn.Parameter, Place] = {}  # parameter -> its place
+        self._home: dict[nn.Parameter, ModelPlace] = {}  # parameter -> its place
         self._in_leaf = {
             parameter: module
             for recipe in recipes
@@ -114,7 +114,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_first_step = True
         self._is_ahead = False
         self._live_bytes = self._resident_bytes = 0
-        self.ledger = Ledger()  # of the latest step
+        self.ledger = AllocationLedger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
         self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
         # of the latest step, when its backward pass begins
@@ -128,7 +128,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, samples: int) -> Iterator[None]:
         """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
         self.phases = []
-        self.ledger = Ledger()
+        self.ledger = AllocationLedger()
         self._samples = samples
         self._live_bytes = 0
         self._storages = {}
@@ -176,7 +176,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
         self._hooked: Any = WeakIdKeyDictionary()
-        self._enter(self._between(), backward=False)
+        self._enter(self._place_between_layers(), backward=False)
         yield
         for parameter in self._parameters:
             parameter.grad = None
@@ -188,9 +188,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes_by_place = Counter()
         for _, size, _, place in self._storages.values():
             self.bytes_by_place[place] += size
-        self._enter(self._between(), backward=True)
+        self._enter(self._place_between_layers(), backward=True)
 
-    def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
+    def counting_as_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Wrap a function that makes gradients in the forward pass; its products count as the backward pass's."""
 
         def called(*args: Any) -> None:
@@ -202,11 +202,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def named_places(self) -> list[Place]:
+    def named_places(self) -> list[ModelPlace]:
         """Return the places (layers and code between) in order of first visit, with all parameters and names."""
         for parameter in self._parameters:
             if parameter not in self._home:  # nothing reads it
-                self._settle(parameter, 0)
+                self._assign_parameter(parameter, 0)
         for arrived in self._arrived:
             home = self._home[arrived]
             home.tensors += (arrived.numel(),)
@@ -272,7 +272,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
         if self._is_forward and self._is_first_step and not self._is_ahead:
-            self._learn(op, args, kwargs or {}, out)
+            self._record_operation(op, args, kwargs or {}, out)
         before = self._live_bytes
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -340,15 +340,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._passed_back[last.place] = self.places[last.place].parameters
             if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
                 self.phases.pop()  # nothing was allocated between two layers
-        self.phases.append(Phase(place, self._turn, backward, []))
+        self.phases.append(PlaceVisit(place, self._turn, backward, []))
         self.phases[-1].events.append(self._event())
 
-    def _between(self) -> int:
+    def _place_between_layers(self) -> int:
         """The place after the layers that have run forward in this turn."""
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
             self._place_of[key] = len(self.places)
-            self.places.append(Place(name="", is_layer=False))
+            self.places.append(ModelPlace(name="", is_layer=False))
         return self._place_of[key]
 
     def _layer(self, index: int) -> int:
@@ -356,16 +356,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._place_of:
             place = self._place_of[key] = len(self.places)
             self._layer_at[place] = index
-            self.places.append(Place(name=self._names[self._layers[index]], is_layer=True))
+            self.places.append(ModelPlace(name=self._names[self._layers[index]], is_layer=True))
             for parameter in self._parameters:
                 if self._layer_of[parameter] == index:
-                    self._settle(parameter, place)
+                    self._assign_parameter(parameter, place)
         return self._place_of[key]
 
     def _before(self, index: int) -> Callable[..., None]:
         def enters(_layer: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
-                between = self._between()
+                between = self._place_between_layers()
                 if len(self.phases[-1].events) > 1:
                     self._when_gradient_comes((args, kwargs), between)
                 self._enter(self._layer(index), backward=False)
@@ -377,7 +377,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._is_forward:
                 self._when_gradient_comes(out, self._layer(index))
                 self._layers_passed += 1
-                self._enter(self._between(), backward=False)
+                self._enter(self._place_between_layers(), backward=False)
 
         return leaves
 
@@ -404,7 +404,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------------------- places
 
-    def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_operation(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the parameters that an operation reads, and its FLOPs."""
         place = self.places[self.phases[-1].place]
 
@@ -418,7 +418,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
             if parameter is not None and parameter in self._unread:
-                self._settle(parameter, self._between())
+                self._assign_parameter(parameter, self._place_between_layers())
         packet = op._overloadpacket
         table = parameter_of(args[0]) if packet is aten.embedding else None
         if table is not None and table in self._trained.keys() - self._looked_up:
@@ -465,7 +465,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.matmuls += ((-(-rows // samples), inner, columns),)
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
-            products = _products(packet, args, out)
+            products = _matrix_products_of(packet, args, out)
             place.matmuls += tuple(
                 (-(-rows // samples), inner, columns) for rows, inner, columns in products
             )
@@ -477,7 +477,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 
-    def _settle(self, parameter: nn.Parameter, place_index: int) -> None:
+    def _assign_parameter(self, parameter: nn.Parameter, place_index: int) -> None:
         """Assign the parameter to the place."""
         place = self.places[place_index]
         count = parameter.numel()
@@ -504,7 +504,7 @@ def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
 
 
-def _products(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
+def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
     """An operation as matrix products (rows, inner, columns); empty for products of activations only.
 
     A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3). A transposed

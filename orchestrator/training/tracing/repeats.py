@@ -20,8 +20,10 @@ Kinds = list[Hashable]
 
 
 @frozen
-class Stack:
-    """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats every `period`."""
+class RepeatPattern:
+    """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats
+    every `period`.
+    """
 
     lead: int
     period: int
@@ -38,8 +40,10 @@ class Stack:
         return min(self.length, fewest + (self.length - fewest) % self.period)
 
 
-def find_stack(kinds: Sequence[Hashable], length: int) -> Stack | None:
-    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace all."""
+def find_repeat_pattern(kinds: Sequence[Hashable], length: int) -> RepeatPattern | None:
+    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace
+    all.
+    """
     best = None
     numbers = dict[Hashable, int]()
     same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
@@ -47,7 +51,7 @@ def find_stack(kinds: Sequence[Hashable], length: int) -> Stack | None:
         lead = length - period
         while lead and same[lead - 1] == same[lead - 1 + period]:
             lead -= 1
-        candidate = Stack(lead=lead, period=period, length=length)
+        candidate = RepeatPattern(lead=lead, period=period, length=length)
         if candidate.depth < (best.depth if best else length):
             best = candidate
     return best
@@ -63,7 +67,7 @@ def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Ki
 
     `length`: the whole model's number of layers. A setting that counts the layers is left out.
     """
-    described = [dict(_description(layer)) for layer in layers]
+    described = [dict(_describe_layer(layer)) for layer in layers]
     stack = described[: count_layers(config)]
     numbers = {
         key
@@ -95,12 +99,12 @@ def cut_layers(config: Any, layers: int) -> Any:
     return shorter
 
 
-def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _describe_layer(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
     for path, part in layer.named_modules():
         yield path, f"{type(part).__module__}.{type(part).__qualname__}"
         for name, value in vars(part).items():
             if not name.startswith("_"):
-                yield f"{path}.{name}", _plain(value)
+                yield f"{path}.{name}", _comparison_value(value)
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield f"{path}.{name}", (*parameter.shape, parameter.requires_grad)
@@ -109,10 +113,13 @@ def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
                 yield f"{path}.{name}", (*buffer.shape, buffer.dtype)
 
 
-def _plain(value: Any) -> Hashable:
-    """A setting as it counts here: a fraction, such as a rate of dropout, by whether it is zero."""
+def _comparison_value(value: Any) -> Hashable:
+    """Return a layer's setting in the form in which layers are compared.
+
+    Of a fraction, such as a dropout rate, only whether it is zero counts.
+    """
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_comparison_value, value))
     if isinstance(value, float):
         return bool(value)
     return value if isinstance(value, int | str) else getattr(value, "__qualname__", None)

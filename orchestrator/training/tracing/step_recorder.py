@@ -17,13 +17,16 @@ from torch.nn import functional
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.training.contract.precision import LOW_PRECISION, round_inputs
+from orchestrator.training.contract.precision import LOW_PRECISION, make_input_cast_hook
 from orchestrator.training.contract.recipe import Batch, Recipe
-from orchestrator.training.engines.batch_norm import batch_norms
-from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
-from orchestrator.training.engines.recompute import recompute
+from orchestrator.training.engines.batch_norm import list_batch_norms, prepare_batch_norms
+from orchestrator.training.engines.recompute import apply_checkpointing
 from orchestrator.training.models import cross_entropy
-from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_lines
+from orchestrator.training.tracing.allocator import (
+    AllocationLedger,
+    extrapolate_ledgers,
+    simulate_fragmentation,
+)
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.fake_model import as_with_values, without_memory
 from orchestrator.training.tracing.model_builder import (
@@ -34,9 +37,14 @@ from orchestrator.training.tracing.model_builder import (
     make_plan,
 )
 from orchestrator.training.tracing.op_recorder import OpRecorder
-from orchestrator.training.tracing.repeats import Stack
-from orchestrator.training.tracing.timeline import Phase, Steps, make_profile, make_timeline
-from orchestrator.training.tracing.values import READS, Values
+from orchestrator.training.tracing.repeats import RepeatPattern
+from orchestrator.training.tracing.timeline import (
+    PlaceVisit,
+    RecordedSteps,
+    make_profile,
+    make_timeline,
+)
+from orchestrator.training.tracing.values import READS, FakeTensorValues
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
 
@@ -46,13 +54,15 @@ class StepRecorder:
     def __init__(
         self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False
     ) -> None:
-        """`reads`: the model's code reads values."""
+        """`reads`: the model's code reads the values of tensors."""
         self._request = request
         self._arithmetic = arithmetic
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = (
-            Values(self._fake) if reads or request.any_samples or request.tensors else None
+            FakeTensorValues(self._fake)
+            if reads or request.any_samples or request.tensors
+            else None
         )
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
@@ -70,14 +80,16 @@ class StepRecorder:
             held_bytes = {weight: min(width, most) for weight, width in held_bytes.items()}
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
-                    part.register_forward_pre_hook(round_inputs(low), with_kwargs=True)
+                    part.register_forward_pre_hook(make_input_cast_hook(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
-            self._fit(recipe)
+            self._find_fitting_batch(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(
-            cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients)
+            cross_entropy,
+            "add_gradients",
+            self._recorder.counting_as_backward(cross_entropy.add_chunk_gradients),
         )
         with (
             as_with_values(),
@@ -99,7 +111,7 @@ class StepRecorder:
             ]
         self._places = self._recorder.named_places()
 
-    def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
+    def profile(self, stack: RepeatPattern | None, depth: int) -> ModelProfile:
         """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
         traced = make_timeline(self._places, self._recorded, stack, depth)
         turns = tuple(
@@ -115,14 +127,14 @@ class StepRecorder:
             attention=self._recorder.attention,
             fragmentation=tuple(self._fragmentation.items()),
             updated_before_largest=self._recorder.updated_before_largest,
-            has_batch_norm=any(batch_norms(recipe.module) for recipe in self._recipes),
+            has_batch_norm=any(list_batch_norms(recipe.module) for recipe in self._recipes),
         )
 
     @property
     def is_alike_on_cuda(self) -> bool:
         return self._recorder.is_alike_on_cuda
 
-    def _fit(self, recipe: Recipe) -> None:
+    def _find_fitting_batch(self, recipe: Recipe) -> None:
         """Find the batch that the head takes."""
         samples: Any = recipe.dataset
         with as_with_values():
@@ -131,7 +143,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def _fake_inputs(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """A context of fake tensors, and these in place of real ones."""
+        """Open a context of fake tensors, which yields fake copies of these tensors."""
         with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
             yield {name: self._as_fake(tensor) for name, tensor in named.items()}
 
@@ -143,10 +155,14 @@ class StepRecorder:
 
     def _steps_or_none(
         self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
-    ) -> Steps | None:
-        """The steps; None where a kind of checkpointing, or stage 3, fails alone. Raises what fails without both."""
+    ) -> RecordedSteps | None:
+        """Return the recorded steps; None where this kind of checkpointing, or stage 3, fails
+        alone.
+
+        Raises an error that occurs without both.
+        """
         try:
-            return self._steps(mode, sharded=sharded, zero3=zero3)
+            return self._record_steps(mode, sharded=sharded, zero3=zero3)
         except Exception as error:  # a user's model may raise anything: the kind is left out
             is_first = mode is self._request.modes[0] and not zero3
             if is_first or (isinstance(error, READS) and not self._values):
@@ -154,24 +170,26 @@ class StepRecorder:
             print(f"{mode}, zero3={zero3}: {type(error).__name__}: {error}", file=sys.stderr)
             return None
 
-    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
+    def _record_steps(
+        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+    ) -> RecordedSteps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
-        norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
+        norms = [norm for recipe in self._recipes for norm in list_batch_norms(recipe.module)]
         linear = (
             patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
         )
         with _forwards_put_back((*layers, *norms)), linear:
-            recompute(layers, mode)
+            apply_checkpointing(layers, mode)
             steps = [
-                (*self._step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
+                (*self._record_step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
                 for samples in SAMPLES
             ]
         (first, few, held_by_few), (second, many, held_by_many) = steps
         if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
-            self._fragmentation[mode] = fragmentation(
-                on_lines(few, many, SAMPLES).values(), self._adam_bytes()
+            self._fragmentation[mode] = simulate_fragmentation(
+                extrapolate_ledgers(few, many, SAMPLES).values(), self._adam_bytes()
             )
-        return Steps(
+        return RecordedSteps(
             mode=mode,
             sharded=sharded,
             zero3=zero3,
@@ -181,16 +199,20 @@ class StepRecorder:
         )
 
     def _adam_bytes(self) -> list[int]:
-        """Bytes of both fp32 moments, per trained parameter."""
+        """Return the bytes of both fp32 moments, per trained parameter."""
         trained = [
             p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad
         ]
         return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
-    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
-        """Forward and backward of one optimizer step, for every recipe in turn; returns phases and allocations.
+    def _record_step(
+        self, samples: int, norms: list[Any], *, sharded: bool
+    ) -> tuple[list[PlaceVisit], AllocationLedger]:
+        """Run forward and backward of one optimizer step, for every recipe in turn; return (visits,
+        allocations).
 
-        `sharded`: as under FSDP2, where recipes out of turn require gradients too (engines/alternating.py).
+        `sharded`: as under FSDP2, where recipes out of turn require gradients too
+        (engines/alternating.py).
         """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(
@@ -219,7 +241,7 @@ class StepRecorder:
 
 @contextlib.contextmanager
 def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context that restores the modules' forward functions at its end."""
+    """Open a context that restores the modules' forward functions at its end."""
     before = [(module, module.__dict__.get("forward")) for module in modules]
     try:
         yield
@@ -232,7 +254,7 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
-    """A context in which only the parameters of recipe `but` require gradients."""
+    """Open a context in which only the parameters of recipe `but` require gradients."""
     others = [
         parameter
         for recipe in recipes

@@ -15,7 +15,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.profile import ModelProfile, Product, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
-from orchestrator.training.tracing.repeats import Stack
+from orchestrator.training.tracing.repeats import RepeatPattern
 
 LINEAR = (
     "fixed_bytes",
@@ -43,7 +43,7 @@ COUNTED = (
 ORDERED = ("tensors", "leaf", "leaf_until", "registered")
 
 
-class Unlike(Exception):
+class StepsDiffer(Exception):
     """Two recorded steps, which should differ in sizes only, ran different operations."""
 
 
@@ -60,7 +60,7 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class Place:
+class ModelPlace:
     """A layer, or the code between two layers: `flops` of one forward pass, all else as in Segment."""
 
     name: str
@@ -81,13 +81,13 @@ class Place:
     last_parameter: int = 0
     registered: tuple[int, ...] = ()
 
-    def is_like(self, other: Place) -> bool:
+    def is_like(self, other: ModelPlace) -> bool:
         """Return whether both are layers that differ only in their names."""
         return self.is_layer and replace(self, name="") == replace(other, name="")
 
 
 @dataclass(slots=True)
-class Phase:
+class PlaceVisit:
     """A single visit to a place: the state at its start, then after each allocation."""
 
     place: int
@@ -97,14 +97,14 @@ class Phase:
 
 
 @frozen
-class Steps:
+class RecordedSteps:
     """The same training step at two micro-batch sizes."""
 
     mode: ActivationCheckpointing
     sharded: bool
     zero3: bool
     samples: tuple[int, int]
-    phases: tuple[list[Phase], list[Phase]]
+    phases: tuple[list[PlaceVisit], list[PlaceVisit]]
     bytes_by_place: tuple[Mapping[int, int], Mapping[int, int]] = (
         {},
         {},
@@ -123,26 +123,29 @@ SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by p
 class Timeline:
     """Segments and their events over a step. The first and last two of equal layers represent all."""
 
-    segments: tuple[tuple[Place, int], ...]  # with the number of equal places
+    segments: tuple[tuple[ModelPlace, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
     saved_bytes: SavedBytes = field(default_factory=dict)
 
 
 def make_timeline(
-    places: Sequence[Place], recorded: Sequence[Steps], stack: Stack | None = None, depth: int = 0
+    places: Sequence[ModelPlace],
+    recorded: Sequence[RecordedSteps],
+    stack: RepeatPattern | None = None,
+    depth: int = 0,
 ) -> Timeline:
     """Return the timeline of one model from its recorded steps. Raises Unlike.
 
     `stack`: pattern of repeating layers, of which `depth` were recorded. The others are extrapolated linearly.
     """
-    stretches = [stretch for steps in recorded for stretch in _lines(steps)]
+    stretches = [stretch for steps in recorded for stretch in _fit_lines(steps)]
     saved = _saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
-    groups = list(_groups(places, kept_places, stretches))
+    groups = list(_group_equal_layers(places, kept_places, stretches))
     dropped = range(0)
     if stack is not None:
-        more = _More(places, stack, depth)
+        more = _UnrecordedLayers(places, stack, depth)
         stretches = more.stretches(stretches, recorded)
         keys = tuple(saved)
         saved = {
@@ -174,20 +177,22 @@ def make_timeline(
     )
 
 
-class _More:
-    """The layers of a stack that were not recorded: periods behind the first two, each like the second.
+class _UnrecordedLayers:
+    """The layers of a repeat pattern that were not recorded: periods behind the first two, each
+    like the second.
 
-    An event grows by equal amounts from a period to the next one. In a forward pass, it depends on the layers before
-    it alone. In a backward pass, each layer before it adds the bytes that it holds when that pass begins, and no
-    gradient; the rest of the growth is due to the layers behind it.
+    An event grows by equal amounts from a period to the next one. In a forward pass, it depends on
+    the layers before it alone. In a backward pass, each layer before it adds the bytes that it
+    holds when that pass begins, and no gradient; the rest of the growth is due to the layers behind
+    it.
     """
 
-    def __init__(self, places: Sequence[Place], stack: Stack, depth: int) -> None:
+    def __init__(self, places: Sequence[ModelPlace], stack: RepeatPattern, depth: int) -> None:
         self._recorded = places
         self._stack = stack
         self._layers = [index for index, place in enumerate(places) if place.is_layer][:depth]
         if len(self._layers) < depth:
-            raise Unlike("some layers do not run")
+            raise StepsDiffer("some layers do not run")
         head = stack.lead + 2 * stack.period
         self._from = self._layers[head]
         self._width = self._layers[head] - self._layers[head - stack.period]
@@ -208,7 +213,9 @@ class _More:
             )
 
     def origin(self, number: int) -> int:
-        """Return the recorded place of which a place of the whole model is a repeat, or itself."""
+        """Return the recorded place of which a place of the whole model is a repeat, or the place
+        itself.
+        """
         if number >= self._from + self._shift:
             return number - self._shift
         return (
@@ -234,7 +241,9 @@ class _More:
             self._from, self._last + self._shift
         )
 
-    def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
+    def stretches(
+        self, stretches: Sequence[Stretch], recorded: Sequence[RecordedSteps]
+    ) -> list[Stretch]:
         """Return the stretches of the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
         holdings = {
@@ -243,9 +252,9 @@ class _More:
         grown = []
         for stretch in stretches:
             start = stretch[0]
-            kind = _kind(start)[1:]
+            kind = _moment_kind(start)[1:]
             if kind not in slopes:
-                raise Unlike("a pass does not reach the layers")
+                raise StepsDiffer("a pass does not reach the layers")
             slope = slopes[kind]
             before = holdings[start.mode, start.sharded, start.zero3]
             is_behind = start.segment >= self._from
@@ -258,7 +267,9 @@ class _More:
             else:
                 growth = slope if is_behind else [0] * len(LINEAR)
             number = start.segment + (self._shift if is_behind else 0)
-            grown.append(tuple(_move(moment, number, growth, self._times) for moment in stretch))
+            grown.append(
+                tuple(_shift_moment(moment, number, growth, self._times) for moment in stretch)
+            )
         return grown
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
@@ -270,21 +281,21 @@ class _More:
             parts = [replace(self._recorded[place], name="") for place in pair]
             first, second = (lives.get(place, []) for place in pair)
             shapes = [
-                [(*_kind(stretch[0])[1:], len(stretch)) for stretch in life]
+                [(*_moment_kind(stretch[0])[1:], len(stretch)) for stretch in life]
                 for life in (first, second)
             ]
             if parts[0] != parts[1] or shapes[0] != shapes[1]:
-                raise Unlike("the operations of layers differ")
+                raise StepsDiffer("the operations of layers differ")
             for earlier, later in zip(
                 itertools.chain(*first), itertools.chain(*second), strict=True
             ):
                 slope = [getattr(later, name) - getattr(earlier, name) for name in LINEAR]
-                if slopes.setdefault(_kind(earlier)[1:], slope) != slope:
-                    raise Unlike("layers do not grow by equal amounts")
+                if slopes.setdefault(_moment_kind(earlier)[1:], slope) != slope:
+                    raise StepsDiffer("layers do not grow by equal amounts")
         return slopes
 
-    def _held_slopes(self, steps: Steps) -> list[int]:
-        """Return what a period holds when the backward pass begins, as a slope."""
+    def _held_slopes(self, steps: RecordedSteps) -> list[int]:
+        """Return the bytes that a period holds when the backward pass begins, as a slope."""
         few, many = steps.samples
         periods = {
             tuple(
@@ -294,14 +305,16 @@ class _More:
             for first in range(self._inner, self._last + 1)
         }
         if len(periods) > 1:
-            raise Unlike("layers do not hold equal amounts")
+            raise StepsDiffer("layers do not hold equal amounts")
         ((fewer_bytes, more_bytes),) = periods
         sample_bytes = -((fewer_bytes - more_bytes) // (many - few))
         line = {"fixed_bytes": fewer_bytes - few * sample_bytes, "sample_bytes": sample_bytes}
         return [line.get(name, 0) for name in LINEAR]
 
 
-def _move(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
+def _shift_moment(
+    moment: TracedMoment, segment: int, slope: Sequence[int], times: int
+) -> TracedMoment:
     numbers: dict[str, Any] = {
         name: getattr(moment, name) + times * growth
         for name, growth in zip(LINEAR, slope, strict=True)
@@ -309,8 +322,8 @@ def _move(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) 
     return moment._replace(segment=segment, **numbers)
 
 
-def _rename_place(place: Place, later: int) -> Place:
-    """The place so many layers later."""
+def _rename_place(place: ModelPlace, later: int) -> ModelPlace:
+    """Return the place with the name that it has `later` layers further on."""
     prefix, _, number = place.name.rpartition(".")
     return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
 
@@ -326,7 +339,7 @@ def make_profile(
         is_ordered = sum(place.tensors) == place.trained
         names = COUNTED + ORDERED if is_ordered else COUNTED
         segment = Segment(
-            name=_name(place, count),
+            name=_segment_name(place, count),
             count=count,
             saved_bytes=traced.saved_bytes.get((index, none), 0),
             checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
@@ -342,18 +355,20 @@ def make_profile(
         precision=precision,
         source=Source.TRACED,
         segments=tuple(segments),
-        moments=_worst(traced),
+        moments=_select_peak_moments(traced),
         **fields,
     )
 
 
-def _name(place: Place, count: int) -> str:
-    """The name of a segment; for several layers, the prefix before their numbers."""
+def _segment_name(place: ModelPlace, count: int) -> str:
+    """Return the name of a segment; for several layers, the prefix before their numbers."""
     return place.name if count == 1 else place.name.rpartition(".")[0] or place.name
 
 
-def _lines(steps: Steps) -> list[Stretch]:
-    """Every event as a linear function of the micro-batch, through the two recorded sizes."""
+def _fit_lines(steps: RecordedSteps) -> list[Stretch]:
+    """Return every event as a linear function of the micro-batch size, through the two recorded
+    sizes.
+    """
     few, many = steps.samples
     lines = []
     for first, second in zip(*steps.phases, strict=False):
@@ -362,7 +377,7 @@ def _lines(steps: Steps) -> list[Stretch]:
             second.turn,
             second.backward,
         ):
-            raise Unlike("the micro-batch changes the order of layers")
+            raise StepsDiffer("the micro-batch changes the order of layers")
         ones = first.events
         twos = second.events
         if [event[1:] for event in ones] != [event[1:] for event in twos]:
@@ -397,9 +412,11 @@ def _lines(steps: Steps) -> list[Stretch]:
 
 
 def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[Event]:
-    """The start and the largest event per set of gradients; used if the micro-batch changes the operations.
+    """Return the start and the largest event per set of gradients, if the micro-batch changes the
+    operations.
 
-    `both`: sets of gradients that occur at both micro-batches. Other events join the set before them.
+    `both`: sets of gradients that occur at both micro-batches. Other events join the set before
+    them.
     """
     largest: dict[tuple[int, ...], Event] = {}
     gradients = events[0][1:]
@@ -411,7 +428,9 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
 
 
 def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
-    """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
+    """Return {(place, mode): bytes per sample that its forward pass saves}: live bytes after it
+    minus before it.
+    """
     saved: SavedBytes = {}
     for this, following in itertools.pairwise(stretches):
         start = this[0]
@@ -425,24 +444,28 @@ def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
     return saved
 
 
-def _groups(
-    places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]
+def _group_equal_layers(
+    places: Sequence[ModelPlace], used: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
-    """Places in order, with equal layers grouped."""
+    """Yield the places in order, with equal layers grouped."""
     by_place = group_values((stretch[0].segment, stretch) for stretch in stretches)
     group: list[int] = []
     for place in used:
         if group and not places[place].is_like(places[group[-1]]):
-            yield from _alike(group, by_place)
+            yield from _group_if_linear(group, by_place)
             group = []
         group.append(place)
-    yield from _alike(group, by_place)
+    yield from _group_if_linear(group, by_place)
 
 
-def _alike(group: list[int], by_place: Mapping[int, list[Stretch]]) -> Iterator[list[int]]:
-    """The layers as one group if all but the first and the last grow linearly, else each alone."""
+def _group_if_linear(
+    group: list[int], by_place: Mapping[int, list[Stretch]]
+) -> Iterator[list[int]]:
+    """Yield the layers as one group if all but the first and the last grow linearly, else each
+    alone.
+    """
     lives = [by_place.get(place, []) for place in group]
-    kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
+    kinds = {tuple(_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
     if len(kinds) == 1 and all(
         _is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)
     ):
@@ -452,7 +475,7 @@ def _alike(group: list[int], by_place: Mapping[int, list[Stretch]]) -> Iterator[
 
 
 def _is_line(*stretches: Stretch) -> bool:
-    """Whether the events of successive layers grow by equal amounts."""
+    """Return whether the events of successive layers grow by equal amounts."""
     if len({len(stretch) for stretch in stretches}) > 1:
         return False
     for moments in zip(*stretches, strict=True):
@@ -463,12 +486,12 @@ def _is_line(*stretches: Stretch) -> bool:
     return True
 
 
-def _kind(moment: TracedMoment) -> tuple[object, ...]:
+def _moment_kind(moment: TracedMoment) -> tuple[object, ...]:
     return (moment.segment, moment.mode, moment.sharded, moment.zero3, moment.turn, moment.backward)
 
 
-def _worst(traced: Timeline) -> tuple[TracedMoment, ...]:
-    """The moments that can be the peak, in order.
+def _select_peak_moments(traced: Timeline) -> tuple[TracedMoment, ...]:
+    """Return the moments that can be the memory peak, in order.
 
     - The start of a layer is one: a sharding engine holds more there than later.
     - Another moment is one unless a moment of the same part, after its forward pass, dominates it. That is: at least as
@@ -490,19 +513,21 @@ def _worst(traced: Timeline) -> tuple[TracedMoment, ...]:
         for moment in moments:
             passes = None if place.is_layer else start.backward
             comparable = passes, moment.outside, moment.own < place.leaf_until
-            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, *comparable), [])
+            beaten = by_part.setdefault(
+                (*_moment_kind(start)[:-1], start.position, *comparable), []
+            )
             if not any(
                 peer.fixed_bytes >= moment.fixed_bytes and peer.sample_bytes >= moment.sample_bytes
                 for peer in beaten
             ):
                 beaten.append(moment)
                 worst.append(moment)
-        chosen.append([*worst, *_arrivals(stretch)])
+        chosen.append([*worst, *_list_gradient_arrivals(stretch)])
     return tuple(moment for worst in reversed(chosen) for moment in worst)
 
 
-def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
-    """The moments at which gradients arrive, without those that the next one dominates."""
+def _list_gradient_arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
+    """Yield the moments at which gradients arrive, without those that the next one dominates."""
     arrivals = [moment for moment in stretch if moment.fresh]
     for this, following in itertools.zip_longest(arrivals, arrivals[1:]):
         names = ("fixed_bytes", "sample_bytes", "fresh")

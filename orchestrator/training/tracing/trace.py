@@ -38,10 +38,10 @@ from orchestrator.training.tracing.repeats import (
     count_layers,
     cut_layers,
     describe_layers,
-    find_stack,
+    find_repeat_pattern,
 )
 from orchestrator.training.tracing.step_recorder import StepRecorder
-from orchestrator.training.tracing.timeline import Unlike
+from orchestrator.training.tracing.timeline import StepsDiffer
 from orchestrator.training.tracing.values import READS
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -53,7 +53,7 @@ ADDRESS_SPACE_BYTES = 16 * 2**30
 
 
 class Trace(NamedTuple):
-    """What a trace at one dtype setting says of a model."""
+    """The result of tracing a model at one dtype setting."""
 
     profile: ModelProfile | None  # None: the model's own code fails in it, as it would in training
     # whether a CPU and CUDA do the same apart from autocast
@@ -75,7 +75,7 @@ def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
             traces[arithmetic] = on_cpu
             continue
         try:
-            traces[arithmetic] = _trace(request, arithmetic)
+            traces[arithmetic] = _trace_model(request, arithmetic)
         except (
             Exception
         ) as error:  # a user's model may raise anything: other settings are still traced
@@ -88,13 +88,13 @@ def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
     return profiles
 
 
-def _trace(request: Request, arithmetic: Arithmetic) -> Trace:
-    """Trace few layers of a model that repeats them, else all."""
+def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
+    """Return the trace of a few layers of a model that repeats them, else of the whole model."""
     config = read_config(request.model)
     whole = build_meta_recipe(request, arithmetic, config)
     length = count_layers(config)
     kinds = describe_layers(whole.layers, config, length)
-    stack = find_stack(kinds, length)
+    stack = find_repeat_pattern(kinds, length)
     if stack is not None:
         # A model's code may refuse what it never had; then the whole model says what is wrong, if
         # anything is.
@@ -118,7 +118,7 @@ def _trace(request: Request, arithmetic: Arithmetic) -> Trace:
         recorder = StepRecorder(request, arithmetic, again, reads=True)
     try:
         profile = recorder.profile(stack, length)
-    except Unlike:
+    except StepsDiffer:
         profile = recorder.profile(None, length)
     return Trace(profile, recorder.is_alike_on_cuda)
 

@@ -30,7 +30,7 @@ ELEMENTS_MAX = 2**24  # of a tensor whose values are computed
 READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch dispatch mode, inside a FakeTensorMode, that answers operators which read values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -47,7 +47,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Open a context in which fake tensors can also become arrays."""
+        """Open a context in which fake tensors can also be converted to arrays."""
         with (
             patch.object(
                 FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True
@@ -81,7 +81,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._values[leaf] = values
         elif integral:  # chosen by activations
             for leaf in integral:
-                self._values[leaf] = _Later(
+                self._values[leaf] = _DeferredValue(
                     op, tree_map(_describe, args), tree_map(_describe, kwargs), _index_of(out, leaf)
                 )
         return out
@@ -98,7 +98,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        if not isinstance(value, (Tensor, _Shape)):
+        if not isinstance(value, (Tensor, _TensorShape)):
             return value
         if isinstance(value, Tensor):
             values = self._noted_values(value)
@@ -107,17 +107,21 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._invent(value)
 
     def _noted_values(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor's values, computed now where an operator waits for that; None where there are none."""
+        """Return the tensor's values, computed now if an operator was deferred; None where there
+        are none.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor
         noted = self._values.get(tensor)
-        if isinstance(noted, _Later):
+        if isinstance(noted, _DeferredValue):
             out = self._run(noted.op, noted.args, noted.kwargs)
             self._values[tensor] = noted = tree_leaves(out)[noted.place]
         return noted if isinstance(noted, Tensor) else tensor.constant
 
     def _invent(self, value: Any) -> Tensor:
-        """Return made-up values of a shape and dtype. Raises ValueError where that would take too much memory."""
+        """Return made-up values of this shape and dtype. Raises ValueError where they would take
+        too much memory.
+        """
         if value.numel() > ELEMENTS_MAX:
             raise ValueError(f"the values of {tuple(value.shape)} are read")
         with _disable_current_modes():
@@ -140,8 +144,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(made, real)
 
 
-class _Shape:
-    """A tensor without its memory."""
+class _TensorShape:
+    """The shape of a tensor, without its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tensor.shape
@@ -151,8 +155,8 @@ class _Shape:
         return self.shape.numel()
 
 
-class _Later(NamedTuple):
-    """An operator to be run when its values are read, and which of its tensors they are."""
+class _DeferredValue(NamedTuple):
+    """An operator that runs when its values are read, and which of its results is wanted."""
 
     op: Any
     args: Any
@@ -161,7 +165,7 @@ class _Later(NamedTuple):
 
 
 def _describe(value: Any) -> Any:
-    return _Shape(value) if isinstance(value, Tensor) else value
+    return _TensorShape(value) if isinstance(value, Tensor) else value
 
 
 def _index_of(out: Any, leaf: Tensor) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.service.intake.detection import detect_machine, read_host_bytes
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -118,7 +118,9 @@ def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a measured training, with the memory and step time that the planner predicts here."""
     limit_s = 2 * TRAINING_S if case.plan.compiled else TRAINING_S
     line = measure_training(case, DeviceKind.CUDA, device, limit_s)
-    line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
+    line["predicted"]["step_s"] = predict_step_s(
+        case.profile(DeviceKind.CUDA), case.plan, hardware()
+    )
     line["predicted"]["needed_bytes"] = plan_needed_bytes(
         case.plan, case.predict(DeviceKind.CUDA), UNMEASURED
     )

@@ -30,7 +30,7 @@ from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import Framework, knobs_of
+from orchestrator.specs.job.frameworks import Framework, load_knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
@@ -114,7 +114,7 @@ def load_preset_knobs(typed: TypedCommand, framework: Framework | None) -> JsonO
     LLaMA-Factory's are flags if the command names no file. Those of transformers and TRL are keys
     if a file is the first argument: HfArgumentParser accepts no flag beside it.
     """
-    preset = knobs_of(framework) if framework is not None else {}
+    preset = load_knobs(framework) if framework is not None else {}
     has_file = any(word.endswith(REWRITABLE) for word in typed.command[typed.arguments :][:1])
     if framework == "llamafactory" and not has_file:
         return {name: _convert_knob(knob, "key", "flag") for name, knob in preset.items()}

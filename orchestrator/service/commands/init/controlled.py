@@ -34,7 +34,7 @@ from orchestrator.specs.choices import ZeroStage
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.deepspeed_file import SIZES, ZERO
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
+from orchestrator.specs.job.frameworks import Framework, load_knobs, load_preset
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
@@ -135,7 +135,7 @@ def choose_knobs(
     if any("total" in note and IN_TOKENS in note for note in settings.notes):
         batch = replace(batch, samples=None)  # how often it accumulates follows from that total
     differing = {
-        name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)
+        name: knob for name, knob in preset.items() if knob != load_knobs(str(framework)).get(name)
     }
     with_batch = {
         name: {**differing[name], **knob} if knob and name in differing else knob
@@ -553,7 +553,7 @@ def _make_recomputation_knob(
     """
     if any(place.rank <= IN_FILE for place in settings.find_all("activation_checkpointing")):
         return {"activation_checkpointing": None}
-    if framework is not None and "activation_checkpointing" in knobs_of(framework):
+    if framework is not None and "activation_checkpointing" in load_knobs(framework):
         return {}
     flags = script.flags_by_name
     for place in settings.find_all("activation_checkpointing"):
@@ -610,7 +610,7 @@ def _find_precision(
         )
         if places and knob.get("override") and precision is not None:
             return precision, {}, places[0]
-        as_preset = knob == knobs_of(framework).get("precision", {})
+        as_preset = knob == load_knobs(framework).get("precision", {})
         if not as_preset and precision is None:
             return None, {"precision": None}, None
         values = {place.value for place in places if place.rank == TYPED}

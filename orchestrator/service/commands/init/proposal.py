@@ -33,7 +33,7 @@ from orchestrator.service.commands.init.typed_command import (
 )
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
+from orchestrator.specs.job.frameworks import Framework, load_knobs, load_launch_style, load_preset
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import parse_jobs
 
@@ -159,7 +159,7 @@ def _render_job_file(
     if HUB_TOKEN in environment and HUB_TOKEN not in secrets:
         secrets.append(HUB_TOKEN)
     packages = {name.partition(".")[0] for name in script.imports}
-    is_launched = framework is not None and launch_of(framework) == typed.launch
+    is_launched = framework is not None and load_launch_style(framework) == typed.launch
     return _load_template().render(
         read=_describe_source(typed),
         run="whose --help was run" if has_run else "which was read, not run",
@@ -252,13 +252,13 @@ def _disable_missing_knobs(framework: Framework, script: Script) -> JsonObject:
     """
     names = script.flags_by_name
     flags = {
-        name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()
+        name: knob.get("flag") or knob.get("switch") for name, knob in load_knobs(framework).items()
     }
     return {name: None for name, flag in flags.items() if flag and flag not in names}
 
 
 def _load_knobs(framework: Framework | None) -> JsonObject:
-    return knobs_of(framework) if framework is not None else {}
+    return load_knobs(framework) if framework is not None else {}
 
 
 def _iterate_flag_names(knob: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.job.array import JOBS_MAX
-from orchestrator.specs.synonyms import instead_of
+from orchestrator.specs.synonyms import advise_key
 
 # What the proposal says by its name and its devices.
 IN_JOB = (
@@ -106,7 +106,7 @@ def iterate_slurm_notes(options: SlurmOptions) -> Iterator[str]:
         )
         if name in IN_JOB or is_devices or is_line:
             continue
-        instead = instead_of(name.lstrip("-"))
+        instead = advise_key(name.lstrip("-"))
         if name == "--dependency":
             yield f"CHECK: {text}: write {_dependency_line(value)}"
         elif name == "--begin":

@@ -27,8 +27,8 @@ from orchestrator.backends.attempts.start import prepare_request, write_request_
 from orchestrator.backends.local.drive import LocalScheduler
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
-from orchestrator.planning.render import script_command
-from orchestrator.planning.request import read_script
+from orchestrator.planning.render import render_script_command
+from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.scheduling.scheduler import Scheduler
@@ -50,7 +50,7 @@ from orchestrator.service.commands.launch.typed_job import (
 from orchestrator.service.visible import escape_controls
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
-from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.events import (
@@ -217,7 +217,7 @@ def _plan_next_attempt(records: Records, machine: Machine) -> JsonObject | None:
     """
     drive = records.drive
     now_s = time.time()
-    nodes = idle_nodes(machine.cluster)
+    nodes = make_idle_nodes(machine.cluster)
     records.record_event(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
     for _ in range(WAKES_MAX):
@@ -437,7 +437,7 @@ def _suggest_help(records: Records, machine: Machine, failure: Failure | None) -
     )
     other = LocalScheduler(Scheduler(records.drive.scheduler.state))
     other.apply_event(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
-    nodes = idle_nodes(machine.cluster)
+    nodes = make_idle_nodes(machine.cluster)
     other.apply_event(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
     flags = [shlex.join(_changed_arguments(launch)) for launch in other.launches]
     meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
@@ -450,8 +450,8 @@ def _suggest_help(records: Records, machine: Machine, failure: Failure | None) -
 def _changed_arguments(launch: Launch) -> Argv:
     """Return the arguments that a restart adds to the command as typed."""
     spec = launch.job.spec
-    rendered = script_command(
-        read_script(spec),
+    rendered = render_script_command(
+        read_script_request(spec),
         launch.attempt.plan,
         output_dir="",
         resume_from=None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe
-from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.models.decoder import make_decoder_recipe
 
 CORPUS = Path(__file__).parent / "corpus"  # written by corpus.py
 SHORT = 200  # tokens
@@ -64,7 +64,7 @@ def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
         num_hidden_layers=config["num_hidden_layers"],
         num_attention_heads=4,
     )
-    return decoder_recipe(decoder, Statements(config["longest"]), seed=0)
+    return make_decoder_recipe(decoder, Statements(config["longest"]), seed=0)
 
 
 def _statements(source: bytes) -> list[bytes]:

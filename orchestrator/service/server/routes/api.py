@@ -106,10 +106,10 @@ from orchestrator.specs.errors import (
     UnknownError,
 )
 from orchestrator.specs.fields import UserName
-from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.parse import parse_node_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
@@ -250,7 +250,7 @@ def create_app(service: Service) -> FastAPI:
 def _list_used_uploads(service: Service) -> set[str]:
     """Return the digests of the uploads that live jobs name."""
     live = service.controller.state.live_jobs
-    uploads = (find_upload(service.home, path) for job in live for _, path in paths_of(job.spec))
+    uploads = (find_upload(service.home, path) for job in live for _, path in list_paths(job.spec))
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
@@ -415,7 +415,7 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/nodes")
     def add_node(request: NodeRequest, name_objects: NameObjects) -> EmptyAnswer:
-        node = node_from_data(request.node, "the machine that joins")
+        node = parse_node_data(request.node, "the machine that joins")
         name_objects([node.name, request.address])
         _require_members(service).add_machine(node, request.address)
         return {}

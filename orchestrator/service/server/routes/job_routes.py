@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.tracker import find_comparison_url
 from orchestrator.backends.redaction import list_secret_values
 from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
 from orchestrator.scheduling.reports.comparison_rows import parse_loss_curve
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
@@ -75,10 +75,10 @@ from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.events import RequestKey
 from orchestrator.specs.fault import Fault
-from orchestrator.specs.job.paths import with_paths
+from orchestrator.specs.job.paths import change_paths
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
@@ -123,7 +123,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
             *prepare_submission(request, "the submitted job", sender, uploads, service), key
         )
         name_objects([job_id])
-        return {"id": job_id, "late": late(controller.state, [job_id])}
+        return {"id": job_id, "late": describe_late_jobs(controller.state, [job_id])}
 
     @app.post("/jobs/batch")
     def submit_batch(
@@ -145,7 +145,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
         return {
             "ids": ids,
-            "late": late(controller.state, ids),
+            "late": describe_late_jobs(controller.state, ids),
             "promises": promises,
             "refused": refused,
         }
@@ -378,7 +378,7 @@ def prepare_submission(
     user.
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
-    spec = job_from_data(request.spec, source_name)
+    spec = parse_job_data(request.spec, source_name)
     check_packages(spec, source_name)
     if sender.is_owner:
         find_identity(spec.user or "", service.users, source_name)
@@ -389,7 +389,7 @@ def prepare_submission(
         raise SpecError(
             what, source=source_name, path="user", got=spec.user, allowed=sender.name, hint=hint
         )
-    spec = with_paths(spec, uploads.resolve_path)
+    spec = change_paths(spec, uploads.resolve_path)
     check_files(spec, source_name)
     find_identity(sender.name, service.users, source_name)
     return _make_first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault

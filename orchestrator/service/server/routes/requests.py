@@ -12,7 +12,7 @@ from orchestrator.specs.fields import DEVICES_MAX, UserName
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.job.sections import LearningRateRule
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.parse import check_plain
+from orchestrator.specs.parse import check_storable
 from orchestrator.specs.plain_text import join_first
 
 JOBS_MAX = 10_000  # of one request
@@ -58,7 +58,7 @@ class PlainRequest(Request):
     @model_validator(mode="before")
     @classmethod
     def _is_plain(cls, data: Any) -> Any:
-        check_plain(data, "the request")
+        check_storable(data, "the request")
         return data
 
 

@@ -23,7 +23,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import trial_of
+from orchestrator.specs.parse import make_trial
 
 LOOK_S = 1.0  # between two looks at the curves of running trials
 # first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
@@ -82,7 +82,9 @@ class Sweeper:
                 "a trial of a sweep that exists is submitted by the service alone", path="sweep"
             )
         return trace_trial(
-            trial_of(sweep_spec, None, 0, Study("", sweep_spec.trial.sweep, None).propose_trial()),
+            make_trial(
+                sweep_spec, None, 0, Study("", sweep_spec.trial.sweep, None).propose_trial()
+            ),
             self._home,
         )
 
@@ -239,7 +241,9 @@ class Sweeper:
         running.next_number += 1
         try:
             self._controller.submit(
-                trace_trial(trial_of(running.first, sweep_id, trial_number, parameters), self._home)
+                trace_trial(
+                    make_trial(running.first, sweep_id, trial_number, parameters), self._home
+                )
             )
         except OrchestratorError as error:
             self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks

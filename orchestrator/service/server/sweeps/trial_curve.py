@@ -11,8 +11,8 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.metric_row import parse_row
-from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.metric_row import parse_metric_row
+from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 READ_BYTES = 4 * 2**20  # of a file at a time
@@ -76,7 +76,7 @@ class MetricCurve:
 
 
 def _parse_curve_point(text: str, metric: str) -> Point | None:
-    row = parse_row(text)
+    row = parse_metric_row(text)
     step = row.get("step")
     value = row.get(metric)
     return (step, float(value)) if isinstance(step, int) and value is not None else None
@@ -112,7 +112,9 @@ def _parse_log_point(
     """
     if patterns.step is not None:
         steps = [
-            step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None
+            step
+            for text in patterns.step.list_groups(line)
+            if (step := parse_count(text)) is not None
         ]
         if steps:
             count_by_path[path] = steps[-1]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps
-from orchestrator.memory.profiles import is_known
+from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.parse import trial_of
+from orchestrator.specs.parse import make_trial
 
 ComingTrials = Mapping[
     str, Sequence[JobSpec]
@@ -26,7 +26,7 @@ def trace_trial(spec: JobSpec, home: Path) -> JobSpec:
     Raises SpecError where the trace fails.
     """
     bare = spec.model_copy(update={"traced": ()})
-    if spec.known_model is None or is_known(bare):
+    if spec.known_model is None or is_memory_known(bare):
         return spec
     return spec.model_copy(update={"traced": trace_model(bare, home, spec.name, TraceScope())})
 
@@ -49,7 +49,7 @@ def list_remaining_trials(
     for number in range(len(begun_trials), first_trial.trial.sweep.trials):
         try:
             specs.append(
-                trace_trial(trial_of(first_trial, sweep_id, number, study.propose_trial()), home)
+                trace_trial(make_trial(first_trial, sweep_id, number, study.propose_trial()), home)
             )
         except SpecError:
             if not begun_trials and not specs:
