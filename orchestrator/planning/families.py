@@ -121,10 +121,11 @@ def list_requested_settings(request: PlanRequest) -> dict[str, Any]:
 def _list_alternatives(
     request: PlanRequest, device: DeviceSpec, setting: Setting, original: Any
 ) -> Iterator[tuple[Any, Degradation]]:
-    """Yield (other value, class of the change) of the setting, as far as `degrade` allows.
+    """Yield (value, kind of change) for each value that may replace the setting's under `degrade`.
 
-    A numeric change takes the best cheaper value that the device computes; semantic ones are named
-    by the job, in `degrade.<setting>s`. A script has to have a knob for it.
+    A numeric setting, such as precision, has one: the best cheaper value that the device computes. A
+    semantic setting has those of the job's `degrade.<setting>s`. A script without a knob for the
+    setting has none.
     """
     is_turnable = (
         request.model is not None or getattr(request.knobs, setting.name, None) is not None

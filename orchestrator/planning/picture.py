@@ -159,7 +159,7 @@ def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
         ]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _keep_at_most(values, most)]
+    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin_out(values, most)]
 
 
 def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
@@ -169,12 +169,12 @@ def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
     """
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _keep_at_most(values, most)]
+        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin_out(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
     return [
         Tick(unit * value, f"{value:.4g} {name}")
-        for value in _keep_at_most(_equal_steps(low / unit, high / unit), most)
+        for value in _thin_out(_equal_steps(low / unit, high / unit), most)
     ]
 
 
@@ -188,8 +188,8 @@ def _round_seconds(low: float, high: float) -> Iterator[float]:
         yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
-def _keep_at_most(values: list[float], most: int) -> list[float]:
-    return values[:: -(-len(values) // most)]
+def _thin_out(values: list[float], count_max: int) -> list[float]:
+    return values[:: -(-len(values) // count_max)]
 
 
 def _in_unit(value: float, units: Mapping[str, int]) -> str:

@@ -80,7 +80,7 @@ class Jobs(Mapping[str, "Job"]):
                 yield from (job for job_id, job in chunk.items() if before.get(job_id) is not job)
 
     def _indexed(self, job_id: str, entry: dict[str, int]) -> tuple[dict[str, int], ...]:
-        """Return the index with this entry in place of the id's earlier one."""
+        """Return a copy of the index in which `entry` replaces the earlier entry of this job id."""
         number = hash(job_id) % BUCKETS
         bucket = {
             other: order for other, order in self._orders[number].items() if other != job_id

@@ -65,8 +65,8 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 HIDES = """\
 import os, sys
-from orchestrator.service.server.own_environment import hide_environment
-hide_environment()
+from orchestrator.service.server.own_environment import hide_own_environment
+hide_own_environment()
 print(os.environ["HF_TOKEN"], flush=True)
 sys.stdin.read()
 """

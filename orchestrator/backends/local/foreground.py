@@ -130,8 +130,9 @@ class RedirectedOutput:
                     self._offsets.setdefault(file, (stream, status.st_size))
 
     def copy_to_log(self, log: Path) -> None:
-        """Append to a log what was written to the files since the beginning, at most the last
-        LOG_BYTES_MAX of each.
+        """Append to a log what stdout and stderr got since they were redirected.
+
+        Of each stream it is at most the last LOG_BYTES_MAX bytes.
         """
         for stream, offset in self._offsets.values():
             with (

@@ -184,7 +184,10 @@ def list_distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _other_passes(
     stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
 ) -> tuple[tuple[ModelProfile, int], ...]:
-    """Return (stage, number of passes) in flight beside the one pass that goes backward."""
+    """Return (stage, number of its micro-batches in flight) for each stage of the rank.
+
+    The micro-batch that goes backward is left out, and stages without others.
+    """
     in_flight: dict[ModelProfile, int] = {}
     for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
         others = count - (turn == backward % len(stages))

@@ -62,7 +62,7 @@ def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None
 
 
 def _add_steps(job: Job, done: int | None, evidence: Evidence) -> int | None:
-    """Return the most steps after an attempt that began with `done` of them; None where these are unknown."""
+    """Return the most steps that are done after an attempt, of which `done` were before it; None where unknown."""
     if done is None:
         return None
     last = max((beat.step for beat in evidence.heartbeats), default=0)

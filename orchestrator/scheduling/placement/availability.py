@@ -538,13 +538,15 @@ class AvailabilityProfile:
                 return opens_s
             start_s = opens_s
 
-    def _unreserved_from_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
-        """Return from when on, after `start_s`, a device is unreserved for `seconds` seconds."""
-        start_s = max(start_s, self._device_free_times(number)[device])
-        for promise in self._later.get(number, ()):
+    def _unreserved_from_s(
+        self, node_number: int, device: int, start_s: float, duration_s: float
+    ) -> float:
+        """Return from when on, after `start_s`, a device is unreserved for `duration_s` seconds."""
+        start_s = max(start_s, self._device_free_times(node_number)[device])
+        for promise in self._later.get(node_number, ()):
             if (
                 device in promise.devices
-                and promise.start_s < start_s + seconds
+                and promise.start_s < start_s + duration_s
                 and start_s < promise.end_s
             ):
                 start_s = promise.end_s
@@ -616,8 +618,9 @@ class AvailabilityProfile:
     def _able_nodes(
         self, share: int, end_s: float, least_bytes: int, open_until_s: float
     ) -> Iterator[_Able]:
-        """Yield the nodes with `share` usable devices until `end_s`, the fullest node first, with
-        those devices.
+        """Yield (node's number, `share` of its devices) for nodes where these are usable until `end_s`.
+
+        The node with the fewest idle devices comes first.
         """
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:

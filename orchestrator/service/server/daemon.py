@@ -481,7 +481,7 @@ def _log_problem_changes(
 def _wake_relays(
     controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event
 ) -> None:
-    """Wake the relays after each change of the state."""
+    """Wake the outbox relays after each change of the scheduler's state, until `stop` is set."""
     version = -1
     while not stop.is_set():
         newest = controller.wait_for_change(version, NOTIFY_TIMEOUT_S)

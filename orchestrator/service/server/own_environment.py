@@ -14,7 +14,7 @@ HANDED = "ORC_ENVIRONMENT"
 PR_SET_DUMPABLE = 4
 
 
-def hide_environment() -> None:
+def hide_own_environment() -> None:
     """Execute this process again with only the variables that jobs inherit; restore the other
     variables in memory.
 

@@ -392,7 +392,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
 
     def _when_gradient_comes(self, made: Any, place: int) -> None:
-        """Start the backward pass of a place once the gradient of its output is complete."""
+        """Record that a module's backward pass begins, once the gradient of its output is complete.
+
+        `made` is the module's output, and `place` the module's number in the recording.
+        """
         for tensor in tree_leaves(made):
             if (
                 isinstance(tensor, Tensor)

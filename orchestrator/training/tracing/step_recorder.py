@@ -253,12 +253,12 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
-    """Open a context in which only the parameters of recipe `but` require gradients."""
+def _freeze_others(recipes: Sequence[Recipe], trained_recipe: Recipe) -> Iterator[None]:
+    """Open a context in which the parameters of all recipes but `trained_recipe` are frozen."""
     others = [
         parameter
         for recipe in recipes
-        if recipe is not but
+        if recipe is not trained_recipe
         for parameter in recipe.module.parameters()
     ]
     trained = [parameter for parameter in others if parameter.requires_grad]

@@ -273,7 +273,10 @@ class _UnrecordedLayers:
         return grown
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
-        """Return how events grow from a period to the next one: one amount per pass."""
+        """Return by how many bytes the events of a layer grow from one layer to the next, by pass.
+
+        Raises StepsDiffer where the layers do not grow by equal amounts.
+        """
         lives = group_values((stretch[0].segment, stretch) for stretch in stretches)
         slopes: dict[object, list[int]] = {}
         for number in range(self._inner, self._last):
