@@ -88,7 +88,7 @@ class StepRecorder:
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(
             cross_entropy,
-            "add_gradients",
+            "add_chunk_gradients",
             self._recorder.counting_as_backward(cross_entropy.add_chunk_gradients),
         )
         with (
