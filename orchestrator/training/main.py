@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if not finished:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    return 0  # the process group is not destroyed: tearing gloo down may abort (see guard._leave)
+    return 0  # the process group is not destroyed: tearing gloo down may abort (see guard._end_process)
 
 
 def _join_process_group(run: TrainingRun) -> loop.RankContext:

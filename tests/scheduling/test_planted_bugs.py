@@ -287,7 +287,9 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         AvailabilityProfile,
         "_unreserved_from_s",
-        lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device]),
+        lambda self, number, device, start_s, _: max(
+            start_s, self._device_free_times(number)[device]
+        ),
     )
 
 

@@ -165,11 +165,11 @@ class _ColumnProduct(torch.autograd.Function):
         x_1ND, weight_FD = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight:
-            ctx.gathered.begin(x_1ND)  # while the next product is computed
+            ctx.gathered.begin_gathering(x_1ND)  # while the next product is computed
         grad_x = grad_BTF @ weight_FD.to(grad_BTF.dtype) if needs_x else None
         grad_weight = grad_bias = None
         if needs_weight:
-            x_RD = ctx.gathered.end().flatten(0, 1)
+            x_RD = ctx.gathered.finish_gathering().flatten(0, 1)
             grad_weight = (grad_BTF.flatten(0, 1).T @ x_RD).to(weight_FD.dtype)
         if needs_bias:
             grad_bias = grad_BTF.flatten(0, 1).sum(0).to(weight_FD.dtype)

@@ -115,7 +115,7 @@ class ImportedModules:
         self.guard = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.guard)
         sys.path.pop(0)  # the folder of this file
-        self.guard._bring_package()
+        self.guard._make_package_importable()
         for module in MODULES:
             importlib.import_module(module)
         if sys.modules["torch"].cuda.is_initialized():
@@ -239,7 +239,9 @@ def _take_over_request(request: Request, imports: ImportedModules, holder: int) 
         raise ForkRefused(
             f"{folder} has a module {min(hidden)!r}, which was imported from elsewhere"
         )
-    imports.guard._show(request.argv[2])  # before it can be counted as a process of the attempt
+    imports.guard._map_settings_file(
+        request.argv[2]
+    )  # before it can be counted as a process of the attempt
     for stream in (1, 2):
         os.dup2(request.log, stream)
     os.close(request.log)
