@@ -24,7 +24,7 @@ _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
 
 
 @frozen
-class DailyHours:
+class Window:
     """Daily hours, such as 22:00-08:00, optionally of some weekdays: `days` are those on which they
     begin.
     """
@@ -56,7 +56,7 @@ class DailyHours:
             is_early and (local.weekday() - 1) % 7 in self.days
         )
 
-    def counted_from(self, at_s: float) -> DailyHours:
+    def counted_from(self, at_s: float) -> Window:
         """Return the same hours on a clock that shows 0 at `at_s`, to the minute; later clock
         changes are ignored.
         """
@@ -64,7 +64,7 @@ class DailyHours:
         epoch = datetime.fromtimestamp(0.0, UTC)
         days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
         later = days + epoch.weekday() - local.weekday()
-        return DailyHours(
+        return Window(
             opens_min=opens_min,
             closes_min=(opens_min + self.closes_min - self.opens_min) % DAY_MIN or DAY_MIN,
             days=tuple(sorted((day + later) % len(DAYS) for day in self.days)),
@@ -143,7 +143,7 @@ def _seconds_since_midnight(moment: time) -> float:
     return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
-def parse_window(text: object) -> DailyHours:
+def parse_window(text: object) -> Window:
     """Return the hours in a text such as `22:00-08:00 Europe/Berlin mon-fri`, in any order. Raises
     ValueError.
     """
@@ -166,7 +166,7 @@ def parse_window(text: object) -> DailyHours:
             raise ValueError(f"expected one time zone, not {zone!r} and {word!r}")
         else:
             zone = check_time_zone(word)
-    window = DailyHours(opens_min=opens_min, closes_min=closes_min, zone=zone)
+    window = Window(opens_min=opens_min, closes_min=closes_min, zone=zone)
     if opens_min == closes_min or (
         days in (None, window.days) and closes_min - opens_min == DAY_MIN
     ):
@@ -176,7 +176,7 @@ def parse_window(text: object) -> DailyHours:
     return (
         window
         if days is None
-        else DailyHours(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
+        else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
     )
 
 
@@ -220,7 +220,7 @@ def _load_zone(name: str | None) -> ZoneInfo:
 
 
 @lru_cache(maxsize=1024)
-def _list_openings(window: DailyHours, today: date) -> tuple[tuple[float, float], ...]:
+def _list_openings(window: Window, today: date) -> tuple[tuple[float, float], ...]:
     """Return (opening, closing) times of the hours, from about yesterday on, in seconds since 1970.
 
     They open and close only where clocks show one of their two times, or are put forward or back.
@@ -246,7 +246,7 @@ def _list_openings(window: DailyHours, today: date) -> tuple[tuple[float, float]
     return tuple(spans)
 
 
-def _list_bounds(window: DailyHours, day: date, zone: ZoneInfo) -> set[float]:
+def _list_bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
     """Return the moments at which clocks show the opening or closing time on this day; both, if
     twice.
     """

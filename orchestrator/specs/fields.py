@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from orchestrator.specs import units
-from orchestrator.specs.clock import DailyHours, Deadline, parse_deadline, parse_window
+from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
 
 DEVICES_MAX = 2**22  # of a cluster: 65,536 nodes of 64 devices
 PRIORITY_MAX = 10**9
@@ -69,8 +69,8 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
 ]
 
 Hours = Annotated[
-    DailyHours,
-    BeforeValidator(lambda raw: raw if isinstance(raw, DailyHours) else parse_window(raw)),
+    Window,
+    BeforeValidator(lambda raw: raw if isinstance(raw, Window) else parse_window(raw)),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
 ]

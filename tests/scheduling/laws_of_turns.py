@@ -18,7 +18,7 @@ from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch
-from orchestrator.specs.clock import DailyHours
+from orchestrator.specs.clock import Window
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
@@ -337,7 +337,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
             yield f"{launch.attempt.name} is expected to run on after {window}, and could end within it"
 
 
-def _shows(window: DailyHours, local: datetime) -> bool:
+def _shows(window: Window, local: datetime) -> bool:
     """Said once more, on purpose: whether a clock that shows this time shows one of the window."""
     begin = (
         local.date()

@@ -188,7 +188,7 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
         spec=script("a"),
         order=1,
         submitted_at_s=0,
-        pending_code=Pending.CLUSTER_UNSEEN,
+        pending=Pending.CLUSTER_UNSEEN,
     )
     assert pending_code(unseen, now_s) == "cluster_unseen"
     values = scrape(world)

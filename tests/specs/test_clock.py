@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orchestrator.specs.clock import (
     DAYS,
-    DailyHours,
     Deadline,
+    Window,
     deadline_at,
     local_text,
     parse_deadline,
@@ -45,7 +45,7 @@ MOMENTS = st.builds(
     st.integers(-3 * 86400, 3 * 86400),
 )
 WINDOWS = st.builds(
-    lambda opens, length, days, zone: DailyHours(
+    lambda opens, length, days, zone: Window(
         opens_min=opens,
         closes_min=(opens + length) % 1440 or 1440,
         days=tuple(sorted(days)),
@@ -59,7 +59,7 @@ WINDOWS = st.builds(
 QUICK = settings(max_examples=examples(300))
 
 
-def shows(window: DailyHours, at_s: float) -> bool:
+def shows(window: Window, at_s: float) -> bool:
     """Return whether a wall clock shows a time of the window, counted from the day on which it began."""
     local = datetime.fromtimestamp(at_s, ZoneInfo(window.zone or "UTC"))
     shown = local.hour * 60 + local.minute
@@ -73,7 +73,7 @@ def shows(window: DailyHours, at_s: float) -> bool:
 
 @QUICK
 @given(WINDOWS, MOMENTS)
-def test_it_is_open_exactly_while_clocks_show_its_hours(window: DailyHours, at_s: float) -> None:
+def test_it_is_open_exactly_while_clocks_show_its_hours(window: Window, at_s: float) -> None:
     opens_s, closes_s = window.span(at_s)
     assert (opens_s <= at_s < closes_s) == shows(window, at_s) == window.holds(at_s)
     assert shows(window, opens_s)
@@ -85,7 +85,7 @@ def test_it_is_open_exactly_while_clocks_show_its_hours(window: DailyHours, at_s
 @QUICK
 @given(WINDOWS, MOMENTS)
 def test_nothing_of_it_is_missed_between_now_and_the_next_opening(
-    window: DailyHours, at_s: float
+    window: Window, at_s: float
 ) -> None:
     opens_s, _ = window.span(at_s)
     step_s = max(60.0, (opens_s - at_s) / 200)
@@ -96,7 +96,7 @@ def test_nothing_of_it_is_missed_between_now_and_the_next_opening(
 @QUICK
 @given(WINDOWS, st.integers(-3, 3), st.integers(0, 2 * 86400))
 def test_hours_counted_from_a_moment_are_the_same_hours(
-    window: DailyHours, days: int, later_s: int
+    window: Window, days: int, later_s: int
 ) -> None:
     """The law needs clocks that do not change: in July those of Cairo, New York and Lord Howe do not."""
     begin_s = CHANGES[-1].timestamp() + days * 86400
@@ -105,7 +105,7 @@ def test_hours_counted_from_a_moment_are_the_same_hours(
 
 @QUICK
 @given(WINDOWS)
-def test_a_window_survives_the_round_trip_through_its_text(window: DailyHours) -> None:
+def test_a_window_survives_the_round_trip_through_its_text(window: Window) -> None:
     assert parse_window(str(window)) == window
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, saves_on_request
-from orchestrator.specs.clock import DailyHours, local_text
+from orchestrator.specs.clock import Window, local_text
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.pending import Facts
 
@@ -26,7 +26,7 @@ class StartHours:
     be saved, or that has `stays`, runs on after the close. Restarts follow the same rule.
     """
 
-    window: DailyHours | None
+    window: Window | None
     must_end: bool = False  # whether the attempt must also end within the window
     by_s: float = inf  # latest end
     needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
