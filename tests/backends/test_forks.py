@@ -39,7 +39,7 @@ WAIT_S = 60.0
 class PlainLauncher(Launcher):
     """A launcher of fresh processes."""
 
-    def _fork(self, *_: Any) -> str:
+    def _fork_rank(self, *_: Any) -> str:
         return "told to"
 
 

@@ -297,7 +297,7 @@ def test_an_account_that_cannot_be_read_admits_nobody_and_hides_no_other(path: P
     with journal_of(path) as journal:
         accounts = Accounts(journal.database.transaction, lambda: 2.0)
         assert accounts.find_principal_by_token(secrets["ada"]) is None
-        assert accounts.find_principal_by_token(secrets["bob"]).highest_role is Role.MEMBER
+        assert accounts.find_principal_by_token(secrets["bob"]).role is Role.MEMBER
         assert [user.name for user in accounts.list_users()] == ["bob"]
         accounts.remove_user("ada")
 
