@@ -14,7 +14,6 @@ from orchestrator.scheduling.failures.done_steps import describe_done_steps
 from orchestrator.scheduling.failures.observation import list_record_warnings, make_observation
 from orchestrator.scheduling.failures.places import update_suspensions
 from orchestrator.scheduling.failures.verdict import (
-    UNSAVED_ROW,
     add_verdict,
     describe_missing_checkpoint,
     describe_unmatched_patterns,
@@ -327,11 +326,8 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
     if job.spec.is_script and job.spec.resume.step is None:
         again = f"at most {again}"
-    verdict = attempt.failure.verdict if attempt.failure is not None else None
-    # the verdict has said already that nothing was saved
-    is_named = verdict is not None and verdict.row == UNSAVED_ROW
-    missing = "" if is_named else f"; {describe_missing_checkpoint(job.spec)}"
-    return f"{missing}: {again}{describe_unmatched_patterns(job.spec, attempt)}"
+    unmatched = describe_unmatched_patterns(job.spec, attempt)
+    return f"; {describe_missing_checkpoint(job.spec)}: {again}{unmatched}"
 
 
 # access

@@ -286,6 +286,7 @@ class Heartbeat:
     signal: int = 0  # SIGTERM or SIGINT that reached a handler of the program; 0: none
     # what makes a sample's result depend on the others of its micro-batch, in a few words each
     mixing: tuple[str, ...] = ()
+    step_at_s: float = 0.0  # when the last step was done, in seconds since 1970; 0: none was
 
 
 @frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 
 
 @lru_cache(maxsize=4096)
@@ -34,4 +34,4 @@ def layer_ranges(layers: int, stages: int, first: int = 0, last: int = 0) -> tup
         raise ValueError(
             f"{stages} stages of {', '.join(map(str, sizes))} layers are no cut of {layers}"
         )
-    return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
+    return tuple(starmap(range, pairwise(accumulate(sizes, initial=0))))

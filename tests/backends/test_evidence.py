@@ -17,9 +17,17 @@ from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.specs.attempt import Cause, ErrorReport, Evidence, FailureKind, Phase, RankEnd
+from orchestrator.specs.attempt import (
+    Cause,
+    ErrorReport,
+    Evidence,
+    FailureKind,
+    Heartbeat,
+    Phase,
+    RankEnd,
+)
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.run import JobFolder
+from orchestrator.specs.run import JobFolder, write_json
 from orchestrator.training.guard import oom_report
 from tests.scheduling.corpus import REPORTED
 from tests.scheduling.factories import MIB, attempt, job, script_spec
@@ -157,6 +165,35 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
         collect_evidence(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step
         is None
     ), "it trains nothing"
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "hung_for_s", "missing"),
+    [(60.0, 600.0, ()), (40.0, 600.0, ("model.pt",)), (40.0, None, ())],
+)
+def test_a_file_saved_before_the_last_step_is_none_of_what_then_stood_still(
+    tmp_path: Path, saved_s: float, hung_for_s: float | None, missing: tuple[str, ...]
+) -> None:
+    """The model may be that of an epoch before: a program may stand still in its last save."""
+    spec = script_spec(steps=10, success={"artifacts": ["model.pt"]})
+    jobs = JobFolder(tmp_path, "lm-1")
+    jobs.output.mkdir(parents=True)
+    (jobs.output / "model.pt").touch()
+    os.utime(jobs.output / "model.pt", (saved_s, saved_s))
+    beat = Heartbeat(
+        rank=0,
+        step=10,
+        steps_done=10,
+        step_s=1.0,
+        peak_bytes=0,
+        phase="forward",
+        at_s=55.0,
+        step_at_s=50.0,
+    )
+    jobs.attempt(1).path.mkdir(parents=True)
+    write_json(jobs.attempt(1).heartbeat(0), beat)
+    evidence = collect_evidence(spec, attempt(), jobs, Ending(hung_for_s=hung_for_s))
+    assert evidence.missing_artifacts == missing
 
 
 def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: Path) -> None:

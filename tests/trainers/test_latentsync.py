@@ -79,7 +79,7 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("precision", "frames"), [("fp32", 98304), ("fp16", 163840)])
+@pytest.mark.parametrize(("precision", "frames"), [("fp32", 147456), ("fp16", 245760)])
 def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpointing(
     tmp_path: Path, precision: str, frames: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
         swallows=False, mixed_precision_training=precision == "fp16", max_train_steps=2
     )
     (folder / "configs/stage2.yaml").write_text(yaml.safe_dump(config))
-    cards = environment(tmp_path, [1824, 1824])
+    cards = environment(tmp_path, [1952, 1952])
     cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
     job = Drive(home, card_cluster(cards)).run(
         latentsync(
@@ -104,8 +104,8 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
             profile={
                 "parameters": 2208,
                 "layers": 4,
-                "activations_per_sample": "60MiB",  # of 120
-                "checkpointed_per_sample": "10MiB",
+                "activations_per_sample": "20MiB",  # of 180
+                "checkpointed_per_sample": "2MiB",
             },
         )
     )
@@ -119,15 +119,15 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
     for evidence in (first.evidence, second.evidence):
         assert (evidence.virtual, evidence.unwatched) == (False, ())
     report = first.evidence.ooms[0]
-    assert report.capacity_bytes == pytest.approx(1824 * MIB, rel=0.01), (
+    assert report.capacity_bytes == pytest.approx(1952 * MIB, rel=0.01), (
         "CUDA says GiB to two digits"
     )
     assert report.foreign_bytes == 0
     assert report.overhead_bytes == CONTEXT_BYTES + COMMUNICATOR_BYTES
-    assert 0 < report.live_bytes <= 672 * MIB, "what the context and the communicator leave"
+    assert 0 < report.live_bytes <= 800 * MIB, "what the context and the communicator leave"
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
     for beat in second.evidence.heartbeats:
         assert beat.steps_done == 2
         assert 0 < beat.peak_bytes <= beat.reserved_bytes
-        assert beat.allocator_room_bytes == 672 * MIB
+        assert beat.allocator_room_bytes == 800 * MIB
     assert set(re.findall(r"samples (\d+)", log(home, 2))) == {"12"}

@@ -148,13 +148,19 @@ def collect_evidence(
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
+    # of what stood still, a file that was saved before the last step is none of the whole training
+    last_step_s = 0.0
+    if ending.hung_for_s is not None:
+        last_step_s = min((beat.step_at_s for beat in beats), default=0.0)
     parts.problems.add_sentences(*_list_refused_patterns(spec))
     results = Results()
     checkpoints = Checkpoints()
     unmatched = tuple[str, ...]()
     if not attempt.probe:
         results = parts.read_part(
-            "results", lambda: find_results(spec, job_folder, folder, started, file_access), results
+            "results",
+            lambda: find_results(spec, job_folder, folder, started, file_access, last_step_s),
+            results,
         )
         parts.problems.add_sentences(*results.problems)
     if not attempt.probe and spec.is_script:

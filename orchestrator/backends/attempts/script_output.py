@@ -74,17 +74,21 @@ def find_results(
     attempt_folder: AttemptFolder,
     started: Iterable[int],
     file_access: FileAccess = OWN_ACCESS,
+    last_step_s: float = 0.0,
 ) -> Results:
     """Return how far an attempt meets the job's `success` conditions: files newer than its start,
     and a log line.
 
-    `started` are the ranks whose logs are read. A condition that cannot be evaluated counts as met,
+    `started` are the ranks whose logs are read. Without a condition on the log, files have to be
+    newer than `last_step_s`, too, in seconds since 1970. A condition that cannot be evaluated counts as met,
     since the training may have met it; `problems` names it.
     """
     absent = list[str]()
     problems = list[str]()
     if spec.success.artifacts:
         began_ns = attempt_folder.guard.stat().st_mtime_ns if attempt_folder.guard.exists() else 0
+        if spec.success.log is None:
+            began_ns = max(began_ns, int(1e9 * last_step_s))
         result = file_access.search(output_folder(spec, job_folder), spec.success.artifacts)
         fresh = {match.pattern for match in result.matches if match.mtime_ns >= began_ns}
         absent += [

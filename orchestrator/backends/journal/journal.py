@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 
 import sqlalchemy as sa
 
@@ -110,7 +111,7 @@ class Journal:
         """
         with self.database.transaction() as connection:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
-        return Jobs(self._read_live_job(*entry) for entry in live)
+        return Jobs(starmap(self._read_live_job, live))
 
     def set_aside_unreadable(self) -> None:
         """Read every row once, so that each row that cannot be read is set aside."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Generic
 
 import sqlalchemy as sa
@@ -133,9 +134,7 @@ class Outbox(Generic[Body]):
         counts = {}
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
             progress = self._find_progress(name, connection)
-            lacks = sa.or_(
-                *(self._is_beyond(ran, passed) for ran, passed in progress.passed.items())
-            )
+            lacks = sa.or_(*starmap(self._is_beyond, progress.passed.items()))
             rows = connection.execute(
                 sa.select(sa.func.count()).select_from(self._rows).where(lacks)
             ).scalar_one()

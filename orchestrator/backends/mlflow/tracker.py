@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -292,8 +293,8 @@ class MlflowTracker(Tracker):
         contact.client.log_batch(
             run_id,
             metrics=[Metric(name, value, at_ms, 0) for name, value in content.metrics.items()],
-            params=[Param(name, value) for name, value in content.params.items()],
-            tags=[RunTag(name, value) for name, value in content.tags.items()],
+            params=list(starmap(Param, content.params.items())),
+            tags=list(starmap(RunTag, content.tags.items())),
         )
         if content.end_ms is not None:
             self._end_run(contact, run_key, content)

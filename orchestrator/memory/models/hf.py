@@ -123,7 +123,7 @@ def find_decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape |
         **sizes,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         experts=experts,
     )
 

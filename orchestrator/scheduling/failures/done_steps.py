@@ -73,8 +73,10 @@ def _add_steps(job: Job, done: int | None, evidence: Evidence) -> int | None:
 
 def _ended_by_itself(evidence: Evidence) -> bool:
     """Return whether each rank ended with an exit code, before which the guard wrote its last heartbeat."""
-    codes = [code for end in evidence.ranks for code in (end.exit_code, end.root_exit_code or 0)]
-    return bool(codes) and all(code is not None and code >= 0 for code in codes)
+    for end in evidence.ranks:
+        if end.exit_code is None or min(end.exit_code, end.root_exit_code or 0) < 0:
+            return False
+    return bool(evidence.ranks)
 
 
 def describe_done_steps(job: Job, attempt: Attempt, evidence: Evidence) -> str:

@@ -45,7 +45,6 @@ REPEATED_SHARE = 0.25
 REPEATED_S = 7200.0
 
 
-UNSAVED_ROW = 9  # an end in training before anything was saved
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
 PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
 NEAR_LIMIT_ROW = 12  # the next attempt takes a plan with less memory, where there is one
@@ -287,7 +286,7 @@ def _judge_in_training(
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         unmatched = describe_unmatched_patterns(job.spec, attempt)
         reason = f"{describe_missing_checkpoint(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
-        return Verdict(row=UNSAVED_ROW, wait_s=None), reason
+        return Verdict(row=9, wait_s=None), reason
     endings = [earlier.failure.ending for earlier in before if earlier.failure]
     alike = [
         previous for previous in endings if previous and previous.signature == ending.signature
@@ -295,9 +294,7 @@ def _judge_in_training(
     # The last attempt that the budget allows ended as the others did, at another step.
     if len(alike) >= max(1, job.spec.retries.unknown) and not ending.may_pass:
         return Verdict(row=7, wait_s=None), f"the program's own error: {len(alike) + 1} times alike"
-    return Verdict(
-        row=UNSAVED_ROW, wait_s=wait_s, budget="unknown"
-    ), f"{describe_missing_checkpoint(job.spec)} since its start"
+    return Verdict(row=9, wait_s=wait_s, budget="unknown"), "tried again"
 
 
 def describe_missing_checkpoint(spec: JobSpec) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -499,9 +500,7 @@ def _choose_start(
     candidate = entry.candidate
     calibrated = index.options.calibration_of(job, device)
     judged = candidate.plan not in measured_peak_bytes_by_plan(job, device)
-    capacity_bytes = min(
-        pool.free_bytes(node, device_id) for node, device_id in devices_in(placement)
-    )
+    capacity_bytes = min(starmap(pool.free_bytes, devices_in(placement)))
     correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
     chance: float | None = None
     if judged and is_real_prediction(candidate.estimate, correction):

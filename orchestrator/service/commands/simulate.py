@@ -449,9 +449,10 @@ def _cost(cluster: ClusterSpec, held_s: Mapping[str, float]) -> float | None:
     cost = 0.0
     for node in cluster.nodes:
         seconds = sum(held_s.get(name, 0.0) for name in node.names)
-        if seconds and node.device.price_per_hour is None:
+        price = node.device.price_per_hour
+        if seconds and price is None:
             return None
-        cost += seconds / 3600 * (node.device.price_per_hour or 0.0)
+        cost += seconds / 3600 * (price or 0.0)
     return cost if held_s else None
 
 

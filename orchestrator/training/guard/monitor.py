@@ -86,6 +86,7 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
+        self._step_at_s = 0.0
         self._torch_version = self._cuda_version = self._model = self._uuid = ""
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
@@ -213,6 +214,7 @@ class Monitor:
             group_size=self._ranks_met(),
             signal=self._signal,
             mixing=self._mixing,
+            step_at_s=self._step_at_s,
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -386,6 +388,7 @@ class Monitor:
         if self._last_step_s is not None:
             self._durations.append(now_s - self._last_step_s)
         self._last_step_s = now_s
+        self._step_at_s = time.time()
         self.step = step
         self.steps_done += 1
         self._passes.complete_step()

@@ -469,9 +469,7 @@ def _group_if_linear(
     """
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
-    if len(kinds) == 1 and all(
-        _is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)
-    ):
+    if len(kinds) == 1 and all(itertools.starmap(_is_line, zip(*lives[1:-1], strict=True))):
         yield group
     else:
         yield from ([place] for place in group)

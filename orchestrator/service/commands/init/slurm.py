@@ -63,7 +63,7 @@ def count_ranks_and_devices(options: SlurmOptions) -> tuple[int, int | None]:
     )
     per_task = last_number("--gpus-per-task")
     total = last_number("--gpus") or per_node * nodes or per_task * tasks
-    return tasks, total if total else None
+    return tasks, total or None
 
 
 def array_index_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
