@@ -379,7 +379,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
     Kind(
         name="stays-at-its-end",
         job=loop_file("ends.py stays", 20)
-        + "hang_timeout: 15s\nsuccess: {artifacts: [model.bin]}\n",
+        + "hang_timeout: 15s\nsuccess: {artifacts: [model.pt]}\n",
         steps=20,
     ),
     Kind(

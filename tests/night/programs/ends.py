@@ -106,7 +106,6 @@ class Ends(ways.Ways):
 
     def at_stays(self) -> None:
         """Leave a thread that keeps the finished program for ever."""
-        torch.save({}, Path(self.args.output) / "model.bin")
         threading.Thread(target=threading.Event().wait).start()
 
     def at_deleted_folder(self) -> None:
