@@ -60,7 +60,15 @@ NOISE = (
     r"|train-[\d_:.-]+|[\d:]+\.\d+ \d+ torch"
 )
 DRAWN = {"master_port", ".metadata", "manifest"}  # a checkpoint's own have its time
-TIMES = {"at_s", "step_s", "pid", "uuid", "seconds", "tokens_per_s"}  # what no two runs share
+TIMES = {
+    "at_s",
+    "step_at_s",
+    "step_s",
+    "pid",
+    "uuid",
+    "seconds",
+    "tokens_per_s",
+}  # what no two runs share
 
 
 def spec_of(trainer: str, folder: Path) -> tuple[JobSpec, str, int]:
