@@ -243,11 +243,15 @@ def bounds_as_published(name: str, trace: Trace, cluster: ClusterSpec) -> list[F
 def bounds(trace: Trace, cluster: ClusterSpec) -> Measured:
     """What no queue can beat: every job alone, and all work without gaps, on as few devices as waste nothing."""
     devices = sum(node.devices * node.count for node in cluster.nodes)
-    alone = [cluster.launch_cost + time_alone_s(one, devices) for one in trace.arrivals]
+    alone = [cluster.launch_cost + time_alone_s(arrival, devices) for arrival in trace.arrivals]
     completions, end_s = without_gaps(
-        [(one.at_s, least_device_s(one, cluster.launch_cost) / devices) for one in trace.arrivals]
+        [
+            (arrival.at_s, least_device_s(arrival, cluster.launch_cost) / devices)
+            for arrival in trace.arrivals
+        ]
     )
-    ends = [one.at_s + alone_one for one, alone_one in zip(trace.arrivals, alone, strict=True)]
+    pairs = zip(trace.arrivals, alone, strict=True)
+    ends = [arrival.at_s + alone_s for arrival, alone_s in pairs]
     return {"mean completion": max(fmean(alone), fmean(completions)), "makespan": max(*ends, end_s)}
 
 

@@ -1,6 +1,4 @@
-"""Which plans may be tried after an out-of-memory failure, by the phase in which the program
-failed.
-"""
+"""Selects the plans to try after an out-of-memory failure, by the phase in which it happened."""
 
 from __future__ import annotations
 

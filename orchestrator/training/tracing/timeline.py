@@ -98,7 +98,7 @@ class PlaceVisit:
 
 @frozen
 class RecordedSteps:
-    """The same training step at two micro-batch sizes."""
+    """Records of a training step at two micro-batch sizes."""
 
     mode: ActivationCheckpointing
     sharded: bool
