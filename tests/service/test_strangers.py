@@ -173,17 +173,20 @@ def test_a_slow_upload_goes_on_while_it_makes_progress(
 
 
 @pytest.mark.parametrize("open_uploads", [8, 60])
-def test_slow_uploads_lock_no_other_out(world: World, tmp_path: Path, open_uploads: int) -> None:
+def test_slow_uploads_lock_no_other_out(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_uploads: int
+) -> None:
+    """The honest upload is answered long before the windows of the slow ones end."""
+    monkeypatch.setitem(WINDOW_S, Awaited.BODY, 120.0)
     (tmp_path / "sent").mkdir()
     digest, data = pack_folder(tmp_path / "sent")
     with ExitStack() as stack:
         port = stack.enter_context(serve_http(world.app))
         for _ in range(open_uploads):
             stack.enter_context(connect(port, upload("0" * 64, 10**6) + b"a"))
-        begun_s = time.monotonic()
         honest = stack.enter_context(connect(port, upload(digest, len(data)) + data))
+        honest.settimeout(WINDOW_S[Awaited.BODY] / 4)
         assert honest.recv(4096).startswith(b"HTTP/1.1 200")
-        assert time.monotonic() - begun_s < BUSY_S_MAX
 
 
 def test_an_upload_that_goes_on_outlives_a_crowd(
