@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.service.client import lifecycle
 from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.units import format_bytes
 from tests.commands import run_orc
 
 DECODER = """\
@@ -565,6 +567,23 @@ def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answer
 
 
 @pytest.mark.long
+def test_fit_marks_what_waits_in_host_memory_and_says_how_much(shell: Shell) -> None:
+    """Seven billion parameters in bf16 are 13 GiB: no card of 8 GB has room for them."""
+    large = ("model.decoder.hidden_size=4096", "model.decoder.num_hidden_layers=32")
+    options = [word for setting in (*large, "precision=bf16") for word in ("--set", setting)]
+    rows = shell.ask("fit", "lm.yaml", *options, "--json").data["rows"]
+    offloaded = [row for row in rows if row["offloads"]]
+    assert offloaded
+    assert all(" on host" in row["plan"] for row in offloaded)
+    assert all(" on host" not in (row["plan"] or "") for row in rows if row not in offloaded)
+    lines = shell.ask("fit", "lm.yaml", *options).out.splitlines()
+    marked = [line.split()[0] for line in lines if "GiB* " in line and line[0] != " "]
+    assert marked == [row["device"] for row in offloaded]
+    most_bytes = max(row["host_bytes"] for row in offloaded)
+    assert f"up to {format_bytes(most_bytes)}" in " ".join(lines)
+
+
+@pytest.mark.long
 def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(
     shell: Shell,
 ) -> None:
@@ -589,4 +608,9 @@ def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_a
     assert "512 tokens a sample" in output
     assert "assumed" in output
     assert "the card lacks; `--set precision=fp16`: rtx2080ti-11gb" in output
-    assert max(len(line.rstrip()) for line in output.splitlines() if "GiB" in line) <= 80
+    table = [line.rstrip() for line in output.splitlines() if re.match(r"\S+-[0-9]+gb ", line)]
+    cards = [line for line in table if line.startswith("rtx3090-24gb")]
+    assert len(re.findall(r"1x [0-9.]+ GiB [0-9.]+ s", cards[0])) == len(
+        {row["way"] for row in rows}
+    )
+    assert max(map(len, table)) <= 80

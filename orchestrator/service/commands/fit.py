@@ -20,6 +20,7 @@ from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
+from orchestrator.specs.choices import Offload
 from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
@@ -53,6 +54,8 @@ class FitRow(TypedDict):
     devices: int | None
     plan: str | None
     needed_bytes: int | None  # of each card
+    host_bytes: int | None  # of host memory on one machine
+    offloads: bool  # whether training state waits in host memory
     degradation: str | None
     step_s: float | None  # predicted; null where nothing is known of the speed
     why: str | None  # why there is no plan
@@ -149,10 +152,23 @@ def iterate_fit_rows(jobs_by_way: Sequence[tuple[str, JobSpec]]) -> Iterator[Fit
 
 def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
     device = _card_hardware(card_name, 1).device
-    best = None
-    why: str | None = "no plan fits, even on eight"
+    row = FitRow(
+        way=way,
+        device=card_name,
+        memory_bytes=device.memory,
+        devices=None,
+        plan=None,
+        needed_bytes=None,
+        host_bytes=None,
+        offloads=False,
+        degradation=None,
+        step_s=None,
+        why="no plan fits, even on eight of one machine",
+    )
     if not device.has(spec.precision):
-        why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
+        row["why"] = (
+            f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
+        )
     for count in COUNTS:
         try:
             best = _find_best_plan(
@@ -160,22 +176,27 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
                 _card_hardware(card_name, count),
             )
         except SpecError as error:
-            why = error.what if count == 1 else why
+            if count == 1:
+                row["why"] = error.what
+            continue
         if best is not None:
-            why = None
+            _add_plan(row, best)
             break
-    is_timed = best is not None and best.estimate.source not in WITHOUT_SECONDS
-    return FitRow(
-        way=way,
-        device=card_name,
-        memory_bytes=device.memory,
-        devices=None if best is None else best.plan.world_size,
-        plan=None if best is None else in_short(best.plan),
-        needed_bytes=None if best is None else needed_device_bytes(best, UNMEASURED),
-        degradation=None if best is None else best.degradation.name.lower(),
-        step_s=best.step_s if best is not None and is_timed else None,
-        why=why,
-    )
+    return row
+
+
+def _add_plan(row: FitRow, best: Candidate) -> None:
+    """Write the plan of the fewest devices into the row."""
+    plan = best.plan
+    row["devices"] = plan.world_size
+    row["plan"] = in_short(plan)
+    row["needed_bytes"] = needed_device_bytes(best, UNMEASURED)
+    row["host_bytes"] = best.host_bytes
+    row["offloads"] = plan.offload is not Offload.NONE or plan.activation_offload
+    row["degradation"] = best.degradation.name.lower()
+    if best.estimate.source not in WITHOUT_SECONDS:
+        row["step_s"] = best.step_s
+    row["why"] = None
 
 
 @cache

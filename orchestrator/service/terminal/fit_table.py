@@ -11,45 +11,47 @@ from orchestrator.service.commands.fit import FitRow
 from orchestrator.service.terminal.plain_tables import plain_table
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.units import format_bytes, format_seconds
+from orchestrator.specs.units import BINARY_UNITS, format_bytes, format_seconds
+
+ASSUMED_HOST = "A machine is taken to have twice its cards' memory, at least 64 GiB."
 
 
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
-    """Return a table with a row per GPU model: its memory, and for each way to train the fewest
-    GPUs and their bytes.
+    """Return a table with a row per GPU model: for each way to train the fewest GPUs, the bytes of
+    each, and the predicted seconds of a step.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = plain_table()
     table.add_column("CARD", no_wrap=True)
-    table.add_column("HAS", justify="right", no_wrap=True)
     for way in ways:
         table.add_column(way.upper(), no_wrap=True)
     for device in dict.fromkeys(row["device"] for row in rows):
         by_way = {row["way"]: row for row in rows if row["device"] == device}
-        has = format_bytes(by_way[ways[0]]["memory_bytes"])
-        table.add_row(
-            device, has, *(_fit_cell(by_way[way], with_step=len(ways) == 1) for way in ways)
-        )
-    length = (
-        f", {spec.data.sequence_length} tokens a sample" if spec.known_model is not None else ""
+        table.add_row(device, *(_fit_cell(by_way[way]) for way in ways))
+    settings = (
+        f"{spec.precision}, {spec.training.optimizer}, {spec.global_batch_size} samples a step"
     )
-    settings = f"{spec.precision}, {spec.training.optimizer}, {spec.global_batch_size} samples a step{length}"
-    head = [
-        Text(
-            spec.name if not is_assumed else str(spec.known_model and spec.known_model.hf),
-            style="bold",
+    model = spec.known_model
+    if model is not None:
+        settings += f", {spec.data.sequence_length} tokens a sample"
+    title = spec.name
+    if is_assumed:
+        title = str(model and model.hf)
+        settings = f"assumed: {settings}; `--set` changes them"
+    last = "Fewest cards of one machine, bytes of each, predicted time of a step."
+    host_bytes = [row["host_bytes"] or 0 for row in rows if row["offloads"]]
+    if host_bytes:
+        last += (
+            f" *: training state waits in host memory, up to {format_bytes(max(host_bytes))} of"
+            f" it. {ASSUMED_HOST}"
         )
-    ]
-    head.append(
-        Text(f"assumed: {settings}; `--set` changes them" if is_assumed else settings, style="dim")
-    )
-    last = f"Fewest cards of one machine, bytes of each{', predicted time of a step' if len(ways) == 1 else ''}."
     most = spec.gpus.max
     if not is_assumed and any((row["devices"] or 0) > most for row in rows):
         last += f" The job allows {most} (`gpus`); `--set gpus=N` allows more."
-    more = "`orc plan FILE --gpu CARD` says more."
+    more = "`orc plan FILE --gpu CARD` says more; `--gpu 16xCARD` plans on several machines."
     return Group(
-        *head,
+        Text(title, style="bold"),
+        Text(settings, style="dim"),
         Text(),
         table,
         Text(),
@@ -67,9 +69,14 @@ def _reason_lines(rows: Sequence[FitRow]) -> list[Text]:
     ]
 
 
-def _fit_cell(row: FitRow, *, with_step: bool) -> Text:
+def _fit_cell(row: FitRow) -> Text:
     if row["devices"] is None or row["needed_bytes"] is None:
         return Text("-", style="red")
-    step = f" {format_seconds(row['step_s'])}" if with_step and row["step_s"] is not None else ""
-    kind = "" if row["degradation"] == "exact" else f" {row['degradation']}"
-    return Text(f"{row['devices']}x {format_bytes(row['needed_bytes'])}{step}{kind}")
+    mark = "*" if row["offloads"] else ""
+    # Few digits: three ways with seconds stay within 80 columns.
+    words = [f"{row['devices']}x {row['needed_bytes'] / BINARY_UNITS['GiB']:.1f} GiB{mark}"]
+    if row["step_s"] is not None:
+        words.append(format_seconds(float(f"{row['step_s']:.2g}")))
+    if row["degradation"] != "exact":
+        words.append(str(row["degradation"]))
+    return Text(" ".join(words))
