@@ -10,3 +10,11 @@ class Order(StrEnum):
 
     ADAPTIVE = "adaptive"
     FIFO = "fifo"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Order | None:
+        """Return ADAPTIVE for an order of earlier versions, which journals still name."""
+        return cls.ADAPTIVE if value in REMOVED else None
+
+
+REMOVED = ("easy", "edf", "sjf", "tiresias")  # benchmarks/peers has them

@@ -6,10 +6,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from orchestrator.specs.fields import DEVICES_MAX, Name, Seconds, UserName
-from orchestrator.specs.order import Order
+from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
@@ -50,6 +50,13 @@ class PolicySpec(SpecModel):
     half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)
     reclaim: Literal["movable", "never"] = "movable"
     teams: tuple[TeamSpec, ...] = ()
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _refuse_removed(cls, order: object) -> object:
+        if order in REMOVED:
+            raise ValueError(f"order {order!r} was removed: take 'adaptive' or 'fifo'")
+        return order
 
     @model_validator(mode="after")
     def _check_order(self) -> PolicySpec:

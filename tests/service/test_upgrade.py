@@ -70,16 +70,22 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Home:
-    """A home folder, whose commands are of the release or of this code."""
+    """A home folder, and the place where the release or this code is installed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "home"
+        self.installed = folder / "installed"
 
-    def orc(self, code: Path, *arguments: str) -> Any:
+    def install(self, code: Path) -> None:
+        """Replace the installed code by this one, as `pip install --upgrade` does."""
+        self.installed.unlink(missing_ok=True)
+        self.installed.symlink_to(code)
+
+    def orc(self, *arguments: str) -> Any:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith("ORC_")}
         ended = subprocess.run(
             [sys.executable, "-m", "orchestrator.cli", *arguments, "--json"],
-            env={**inherited, "ORC_HOME": str(self.path), "PYTHONPATH": str(code)},
+            env={**inherited, "ORC_HOME": str(self.path), "PYTHONPATH": str(self.installed)},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -88,11 +94,11 @@ class Home:
         assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
         return json.loads(ended.stdout)
 
-    def submit(self, code: Path, name: str) -> str:
+    def submit(self, name: str) -> str:
         (self.folder / name).mkdir()
         file = self.folder / f"{name}.yaml"
         file.write_text(JOB.format(python=sys.executable, folder=self.folder, name=name))
-        (job_id,) = self.orc(code, "submit", str(file))["ids"]
+        (job_id,) = self.orc("submit", str(file))["ids"]
         return str(job_id)
 
     def stop_service(self) -> None:
@@ -110,7 +116,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home = Home(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     yield home
-    home.orc(ROOT, "down", "--force")
+    home.orc("down", "--force")
 
 
 def until(is_met: Any) -> None:
@@ -130,24 +136,22 @@ def schema_of(home: Path) -> str:
 def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
     older: Path, home: Home
 ) -> None:
-    home.orc(older, "up")
-    running, waiting = home.submit(older, "running"), home.submit(older, "waiting")
+    home.install(older)
+    home.orc("up")
+    running, waiting = home.submit("running"), home.submit("waiting")
     until((home.folder / "running" / "started").exists)
     assert schema_of(home.path) <= SCHEMA
     home.stop_service()
-    home.orc(ROOT, "up")
+    home.install(ROOT)
+    home.orc("up")
     assert schema_of(home.path) == SCHEMA
-    shown = home.orc(ROOT, "show", running)
+    shown = home.orc("show", running)
     assert (shown["status"], len(shown["attempts"])) == ("running", 1)
     for name in ("running", "waiting"):
         (home.folder / name / "go").touch()
     for name, job_id in (("running", running), ("waiting", waiting)):
-        until(
-            lambda job_id=job_id: (
-                home.orc(ROOT, "show", job_id)["status"] not in ("queued", "running")
-            )
-        )
-        shown = home.orc(ROOT, "show", job_id)
+        until(lambda job_id=job_id: home.orc("show", job_id)["status"] not in ("queued", "running"))
+        shown = home.orc("show", job_id)
         assert (shown["status"], len(shown["attempts"])) == ("succeeded", 1), shown
         assert (home.folder / name / "started").read_text() == "once\n", "it was run again"
         until(lambda job_id=job_id: statuses(home.path, job_id) == ["FINISHED"])

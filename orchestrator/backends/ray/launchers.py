@@ -7,6 +7,7 @@ takes another of the same agent. It never has two: where it ends, one attempt is
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import time
@@ -45,6 +46,7 @@ UNAVAILABLE_MAX = 60  # unanswered calls in a row before a launcher counts as lo
 UNAVAILABLE_WAIT_S = 0.5  # after each
 HOST_TIMEOUT_S = 5.0  # an idle host answers within some ms
 HOST_IDLE_S = 120.0  # then it ends
+HOST_PREFIX = "host/"  # of an actor's name
 HOST_LOOK_S = 5.0
 
 
@@ -108,8 +110,15 @@ class Hosted(NamedTuple):
     actor: Any
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call this method of the launcher, and return Ray's reference to the result."""
-        return self.actor.call.remote(self.attempt, method, *arguments)
+        """Call this method of the launcher, and return Ray's reference to the result.
+
+        Release 0.1.0 had no hosts: its actor is the launcher, and has the launcher's name. Ray
+        cannot load its class here, and then takes arguments only by name.
+        """
+        if self.host.startswith(HOST_PREFIX):
+            return self.actor.call.remote(self.attempt, method, *arguments)
+        names = list(inspect.signature(getattr(Launcher, method)).parameters)[1:]
+        return getattr(self.actor, method).remote(**dict(zip(names, arguments, strict=True)))
 
 
 class ActorGroup:
@@ -280,7 +289,9 @@ class RayLaunchers:
             ray.get(created, timeout=READY_TIMEOUT_S)
         except RayError as error:
             self.end_launchers(attempt)
-            return f"its launchers did not come up: {type(error).__name__}: {error}"
+            # the cause is the last line below Ray's traces
+            cause = str(error).strip().rpartition("\n")[2]
+            return f"its launchers did not come up: {type(error).__name__}: {cause}"
         return ActorGroup(hosted)
 
     def _reuse_host(
@@ -303,7 +314,7 @@ class RayLaunchers:
             self._kill_host(launcher)
 
     def _create_host(self, attempt: Attempt, node: str, node_id: str) -> Hosted:
-        name = f"host/{uuid.uuid4().hex}"
+        name = f"{HOST_PREFIX}{uuid.uuid4().hex}"
         actor: Any = ray.remote(LauncherHost)
         _record_host(attempt, node, name)
         self._nodes[name] = node_id
@@ -371,9 +382,7 @@ def _find_hosted(attempt: Attempt) -> dict[str, Hosted]:
     hosted = {}
     for part in attempt.placement:
         key = launcher_name(attempt, part.node)
-        name = internal_kv._internal_kv_get(key, namespace=_ray_namespace())
-        if name is None:
-            continue
+        name = internal_kv._internal_kv_get(key, namespace=_ray_namespace()) or key.encode()
         # No actor has that name; or it has just died, and Ray has dropped its class before its name
         # (an assertion of `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray
         # 2.60.0, seen on a busy machine).

@@ -74,9 +74,9 @@ def _fit_cell(row: FitRow) -> Text:
         return Text("-", style="red")
     mark = "*" if row["offloads"] else ""
     # Few digits: three ways with seconds stay within 80 columns.
-    words = [f"{row['devices']}x {row['needed_bytes'] / BINARY_UNITS['GiB']:.1f} GiB{mark}"]
+    parts = [f"{row['devices']}x {row['needed_bytes'] / BINARY_UNITS['GiB']:.1f} GiB{mark}"]
     if row["step_s"] is not None:
-        words.append(format_seconds(float(f"{row['step_s']:.2g}")))
+        parts.append(format_seconds(float(f"{row['step_s']:.2g}")))
     if row["degradation"] != "exact":
-        words.append(str(row["degradation"]))
-    return Text(" ".join(words))
+        parts.append(str(row["degradation"]))
+    return Text(" ".join(parts))
