@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import GIVEN, estimate_plan, parse_plan, plan_job
 from orchestrator.specs.choices import Engine, Optimizer
-from orchestrator.specs.cluster import make_idle_nodes
+from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import settings
@@ -91,6 +93,26 @@ def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_pr
     )
     assert alone["chosen"] is not None
     assert alone["unsure"] is None
+
+
+@pytest.mark.parametrize(
+    ("pins", "nodes", "experimental"),
+    [
+        ({"tp": 2}, make_idle_nodes(parse_cards("2xa100-80gb")), "tp"),
+        ({"pp": 2}, make_idle_nodes(parse_cards("2xa100-80gb")), "pp"),
+        ({"dp": 2}, make_idle_nodes(parse_cards("2xa100-80gb")), None),
+        ({"tp": 2}, [node(devices=2)], None),
+    ],
+)
+def test_a_plan_says_which_of_its_dimensions_no_machine_has_run(
+    pins: dict[str, int], nodes: Sequence[Node], experimental: str | None
+) -> None:
+    plans = plan_job(job(gpus={"min": 2, "max": 2}, plan=pins), nodes)
+    assert plans["chosen"] is not None
+    if experimental is None:
+        assert plans["experimental"] is None
+    else:
+        assert f"`--set plan.{experimental}=1` plans without" in str(plans["experimental"])
 
 
 def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:

@@ -62,6 +62,7 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.device_kind import DeviceTraits
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import (
@@ -148,6 +149,8 @@ class JobPlans(TypedDict):
     passed_over: str | None
     # that other plans may be as fast, and how to find out; None where none is near
     unsure: str | None
+    # which dimensions of the chosen plan no machine has run; None without any
+    experimental: str | None
 
 
 def plan_job(
@@ -330,6 +333,9 @@ def _plan_on_kind(
         unsure=None
         if chosen is None or probe is not None
         else _note_on_similar_plans(candidates, views, chosen),
+        experimental=None
+        if chosen is None
+        else _note_on_experiments(candidates[chosen].plan, hardware.device.kind.traits),
     )
     return _KindPlans(answer, hardware, candidates, calibrated)
 
@@ -434,6 +440,22 @@ def _note_on_similar_plans(
     return (
         f"{others} on as many devices may be as fast: predicted within {STEP_ERROR:.0%}, which is how far predictions "
         "are off in the median. `orc compare FILE --strategies frontier` measures them."
+    )
+
+
+def _note_on_experiments(plan: Plan, traits: DeviceTraits) -> str | None:
+    """Return a note on dimensions of the plan that no machine with several GPUs has run, and how to
+    plan without them; None without any. Virtual devices have run them all.
+    """
+    layout = plan.layout
+    ranks = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": plan.expert_parallel}
+    used = [dimension for dimension, count in ranks.items() if count > 1]
+    if not used or traits.is_virtual:
+        return None
+    pins = " ".join(f"--set plan.{dimension}=1" for dimension in used)
+    return (
+        f"Experimental: {', '.join(used)}. No machine with several GPUs has run it yet. "
+        f"`{pins}` plans without."
     )
 
 

@@ -62,8 +62,9 @@ def plan_panel(plans: JobPlans) -> RenderableType:
         parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
     if _is_timed(candidate) and plans["steps"] is not None:
         parts += [Text(), _totals_table(plans, chosen, plans["steps"])]
-    if plans["unsure"] is not None:
-        parts += [Text(), Text(plans["unsure"], style="yellow")]
+    for note in (plans["experimental"], plans["unsure"]):
+        if note is not None:
+            parts += [Text(), Text(note, style="yellow")]
     if is_estimate_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, peaks_table(candidate["estimate"], candidate["correction"])]
