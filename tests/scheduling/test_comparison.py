@@ -29,6 +29,7 @@ from orchestrator.specs.choices import (
     Engine,
     Offload,
     ParallelLayout,
+    Precision,
     ZeroStage,
 )
 from orchestrator.specs.events import NodesSeen
@@ -378,3 +379,24 @@ def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_withi
     assert len({row.strategy for row in view.rows}) == 4
     assert [row.loss_distance for row in view.rows] == pytest.approx([0, 0, 0.001, 0.002])
     assert view.setup.provenance["learning_rate"] == "0.001, 0.0001"
+
+
+@pytest.mark.parametrize(
+    ("stated", "has_knob", "precision"),
+    [
+        (Precision.FP32, False, None),
+        (Precision.BF16, False, "bf16"),
+        (Precision.FP32, True, "fp32"),
+    ],
+)
+def test_a_comparison_of_scripts_names_no_precision_that_nobody_stated(
+    *, stated: Precision, has_knob: bool, precision: str | None
+) -> None:
+    knobs = Knobs.model_validate({"precision": {"flag": "--dtype", "default": "fp32"}})
+    spec = script_spec(precision=stated, knobs=knobs if has_knob else Knobs())
+    jobs = [
+        replace(measured_job(number, replace(plan, precision=stated), 1.0), spec=spec)
+        for number, plan in enumerate((ON_ONE, ON_TWO), 1)
+    ]
+    rows = make_comparison(STATE, jobs, {}).rows
+    assert [row.settings.get("precision") for row in rows] == [precision] * 2

@@ -26,6 +26,7 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.pins import format_pins
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.metric_row import parse_metric_row
@@ -191,12 +192,21 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
-        settings=settings(last.plan),
+        settings=_list_known_settings(job.spec, last.plan),
         learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
         steps_s=(step_s,) if step_s else (),
         losses=() if last_loss is None else (last_loss,),
     )
+
+
+def _list_known_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
+    """Return the plan's settings as text by name, without a precision that nobody stated."""
+    return {
+        name: text
+        for name, text in settings(plan).items()
+        if name != "precision" or spec.is_precision_known
+    }
 
 
 def _predicted_row(state: State, job: Job) -> ComparisonRow:
@@ -233,7 +243,7 @@ def _predicted_row(state: State, job: Job) -> ComparisonRow:
         needed_bytes=needed,
         host_bytes=estimate.host_bytes,
         predicted_step_s=None if estimate.source in WITHOUT_SECONDS else candidate.step_s,
-        settings=settings(plan),
+        settings=_list_known_settings(job.spec, plan),
     )
 
 
@@ -284,8 +294,8 @@ def _outcome(job: Job) -> Outcome:
 def model_flops_utilisation(
     job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None
 ) -> float | None:
-    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are
-    unknown.
+    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs or
+    the precision are unknown.
     """
     share = RankShare(
         precision=plan.precision,
@@ -295,6 +305,8 @@ def model_flops_utilisation(
     )
     profile = find_rank_profile(read_model_request(job.spec), share)
     if device is None or not step_s or profile is None or not profile.forward_flops:
+        return None
+    if not job.spec.is_precision_known:
         return None
     if profile.source in WITHOUT_SECONDS:
         return None

@@ -161,6 +161,17 @@ class JobSpec(SpecModel):
         return self.command is not None
 
     @property
+    def is_precision_known(self) -> bool:
+        """Whether the job trains in the precision of its plans. A script computes in its own, unless
+        a knob tells it one; a file's fp32 is the default, and no statement.
+        """
+        return (
+            not self.is_script
+            or self.knobs.precision is not None
+            or self.precision is not Precision.FP32
+        )
+
+    @property
     def known_model(self) -> ModelSpec | None:
         """The model from which the job's costs follow: its own, or that declared of its script;
         None if unknown.
