@@ -82,6 +82,11 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     return Group(*parts)
 
 
+def _format_amount(amount: float) -> str:
+    """Return hours or money as text: `0.213`, `13.7`, `1,410`."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
 def _totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
     """Return a table of the whole training's cost by number of devices, with the plan that each
     number would run.
@@ -104,9 +109,9 @@ def _totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
             str(devices),
             format_seconds(candidate["step_s"]),
             format_seconds(total_s),
-            f"{devices * total_s / 3600:.3g}",
+            _format_amount(devices * total_s / 3600),
             format_bytes(candidate["needed_bytes"]),
-            *([] if price is None else [f"{price * devices * total_s / 3600:.3g}"]),
+            *([] if price is None else [_format_amount(price * devices * total_s / 3600)]),
             candidate["plan"],
         )
     return table
