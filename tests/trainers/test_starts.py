@@ -54,9 +54,11 @@ OWN = {
     },
     "training": {"max_steps": 4, "checkpoint_every_steps": 2},
 }
-# bars with rates, and what else in a log is of its time or process
+# A bar is drawn again after a tenth of a second: how many of them a log has is of its time.
+BARS = r"[^\r\n]*(it/s|s/it)[^\r\n]*[\r\n]*"
+# what else in a log is of its time or process
 NOISE = (
-    r"[^\r\n]*(it/s|s/it)[^\r\n]*|'train_(runtime|\w+_second)': '?[\d.]+'?|[\d.]+ ?s\b"
+    r"'train_(runtime|\w+_second)': '?[\d.]+'?|[\d.]+ ?s\b"
     r"|train-[\d_:.-]+|[\d:]+\.\d+ \d+ torch"
 )
 DRAWN = {"master_port", ".metadata", "manifest"}  # a checkpoint's own have its time
@@ -111,7 +113,7 @@ def record_of(folder: Path, drive: Drive, spec: JobSpec) -> tuple[list[str], dic
             record[name] = [without_times(json.loads(row)) for row in rows_of(path)]
         elif path.suffix == ".log":
             text = path.read_text().replace(str(folder), "FOLDER")
-            record[name] = re.sub(NOISE, "-", text)
+            record[name] = re.sub(NOISE, "-", re.sub(BARS, "", text))
         else:
             record[name] = path.read_bytes()
     return starts, record
