@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.server import MlflowServer, want_server
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import is_up, process_is_alive, read_service_file
 from orchestrator.service.client.endpoint import FILE, endpoint_text, make_endpoint
@@ -55,18 +55,18 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
     tmp_path: Path,
 ) -> None:
     home = tmp_path / "home"
-    start_service(home, None, None)
-    pid, ray, mlflow = (
-        int(read_service_file(home)["pid"]),
-        embedded_ray.read_record(home),
-        MlflowServer(home),
-    )
-    assert ray is not None
-    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.list_processes()}
-    assert len(before) >= 3
-    shutil.rmtree(home)
+    mlflow = MlflowServer(home)
     start_service(home, None, None)
     try:
+        want_server(home)
+        until(mlflow.list_processes, "MLflow", GONE_S)
+        ray = embedded_ray.read_record(home)
+        assert ray is not None
+        before = {int(read_service_file(home)["pid"]), *mlflow.list_processes()}
+        before |= {process for _, process, _ in ray["processes"]}
+        assert len(before) >= 3
+        shutil.rmtree(home)
+        start_service(home, None, None)
         until(
             lambda: not any(map(process_is_alive, before)),
             "what belonged to the removed home",
