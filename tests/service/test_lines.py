@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import yaml
 
 from orchestrator.service.commands.init.proposal import propose_job_file
@@ -54,10 +55,9 @@ def verdict_of(row: dict[str, Any]) -> str:
     return "misleading" if number else "honest"
 
 
-# Measured before anything was changed for them: right 41, honest 8, misleading 10, refused 1. These are left: ranks of
-# `mpiexec`, a launcher of the project's own, and a product that only code which is not here divides.
+# Measured before anything was changed for them: right 41, honest 8, misleading 10, refused 1. These are left: a launcher
+# of the project's own, and a product that only code which is not here divides.
 LEFT = {
-    "openai/guided-diffusion",
     "EleutherAI/gpt-neox",
     "eric-mitchell/direct-preference-optimization",
 }
@@ -70,3 +70,27 @@ def test_few_lines_are_read_as_another_batch_than_they_train() -> None:
     assert counts["right"] >= 40
     assert counts["right"] + counts["honest"] >= 56
     assert {repo for repo, verdict in verdicts.items() if verdict == "misleading"} <= LEFT
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "verdict"),
+    [
+        ("mpirun -n 4 python t.py --batch-size 16 --microbatch-size 2", [], "honest"),
+        ("srun -n 4 python t.py --batch_size 16 --micro_batch_size 2", [], "honest"),
+        ("mpirun -n 4 python t.py --total-batch-size 16 --microbatch-size 2", [], "right"),
+        ("mpirun -n 4 python t.py --batch-size 16 --batch-per-gpu 2", [], "right"),
+        (
+            "mpirun -n 4 python t.py --batch-size 16 --microbatch-size 2",
+            ["--batch-size=8|samples of a step over all ranks"],
+            "right",
+        ),
+        ("torchrun --nproc_per_node 4 t.py --batch_size 16 --micro_batch_size 2", [], "right"),
+    ],
+)
+def test_a_batch_of_one_rank_or_of_all_is_no_number_where_nothing_says_which(
+    typed: str, flags: list[str], verdict: str
+) -> None:
+    names = [word for word in shlex.split(typed) if "batch" in word]
+    others = [name for name in names if not any(flag.startswith(name) for flag in flags)]
+    files = {"t.py": [*others, *flags]}
+    assert verdict_of({"typed": typed, "files": files, "batch": 16}) == verdict

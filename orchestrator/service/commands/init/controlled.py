@@ -20,6 +20,7 @@ from orchestrator.service.commands.init.command_settings import (
     load_preset_knobs,
 )
 from orchestrator.service.commands.init.meanings import (
+    DEVICE_WORDS,
     FOLDERS_OF_ANYTHING,
     IN_ALL,
     PRECISIONS,
@@ -130,8 +131,11 @@ def choose_knobs(
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
     by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
     are_ranks = by_launcher or settings.find_all("nodes") or script.calls & set(SEVERAL_RANKS)
-    if not are_ranks:
-        batch = _drop_unclear_samples(batch, ranks or 1)
+    if ranks is not None and ranks > 1 and batch.samples is not None:
+        if not are_ranks and f"on {ranks} devices" in batch.origin:
+            batch = _drop_unclear_samples(batch, batch.samples // ranks, ranks)
+        elif typed.launch not in MODULE_OF and _is_total_unclear(settings, script):
+            batch = _drop_unclear_samples(batch, batch.samples, ranks)
     if any("total" in note and IN_TOKENS in note for note in settings.notes):
         batch = replace(batch, samples=None)  # how often it accumulates follows from that total
     differing = {
@@ -436,17 +440,34 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
 
 
-def _drop_unclear_samples(batch: Batch, ranks: int) -> Batch:
-    """Return the batch without a number where that assumes a batch for each of a script's own
-    devices; else unchanged.
+def _is_total_unclear(settings: Settings, script: Script) -> bool:
+    """Return whether the samples of a step are a plain batch size beside a micro-batch size, and
+    nothing says whether they are those of one rank or of all: no name, no help text, no division.
 
-    Nothing tells whether these devices are ranks, or one process that splits its batch
-    (`nn.DataParallel`). A note names both.
+    It is asked of ranks that no launcher of ours starts. Beside a launcher, a micro-batch is one
+    rank's, and the plain batch size that of all.
     """
-    if ranks == 1 or batch.samples is None or f"on {ranks} devices" not in batch.origin:
-        return batch
-    shared = f"{batch.samples // ranks} samples a step where all {ranks} devices share its batch"
-    note = f"CHECK: {shared}, {batch.samples} where each has one"
+    total = settings.find_effective("micro_batch_size", "global")
+    micro = settings.find_effective("micro_batch_size", "rank")
+    if total is None or micro is None:
+        return False
+    word = snake_case_word(total.name)
+    names = {*word.split("_"), *snake_case_word(micro.name).split("_")}
+    flag = script.flags_by_name.get(total.name)
+    is_named = flag is not None and flag.counts == "global"
+    return not (names & (IN_ALL | DEVICE_WORDS) or is_named or word in script.divided)
+
+
+def _drop_unclear_samples(batch: Batch, samples: int, ranks: int) -> Batch:
+    """Return the batch without a number of samples, since two are possible. A note names both.
+
+    Nothing tells whether all devices share a batch of `samples`, as those of one process do
+    (`nn.DataParallel`), or each has one.
+    """
+    note = (
+        f"CHECK: {samples} samples a step where all {ranks} devices share its batch, "
+        f"{samples * ranks} where each has one"
+    )
     return replace(batch, knobs={}, controlled=(), samples=None, notes=(*batch.notes, note))
 
 

@@ -25,6 +25,8 @@ PRECISIONS = {
 _BATCH_SIZE = VOCABULARY["batch_size"]
 BATCH = set(_BATCH_SIZE["batch"])
 PER_RANK = set(_BATCH_SIZE["per_rank"])
+# a batch size beside one of these counts all devices; beside a micro-batch it may be one rank's
+DEVICE_WORDS = PER_RANK - {"micro", "mbs", "microbatch"}
 IN_ALL = set(_BATCH_SIZE["in_all"])
 BATCH_WORDS = BATCH | PER_RANK | IN_ALL | set(_BATCH_SIZE["other"])
 ACCUMULATION_WORDS = set(VOCABULARY["accumulation"])
