@@ -55,8 +55,8 @@ def verdict_of(row: dict[str, Any]) -> str:
     return "misleading" if number else "honest"
 
 
-# Measured before anything was changed for them: right 41, honest 8, misleading 10, refused 1. These are left: a launcher
-# of the project's own, and a product that only code which is not here divides.
+# Measured before anything was changed for them: right 41, honest 8, misleading 10, refused 1. These are left: a
+# launcher of the project's own, and a product that only code which is not here divides.
 LEFT = {
     "EleutherAI/gpt-neox",
     "eric-mitchell/direct-preference-optimization",

@@ -131,11 +131,12 @@ def choose_knobs(
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
     by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
     are_ranks = by_launcher or settings.find_all("nodes") or script.calls & set(SEVERAL_RANKS)
-    if ranks is not None and ranks > 1 and batch.samples is not None:
+    samples = batch.samples
+    if ranks is not None and ranks > 1 and samples is not None:
         if not are_ranks and f"on {ranks} devices" in batch.origin:
-            batch = _drop_unclear_samples(batch, batch.samples // ranks, ranks)
+            batch = _drop_unclear_samples(batch, samples // ranks, ranks)
         elif typed.launch not in MODULE_OF and _is_total_unclear(settings, script):
-            batch = _drop_unclear_samples(batch, batch.samples, ranks)
+            batch = _drop_unclear_samples(batch, samples, ranks)
     if any("total" in note and IN_TOKENS in note for note in settings.notes):
         batch = replace(batch, samples=None)  # how often it accumulates follows from that total
     differing = {
