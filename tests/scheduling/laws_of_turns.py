@@ -10,7 +10,7 @@ from itertools import combinations
 from zoneinfo import ZoneInfo
 
 from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
-from orchestrator.scheduling.base.migration import held_placement_of
+from orchestrator.scheduling.base.migration import placement_kept_for_next_attempt
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
@@ -225,7 +225,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             if (
                 alike
                 and job.order < launch.job.order
-                and not (held_placement_of(launch.job) or launch.job.id in ahead)
+                and not (placement_kept_for_next_attempt(launch.job) or launch.job.id in ahead)
             ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 

@@ -355,7 +355,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "leave_time_by_job", lambda *_: {})
+    patch.setattr(index, "leave_time_s_by_job_id", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:

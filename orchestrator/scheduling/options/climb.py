@@ -102,7 +102,7 @@ def find_faster_option(
         shape = find_gang_shape(
             candidate.plan,
             devices_per_node=group.hardware.devices_per_node,
-            nodes=group.hardware.nodes,
+            node_count=group.hardware.nodes,
         )
         least_bytes = needed_free_bytes(candidate, calibrated, peaks)
         fits = (

@@ -31,16 +31,16 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice, ChoiceRule, allowed_fill_of
 from orchestrator.planning.ways_out import UnfitJob
-from orchestrator.scheduling.base.migration import required_open_s
+from orchestrator.scheduling.base.migration import required_open_node_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
     batch_independent_oom_bytes,
-    candidates_for_oom,
     find_lowerable_phase,
+    select_candidates_after_oom,
 )
 from orchestrator.scheduling.failures.observation import ran_out_of_memory, survived_oom
-from orchestrator.scheduling.failures.out_of_memory import min_loaded_bytes
+from orchestrator.scheduling.failures.out_of_memory import min_startup_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
 from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
@@ -163,7 +163,7 @@ def list_job_options(
     shapes = partial(
         find_gang_shape,
         devices_per_node=group.hardware.devices_per_node,
-        nodes=group.hardware.nodes,
+        node_count=group.hardware.nodes,
     )
 
     def options_from(
@@ -181,7 +181,7 @@ def list_job_options(
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                required_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                required_open_node_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
@@ -219,7 +219,7 @@ def list_job_options(
     why = partial(
         why_nothing_fits,
         UnfitJob(job.spec, group.hardware, device.memory, calibrated, job.refuted),
-        min_loaded_bytes(job, device.name),
+        min_startup_bytes(job, device.name),
     )
     candidate = find_likeliest(
         (
@@ -618,7 +618,7 @@ def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> I
 
     untried = (
         candidate
-        for candidate in candidates_for_oom(job.spec, here, candidates)
+        for candidate in select_candidates_after_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
         and device_bytes(candidate) < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max

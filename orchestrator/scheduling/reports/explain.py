@@ -25,7 +25,7 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import plan_kind_of
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
-from orchestrator.scheduling.failures.degrade import candidates_for_oom
+from orchestrator.scheduling.failures.degrade import select_candidates_after_oom
 from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
 from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
 from orchestrator.scheduling.options.probe import with_measured_memory
@@ -298,7 +298,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     ]
     answers = {
         replace(candidate.plan, phase_batch_sizes=())
-        for candidate in candidates_for_oom(job.spec, here, candidates)
+        for candidate in select_candidates_after_oom(job.spec, here, candidates)
     }
     for candidate in candidates:
         if candidate.plan == following.plan:

@@ -11,7 +11,7 @@ from statistics import NormalDist, median
 from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
-from orchestrator.scheduling.base.migration import expected_loss_s
+from orchestrator.scheduling.base.migration import expected_lost_training_s
 from orchestrator.scheduling.failures.observation import make_pace_observation
 from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
 from orchestrator.scheduling.policies.registry import index_of
@@ -496,7 +496,7 @@ def estimate_saved_step(
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
-    kept_s = max(0.0, at_s - expected_loss_s(job, at_s) - from_s)
+    kept_s = max(0.0, at_s - expected_lost_training_s(job, at_s) - from_s)
     trained = kept_s / max(end_s - from_s, at_s - from_s, OVERDUE_S)
     return job.spec.optimizer_steps - left + int(left * trained)
 

@@ -18,12 +18,15 @@ from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.sentences import (
     describe_status,
-    too_late_sentence,
+    too_late_for_maintenance_clause,
     waiting_sentence,
 )
 from orchestrator.scheduling.base.shape import GangShape
-from orchestrator.scheduling.base.start_windows import window_facts
-from orchestrator.scheduling.failures.places import device_sets_to_avoid, must_avoid_devices
+from orchestrator.scheduling.base.start_windows import start_window_facts
+from orchestrator.scheduling.failures.places import (
+    list_device_sets_to_avoid,
+    must_avoid_last_devices,
+)
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
@@ -210,8 +213,8 @@ class WaitExplainer:
 
         They are empty where no others could hold the job.
         """
-        places = device_sets_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
-        if not places or not must_avoid_devices(waiting.job):
+        places = list_device_sets_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
+        if not places or not must_avoid_last_devices(waiting.job):
             return set()
         with self._index.hiding_devices(places[-1]):
             return set(places[-1]) if has_startable_option(self._index, waiting, 0.0) else set()
@@ -349,7 +352,9 @@ class WaitExplainer:
                 verb = "are" if "," in nodes else "is"
                 return f"{nodes} {verb} in maintenance until {self._format_time(until_s)}"
             case Obstacle.MAINTENANCE:
-                return too_late_sentence(maintenance_facts(blocked.offer.entry, nodes))
+                return too_late_for_maintenance_clause(
+                    maintenance_facts(blocked.offer.entry, nodes)
+                )
             case Obstacle.MEMORY:
                 needed = format_bytes(blocked.offer.entry.least_bytes)
                 return f"other processes leave less than its {needed} on {len(devices)} of them, on {nodes}"
@@ -383,7 +388,7 @@ class WaitExplainer:
         needed = blocked.offer.entry.devices
         device = blocked.offer.pool.group.hardware.device.name
         if start_s > at_s and spec.start_window is not None:
-            return waiting_sentence(Pending.START_WINDOW, window_facts(spec, start_s))
+            return waiting_sentence(Pending.START_WINDOW, start_window_facts(spec, start_s))
         if start_s > at_s:
             return waiting_sentence(Pending.DEVICES, (("devices", needed), ("device", device)))
         if (

@@ -17,11 +17,11 @@ from orchestrator.planning.explain import describe_rejected_fastest
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_device_bytes
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.base.start_windows import start_hours_of, window_facts
+from orchestrator.scheduling.base.start_windows import make_start_hours, start_window_facts
 from orchestrator.scheduling.failures.places import (
-    device_sets_to_avoid,
-    format_places,
-    must_avoid_devices,
+    format_devices_or_nodes,
+    list_device_sets_to_avoid,
+    must_avoid_last_devices,
 )
 from orchestrator.scheduling.options.asks import Question, find_next_question
 from orchestrator.scheduling.options.job_options import (
@@ -188,7 +188,7 @@ def decide_on_job(
         by_s=by_s,
         devices_max=devices_max,
     )
-    places = device_sets_to_avoid(waiting.job, state.nodes, state.at_s)
+    places = list_device_sets_to_avoid(waiting.job, state.nodes, state.at_s)
     for devices in places:
         with index.hiding_devices(devices):
             outcome = decided()
@@ -196,7 +196,7 @@ def decide_on_job(
                 return outcome
             if (
                 devices is places[-1]
-                and must_avoid_devices(waiting.job)
+                and must_avoid_last_devices(waiting.job)
                 and has_startable_option(index, waiting, price)
             ):
                 return _name_avoided_devices(outcome, devices)
@@ -208,7 +208,7 @@ def _name_avoided_devices(
 ) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
         return None
-    return outcome._replace(facts=(*outcome.facts, ("avoided", format_places(devices))))
+    return outcome._replace(facts=(*outcome.facts, ("avoided", format_devices_or_nodes(devices))))
 
 
 def has_startable_option(index: SchedulerIndex, waiting: WaitingJob, price: float) -> bool:
@@ -286,10 +286,12 @@ def explain_wait(
     now_s = state.at_s
     lengths_s = (option.seconds for _, option in offers)
     fill_s = FILL_LAUNCHES * pool.launch_cost_s
-    start_s = start_hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
+    start_s = make_start_hours(spec, lengths_s, now_s, least_left_s=fill_s).first_start_s(
+        now_s, entry.seconds
+    )
     if start_s == now_s:
         return _wait_for_devices(pool, entry, now_s)
-    return Wait(code=Pending.START_WINDOW, facts=window_facts(spec, start_s))
+    return Wait(code=Pending.START_WINDOW, facts=start_window_facts(spec, start_s))
 
 
 def price_options(
@@ -338,15 +340,15 @@ def make_earliest_start(
     spec = waiting.job.spec
     wanted = index.devices_used_by_shorter_jobs(now_s)
     fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
-    hours = start_hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
+    hours = make_start_hours(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
-        return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
+        return lambda offer, from_s: hours.first_start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: PricedOption, from_s: float) -> float:
         room_s = leaves_headroom_from_s(
             wanted, offer.pool, offer.entry.devices, offer.entry.seconds
         )
-        return hours.start_s(max(from_s, room_s), offer.entry.seconds)
+        return hours.first_start_s(max(from_s, room_s), offer.entry.seconds)
 
     return with_room
 
@@ -445,7 +447,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
     if job.spec.start_window is not None:
         return Wait(
             code=Pending.START_WINDOW,
-            facts=window_facts(job.spec, later.slot.start_s),
+            facts=start_window_facts(job.spec, later.slot.start_s),
             reservation=reservation,
         )
     return Wait(

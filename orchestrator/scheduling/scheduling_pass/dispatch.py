@@ -12,7 +12,11 @@ from orchestrator.planning.profiles import find_own_settings
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.base.migration import (
+    can_move,
+    make_migration,
+    placement_kept_for_next_attempt,
+)
 from orchestrator.scheduling.base.time_limits import stop_at_time_limit
 from orchestrator.scheduling.failures.observation import make_running_observation
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
@@ -74,7 +78,7 @@ def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
         if cause is StopCause.MAINTENANCE:
             nodes = ", ".join(part.node for part in job.attempts[-1].placement)
             why = f"stopped for the maintenance of {nodes}"
-        leaving, stop = request_migration(job, cause, why, state.at_s)
+        leaving, stop = make_migration(job, cause, why, state.at_s)
         index.update_job(job, leaving)
         state = with_job(state, leaving)
         stops.append(stop)
@@ -126,7 +130,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     assert attempt.pace is not None, "it told what it measured"
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
-    leaving, stop = request_migration(
+    leaving, stop = make_migration(
         job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
@@ -262,7 +266,7 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) ->
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        leaving, stop = request_migration(
+        leaving, stop = make_migration(
             move.job, move.cause, move.why, state.at_s, move.held_placement
         )
         state = spend_credit(state, STOPS, index.devices, move.cost_device_s)
@@ -305,7 +309,7 @@ def _decide_waiting_jobs(
         if slot is not None:
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
-        if held_placement := held_placement_of(waiting.job):
+        if held_placement := placement_kept_for_next_attempt(waiting.job):
             devices_max = device_count(held_placement)
             job_price = index.tuning.price_idle
         else:

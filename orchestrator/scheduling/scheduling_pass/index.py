@@ -17,22 +17,22 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import (
     closed_windows_by_node,
-    leave_time_by_job,
+    leave_time_s_by_job_id,
     next_closing_or_opening_s,
     suspended_until_s_by_device,
 )
 from orchestrator.scheduling.base.migration import (
     can_be_stopped,
     can_move,
-    held_placement_of,
     is_elastic,
     may_move_to_more_devices,
+    placement_kept_for_next_attempt,
 )
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.base.start_windows import (
-    leave_at_closing_s,
+    leave_for_window_close_at_s,
     leaves_at_close,
-    next_opening_s,
+    next_window_opening_s,
 )
 from orchestrator.scheduling.base.time_limits import time_limit_end_s, time_limit_reached_at_s
 from orchestrator.scheduling.base.tuning import select_tuning
@@ -217,7 +217,7 @@ class SchedulerIndex:
             (self.running, runs),
             (self.stoppable, runs and can_be_stopped(job)),
             (self.growing, runs and is_elastic(job) and may_move_to_more_devices(job)),
-            (self._claiming, runs and bool(held_placement_of(job))),
+            (self._claiming, runs and bool(placement_kept_for_next_attempt(job))),
             (self._windowed, runs and leaves_at_close(job.spec)),
         ):
             if belongs:
@@ -430,11 +430,13 @@ class SchedulerIndex:
         closes.
         """
         running = self.running.values() if self._has_maintenance else ()
-        for job_id, time_s in leave_time_by_job(self.state, running).items() if running else ():
+        for job_id, time_s in (
+            leave_time_s_by_job_id(self.state, running).items() if running else ()
+        ):
             yield LeavingJob(time_s, job_id, StopCause.MAINTENANCE)
         for job in self._windowed.values():
             if can_move(job):
-                ends_s = leave_at_closing_s(job.spec, job.attempts[-1].launched_at_s)
+                ends_s = leave_for_window_close_at_s(job.spec, job.attempts[-1].launched_at_s)
                 yield LeavingJob(ends_s, job.id, StopCause.WINDOW)
 
     def list_unanswered(self, at_s: float) -> Iterator[str]:
@@ -473,7 +475,7 @@ class SchedulerIndex:
         """Return a queue entry for the job, even if it does not wait; it is first if devices are
         kept for it.
         """
-        rank = -inf if held_placement_of(job) else self.policy.rank(job)
+        rank = -inf if placement_kept_for_next_attempt(job) else self.policy.rank(job)
         size = self.options.remaining_work_of(job)
         priority = self.priority_of(job)
         return WaitingJob(job, rank, size.device_s, priority, self.policy.presses_s(job))
@@ -501,7 +503,8 @@ class SchedulerIndex:
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
         ends_s = min(
-            self.time_limit_end_s(job, attempt), leave_at_closing_s(job.spec, attempt.launched_at_s)
+            self.time_limit_end_s(job, attempt),
+            leave_for_window_close_at_s(job.spec, attempt.launched_at_s),
         )
         length_s = min(length_s, ends_s - attempt.launched_at_s)
         return extend_expected_end_s(attempt.launched_at_s, length_s, self.state.at_s)
@@ -590,7 +593,7 @@ class SchedulerIndex:
 
     def _expect_opening(self, job: Job, after_s: float) -> None:
         if job.spec.start_window is not None:
-            heappush(self._openings, (next_opening_s(job.spec, after_s), job.id))
+            heappush(self._openings, (next_window_opening_s(job.spec, after_s), job.id))
 
     def _add_to_queue(self, waiting: WaitingJob) -> None:
         self.lines.setdefault(self._queue_key(waiting), WaitQueue()).add(waiting)

@@ -13,13 +13,13 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
+from orchestrator.scheduling.base.credit import STOPS, credit_suffices_at_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
     can_move,
-    expected_loss_s,
-    stopped_at_s,
+    expected_lost_training_s,
+    last_moved_at_s,
 )
 from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
@@ -109,7 +109,7 @@ def stoppable_for_gain_from_s(index: SchedulerIndex, moving: MovableJob) -> floa
     never.
     """
     rested_s = moving.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
-    affordable_s = credit_suffices_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
+    affordable_s = credit_suffices_at_s(index.state, STOPS, index.devices, moving.cost_device_s)
     return max(moving.trained_s, rested_s, affordable_s)
 
 
@@ -560,7 +560,7 @@ def list_movable_jobs(
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             trained_s = attempt.launched_at_s + (1 + min_trained_launches) * pool.launch_cost_s
-            stopped_s = stopped_at_s(job) if len(job.attempts) > 1 else -inf
+            stopped_s = last_moved_at_s(job) if len(job.attempts) > 1 else -inf
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield MovableJob(
                 job,
@@ -571,7 +571,7 @@ def list_movable_jobs(
                 max(trained_s, stopped_s + between_s),
                 index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
-                expected_loss_s(job, at_s),
+                expected_lost_training_s(job, at_s),
                 stopped_s,
                 at_s - attempt.launched_at_s,
             )

@@ -200,7 +200,9 @@ def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Pat
 
 def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
     project = find_project(log_path)
-    scan = LogScan(log=log_path.name, markers=project.phases if project is not None else {})
+    scan = LogScan(
+        log_name=log_path.name, pattern_by_phase=project.phases if project is not None else {}
+    )
     feed_log(scan, log_path)
     return rank_end(log_path, rank, exit_code, scan, scan.findings)
 

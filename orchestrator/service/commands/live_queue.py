@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
+from orchestrator.scheduling.base.migration import can_be_stopped, make_migration
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import (
     QueueSimulation,
@@ -115,7 +115,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
         )
         if attempt.status is not AttemptStatus.STOPPING:
             why = "moved to the other cluster"
-            job, _ = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
+            job, _ = make_migration(job, StopCause.MAINTENANCE, why, state.at_s)
             state = with_job(state, job)
     policy = cluster.policy
     return replace(
