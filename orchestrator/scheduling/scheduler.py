@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.base.job_updates import archive_if_done
-from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.demand import record_demand
-from orchestrator.scheduling.queue.dependencies import on_dependency_ended
+from orchestrator.scheduling.policies.registry import make_index
+from orchestrator.scheduling.queue.demand import add_to_demand
+from orchestrator.scheduling.queue.dependencies import remove_ended_dependency
 from orchestrator.scheduling.scheduling_pass.dispatch import (
-    fail_unanswered,
+    fail_jobs_with_unanswered_questions,
     move_to_faster_plan,
     run_decision_round,
+    stop_jobs_over_time_limit,
     stop_leaving_jobs,
-    stop_over_time_limit,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply_event
@@ -46,7 +46,7 @@ class Scheduler:
     """
 
     def __init__(self, state: State) -> None:
-        self._index = index_of(state)
+        self._index = make_index(state)
 
     @property
     def state(self) -> State:
@@ -65,14 +65,14 @@ class Scheduler:
         state = index.state = _with_demand(before, state, index, event)
         if isinstance(event, Submitted) and event.more:
             return immediate
-        state, expired = stop_over_time_limit(state, index)
+        state, expired = stop_jobs_over_time_limit(state, index)
         state, stopped = stop_leaving_jobs(state, index)
         state, climbing = (
             move_to_faster_plan(state, index, event)
             if isinstance(event, PaceReported)
             else (state, ())
         )
-        state, given_up = fail_unanswered(state, index)
+        state, given_up = fail_jobs_with_unanswered_questions(state, index)
         actions = (*immediate, *expired, *stopped, *climbing, *given_up)
         news = (*immediate, *given_up)
         while True:
@@ -155,8 +155,8 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
-    _, length_s, device_s = index.options.remaining_work_of(waiting.job)
-    return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
+    _, length_s, device_s = index.options.find_remaining_work(waiting.job)
+    return replace(state, demand=add_to_demand(state.demand, state.at_s, length_s, device_s))
 
 
 def _update_dependents(
@@ -166,9 +166,9 @@ def _update_dependents(
     done: list[Action] = []
     ended = _ended_jobs(actions)
     for predecessor in ended:
-        for job_id in index.followers_of(predecessor.id):
+        for job_id in index.list_dependent_job_ids(predecessor.id):
             dependant = state.jobs[job_id]
-            job = on_dependency_ended(dependant, predecessor)
+            job = remove_ended_dependency(dependant, predecessor)
             state, archived = archive_if_done(state, job)
             index.update_job(dependant, job)
             if job.status.ended:

@@ -18,10 +18,10 @@ from orchestrator.scheduling.failures.verdict import (
     describe_missing_checkpoint,
     describe_unmatched_patterns,
 )
-from orchestrator.scheduling.options.lengths import learn_duration
-from orchestrator.scheduling.options.probe import failed_by_batch_of_one
+from orchestrator.scheduling.options.lengths import add_run_length
+from orchestrator.scheduling.options.probe import failed_because_of_single_sample
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
-from orchestrator.scheduling.queue.fair_share import charge_usage
+from orchestrator.scheduling.queue.fair_share import add_attempt_to_usage
 from orchestrator.specs.actions import Record, Stop, Transition
 from orchestrator.specs.attempt import (
     Attempt,
@@ -180,7 +180,7 @@ def _apply_released(state: State, event: Released) -> Transition:
         or attempt.released
     ):
         return state, ()
-    state = replace(state, usage=charge_usage(state, job, attempt))
+    state = replace(state, usage=add_attempt_to_usage(state, job, attempt))
     return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
 
 
@@ -208,7 +208,7 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     if failure is not None:
         job = _name_unread_files(job, event.evidence)
-    runs = learn_duration(state.runs, job, attempt, failure)
+    runs = add_run_length(state.runs, job, attempt, failure)
     if runs is not state.runs:
         state = replace(state, runs=runs)
     observed = make_observation(job, attempt, capacity_bytes)
@@ -257,7 +257,7 @@ def _apply_failure(job: Job, attempt: Attempt, failure: Failure, at_s: float) ->
     if attempt.probe and (
         restart is not None
         or failure.kind is FailureKind.PROBED
-        or failed_by_batch_of_one(attempt, failure)
+        or failed_because_of_single_sample(attempt, failure)
     ):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:

@@ -13,7 +13,7 @@ from benchmarks.measured import Arrival, MeasuredBackend, misjudge
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
     QueueSimulation,
@@ -123,7 +123,7 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
         state, _ = played(*queue)
         forecasts = make_quick_forecast(state)
         plays = QueueSimulation(
-            state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0
+            state, make_index(state), dict.fromkeys(state.jobs, 0.0), 0
         ).run_until_ended([*forecasts])
         off_h += [
             abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()

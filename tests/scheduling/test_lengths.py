@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from orchestrator.scheduling import transitions
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.forecasts import expected_jobs
@@ -174,7 +174,7 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
 def test_a_length_that_is_never_learned_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transitions, "learn_duration", lambda runs, *_: runs)
+    monkeypatch.setattr(transitions, "add_run_length", lambda runs, *_: runs)
     with pytest.raises(AssertionError):
         test_a_script_takes_as_long_for_a_step_as_its_last_run()
 
@@ -207,7 +207,7 @@ def test_so_is_the_parent_of_the_parent() -> None:
     grandchild = script({1: 60.0}, priority="high", depends_on=["job-4"])
     state, launches = played(*family("normal"), submitted(5, grandchild, 5.0), *gone(1, 200.0))
     assert "job-3" in launches
-    assert index_of(state).priority_of(state.jobs["job-3"]) == 100
+    assert make_index(state).priority_of(state.jobs["job-3"]) == 100
 
 
 def test_a_running_parent_of_an_urgent_job_is_not_stopped_for_less() -> None:

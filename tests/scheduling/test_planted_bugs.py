@@ -23,7 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import equal_fair_share_place
+from orchestrator.scheduling.queue.fair_share import equal_fair_share_key
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -105,13 +105,13 @@ def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     for kind in FailureKind:
         patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
     patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
 
@@ -256,10 +256,10 @@ def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
     """A job starts however the job that it depends on ended."""
-    true_answer = scheduler.on_dependency_ended
+    true_answer = scheduler.remove_ended_dependency
     patch.setattr(
         scheduler,
-        "on_dependency_ended",
+        "remove_ended_dependency",
         lambda job, ended: true_answer(job, replace(ended, status=JobStatus.SUCCEEDED)),
     )
 
@@ -286,9 +286,9 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
-        "_unreserved_from_s",
+        "_first_unreserved_s",
         lambda self, number, device, start_s, _: max(
-            start_s, self._device_free_times(number)[device]
+            start_s, self._list_device_free_times(number)[device]
         ),
     )
 
@@ -298,7 +298,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_place)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_key)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "charge_usage", lambda state, *_: state.usage)
+    patch.setattr(core, "add_attempt_to_usage", lambda state, *_: state.usage)
 
 
 def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ def held_jobs_start(patch: pytest.MonkeyPatch) -> None:
 
 
 def limits_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "stop_over_time_limit", lambda state, _index: (state, ()))
+    patch.setattr(scheduler, "stop_jobs_over_time_limit", lambda state, _index: (state, ()))
 
 
 def tried_again_past_the_limit(patch: pytest.MonkeyPatch) -> None:

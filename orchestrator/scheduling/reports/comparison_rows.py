@@ -19,7 +19,7 @@ from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
-from orchestrator.scheduling.options.job_options import calibration_for
+from orchestrator.scheduling.options.job_options import make_calibration_for_job
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
 from orchestrator.specs.cluster import DeviceSpec
@@ -244,7 +244,7 @@ def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, in
     None where the job has no plans.
     """
     for group in (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared)):
-        calibrated = calibration_for(state, job, group.hardware.device.name)
+        calibrated = make_calibration_for_job(state, job, group.hardware.device.name)
         try:
             candidates = find_frontier(read_plan_request(job.spec), group.hardware, calibrated)
         except SpecError:

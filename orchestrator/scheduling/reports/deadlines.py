@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import JobForecast, make_quick_forecast
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
+from orchestrator.scheduling.scheduling_pass.preemption import find_jobs_to_stop_for_deadline
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -35,7 +35,7 @@ def describe_late_jobs(state: State, ids: Iterable[str]) -> dict[str, str]:
     ]
     forecasts = make_quick_forecast(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, forecasts.get(job.id))]
-    index = index_of(state)
+    index = make_index(state)
     missed = [job for job in missed if job.id in forecasts or _is_near_deadline(index, job)]
     helped = _find_jobs_with_victims(index, forecasts) if missed else set[str]()
     return {job.id: _describe_remedies(state, job) for job in missed if job.id not in helped}
@@ -78,7 +78,9 @@ def _find_jobs_with_victims(
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = find_array_wait(index, waiting.job, Counter()) is None
         moves = (
-            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else ()
+            find_jobs_to_stop_for_deadline(index, [(waiting, by_s)], index.state.at_s)
+            if may_start
+            else ()
         )
         if moves:
             helped.add(waiting.job.id)
@@ -93,7 +95,7 @@ def _is_near_deadline(index: SchedulerIndex, job: Job) -> bool:
     Where its duration is unknown, the deadline itself must have come.
     """
     assert job.deadline_s is not None, job.id
-    length_s = index.options.remaining_work_of(job).duration_s
+    length_s = index.options.find_remaining_work(job).duration_s
     return job.deadline_s - MARGIN * length_s <= index.state.at_s
 
 

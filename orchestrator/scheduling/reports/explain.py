@@ -27,7 +27,10 @@ from orchestrator.planning.trust import plan_kind_of
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import select_candidates_after_oom
 from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
-from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
+from orchestrator.scheduling.options.job_options import (
+    make_calibration_for_job,
+    measured_peak_bytes_by_plan,
+)
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
@@ -91,7 +94,7 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
     if group is None or not (candidates := _list_job_plans(state, job, group)):
         return None
     device = group.hardware.device
-    calibrated = calibration_for(state, job, device.name)
+    calibrated = make_calibration_for_job(state, job, device.name)
     measured = measured_peak_bytes_by_plan(job, device.name)
     if not is_real_prediction(candidates[0].estimate, calibrated.correction):
         return None
@@ -357,7 +360,7 @@ def _list_job_plans(state: State, job: Job, group: NodeGroup | None) -> tuple[Ca
     if group is None:
         return ()
     try:
-        calibrated = calibration_for(state, job, group.hardware.device.name)
+        calibrated = make_calibration_for_job(state, job, group.hardware.device.name)
         request = read_plan_request(with_measured_memory(job.spec, calibrated))
         return find_frontier(request, group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch

@@ -13,11 +13,18 @@ from types import MappingProxyType
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.base.migration import expected_lost_training_s
 from orchestrator.scheduling.failures.observation import make_pace_observation
-from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.options.job_options import (
+    JobOptions,
+    count_steps_left,
+    measured_step_time_factors,
+)
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.scheduling.scheduling_pass.decide import device_second_price, expected_reservation
+from orchestrator.scheduling.scheduling_pass.decide import (
+    make_expected_reservation,
+    price_of_device_second,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import (
@@ -91,7 +98,7 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
     ][:RANGED_MAX]
     played = _keep_first_waiting(state, forecasts)
     spreads = {job.id: duration_log_spread(state.observations, job) for job in played.jobs.values()}
-    index = index_of(played)
+    index = make_index(played)
     plays = [
         QueueSimulation(played, index, spreads, sample).run_until_ended(near)
         for sample in range(SAMPLES + 1)
@@ -142,7 +149,7 @@ def make_quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[
 
     Jobs in `hurried` use the option that ends first, at any cost.
     """
-    return _PlacementForecast(index_of(state), hurried).place_all()
+    return _PlacementForecast(make_index(state), hurried).place_all()
 
 
 def duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
@@ -178,8 +185,8 @@ def may_show_step_time(
         return True
     if attempt is not None and attempt.pace is not None:
         return True
-    calibrated = index.options.calibration_of(job, device.name)
-    return bool(calibrated.step_factors or own_step_factors(job, device.name))
+    calibrated = index.options.find_calibration(job, device.name)
+    return bool(calibrated.step_factors or measured_step_time_factors(job, device.name))
 
 
 def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
@@ -201,7 +208,7 @@ class _PlacementForecast:
         self._hurried = hurried
         self._forecasts: dict[str, JobForecast] = {}
         self._arrays = _RunningArrays()
-        self._price = device_second_price(index)
+        self._price = price_of_device_second(index)
         self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
@@ -268,12 +275,14 @@ class _PlacementForecast:
     def _place_job(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
         job = waiting.job
         price = 0.0 if job.id in self._hurried else self._price
-        reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
+        reservation = make_expected_reservation(
+            self._index, waiting, price, earliest_s=from_s, end_by_s=by_s
+        )
         if reservation is None:
             return
-        self._index.reserve((reservation,), backfill=True)
+        self._index.reserve((reservation,), if_any_is_idle=True)
         knows_length = True
-        for profile, menu in self._index.options.options_of(waiting):
+        for profile, menu in self._index.options.find_options(waiting):
             if isinstance(menu, JobOptions):
                 entry = menu.entries[0]
                 device = profile.group.hardware.device
@@ -291,7 +300,7 @@ class _PlacementForecast:
         self._arrays.add_running(job, reservation.end_s)
 
     def _queue_followers(self, job_id: str) -> None:
-        for follower_id in self._index.followers_of(job_id):
+        for follower_id in self._index.list_dependent_job_ids(job_id):
             job = self._state.jobs[follower_id]
             if job.held_by is None and all(other.job in self._forecasts for other in job.waits_for):
                 ready_s = max(self._forecasts[other.job].end_s for other in job.waits_for)
@@ -492,7 +501,7 @@ def estimate_saved_step(
     unknown.
     """
     pool = index.pool_of(attempt)
-    left = steps_left(job, attempt)
+    left = count_steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s

@@ -28,7 +28,7 @@ from orchestrator.scheduling.failures.places import (
     must_avoid_last_devices,
 )
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import (
     PricedOption,
@@ -37,8 +37,8 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     find_array_wait,
     find_start_slot,
     has_startable_option,
-    maintenance_facts,
-    make_earliest_start,
+    make_earliest_start_function,
+    make_maintenance_facts,
     price_options,
 )
 from orchestrator.scheduling.scheduling_pass.index import waits_for_devices
@@ -106,7 +106,7 @@ class WaitExplainer:
             for job in state.jobs.values()
             if any(not attempt.released for attempt in job.attempts)
         ]
-        self._index = index_of(replace(state, jobs=Jobs(holding)))
+        self._index = make_index(replace(state, jobs=Jobs(holding)))
         self._index.reserve(state.reservations)
         self._nodes = {node.name: node for node in state.nodes}
         self._holders = job_id_by_held_device(state)
@@ -186,7 +186,7 @@ class WaitExplainer:
         """Return (the job's queue entry, all options with which it could run)."""
         waiting = self._index.make_queue_entry(job)
         return waiting, price_options(
-            self._index, self._index.options.options_of(waiting), 0.0, job.spec
+            self._index, self._index.options.find_options(waiting), 0.0, job.spec
         )
 
     # what excludes what
@@ -294,7 +294,7 @@ class WaitExplainer:
         needed = "waits for " + " or ".join(
             f"{count} free {name}" for name, count in fewest.items()
         )
-        menus = {id(pool): menu for pool, menu in self._index.options.options_of(waiting)}
+        menus = {id(pool): menu for pool, menu in self._index.options.find_options(waiting)}
         small = [
             f"{len(free)} {pool.group.hardware.device.name}"
             for pool, free in zip(self._index.pools, self._free, strict=True)
@@ -353,7 +353,7 @@ class WaitExplainer:
                 return f"{nodes} {verb} in maintenance until {self._format_time(until_s)}"
             case Obstacle.MAINTENANCE:
                 return too_late_for_maintenance_clause(
-                    maintenance_facts(blocked.offer.entry, nodes)
+                    make_maintenance_facts(blocked.offer.entry, nodes)
                 )
             case Obstacle.MEMORY:
                 needed = format_bytes(blocked.offer.entry.least_bytes)
@@ -380,7 +380,7 @@ class WaitExplainer:
         state = self._state
         spec = waiting.job.spec
         at_s = self._state.at_s
-        opening = make_earliest_start(
+        opening = make_earliest_start_function(
             self._index, waiting, [blocked.offer for blocked in startable], at_s, inf
         )
         times_s = [(opening(blocked.offer, at_s), blocked) for blocked in startable]
@@ -411,11 +411,11 @@ class WaitExplainer:
         beside free devices.
         """
         if self._order is None:
-            jobs = [entry.job for entry, _ in index_of(self._state).policy.in_order()]
+            jobs = [entry.job for entry, _ in make_index(self._state).policy.in_order()]
             self._order = [
                 job.id for job in jobs if not find_array_wait(self._index, job, self._arrays)
             ]
-        if not self._index.policy.may_overtake(waiting):
+        if not self._index.policy.lets_later_jobs_overtake(waiting):
             return (
                 None if self._order[0] == waiting.job.id else f"starts none before {self._order[0]}"
             )
@@ -493,7 +493,7 @@ class WaitExplainer:
         gpus = job.spec.gpus.model_copy(update={"min": 1, "max": least - 1})
         smaller = replace(job, spec=job.spec.model_copy(update={"gpus": gpus}))
         waiting, sizes = self._list_options(smaller)
-        opening = make_earliest_start(self._index, waiting, sizes, self._state.at_s, inf)
+        opening = make_earliest_start_function(self._index, waiting, sizes, self._state.at_s, inf)
         counts = [
             size.offer.entry.devices
             for size in self._list_blocked_options(waiting, sizes)
@@ -516,7 +516,9 @@ class WaitExplainer:
         def starts(entry: SizeOption, lifted: Obstacle | None = None) -> bool:
             changed = offer._replace(entry=entry)
             is_open = (
-                make_earliest_start(self._index, waiting, [changed], at_s, inf)(changed, at_s)
+                make_earliest_start_function(self._index, waiting, [changed], at_s, inf)(
+                    changed, at_s
+                )
                 <= at_s
             )
             return is_open and self._find_obstacles(job, changed, free, hidden, lifted).can_start

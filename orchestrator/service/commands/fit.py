@@ -15,7 +15,7 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.options.job_options import choice_rule_of
+from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
@@ -195,7 +195,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
         return None
     mildest = candidates[0].degradation
     alike = [candidate for candidate in candidates if candidate.degradation is mildest]
-    rule = choice_rule_of(placeholder_job(spec), "", UNMEASURED, alike[0])
+    rule = make_choice_rule(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
         fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes

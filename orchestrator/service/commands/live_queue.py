@@ -11,7 +11,7 @@ from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_be_stopped, make_migration
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
     QueueSimulation,
     SimulatedAttempt,
@@ -59,7 +59,7 @@ def simulate_queue(
         state, saved = move_state(state, cluster)
     coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
-        state, index_of(state), {}, 0, saved_steps=saved, list_submissions=coming.iterate_due
+        state, make_index(state), {}, 0, saved_steps=saved, list_submissions=coming.iterate_due
     )
     play.run_until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
@@ -92,7 +92,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
     jobs that lose their devices).
     """
     nodes = make_idle_nodes(cluster)
-    index = index_of(state)
+    index = make_index(state)
     devices = {
         (node.name, node.device.name, device) for node in nodes for device in range(node.devices)
     }

@@ -45,7 +45,7 @@ from orchestrator.planning.ways_out import (
     list_ways_out,
 )
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
-from orchestrator.scheduling.options.job_options import choice_rule_of
+from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
@@ -388,7 +388,7 @@ def _choose_plans(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = choice_rule_of(placeholder_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = make_choice_rule(placeholder_job(spec), "", calibrated, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting

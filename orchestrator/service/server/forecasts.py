@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.scheduling.reports.forecast import (
     JobForecast,
     make_forecast,
@@ -125,7 +125,7 @@ def _expected_job(job: Job, expected: JobForecast | None, waits: WaitExplainer) 
         start_range_s=None,
         end_range_s=None,
         deadline_s=job.deadline_s,
-        says_length=steps_left(job) is not None,
+        says_length=count_steps_left(job) is not None,
         why=waits.explain_wait(job)
         if expected and job.status is JobStatus.QUEUED
         else describe_status_with_holder(job),

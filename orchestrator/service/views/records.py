@@ -17,7 +17,7 @@ from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
@@ -452,7 +452,7 @@ def _format_span(low: int, high: int) -> str:
 def _progress_view(job: Job, heartbeats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(heartbeats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in heartbeats if beat.step_s]
-    left = steps_left(job, job.last) if job.spec.is_script else None
+    left = count_steps_left(job, job.last) if job.spec.is_script else None
     # a script counts from its checkpoint on
     begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left
     return ProgressView(

@@ -66,7 +66,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     for name, team in teams.items():
         members = sorted(
             (user for user in users if policy.team_of(user).name == name),
-            key=lambda u: (tree.place_of_user(u), u),
+            key=lambda u: (tree.fair_share_key_of_user(u), u),
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(
