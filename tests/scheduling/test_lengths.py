@@ -167,7 +167,10 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
     for event in events:
         scheduler.step(event)
     assert scheduler.state.runs
-    assert scheduler.expected_ends_s() == Scheduler(scheduler.state).expected_ends_s()
+    assert (
+        scheduler.expected_end_s_by_job_id()
+        == Scheduler(scheduler.state).expected_end_s_by_job_id()
+    )
     assert make_quick_forecast(scheduler.state)["job-2"].knows_end
 
 

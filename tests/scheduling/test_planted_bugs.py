@@ -190,7 +190,7 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
         job, attempt = core._find_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
             state = with_job(
-                state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
+                state, core._replace_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
             )
             event = replace(event, evidence=replace(event.evidence, ranks=()))
         return true_finished(state, event)

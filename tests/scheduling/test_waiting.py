@@ -190,7 +190,7 @@ def test_a_reservation_is_named_with_its_job_and_time() -> None:
 def sooner(events: list[Event], job_id: str) -> tuple[str, ...]:
     state, launches = played(*events)
     assert job_id not in launches
-    return WaitExplainer(state).list_remedies(state.jobs[job_id])
+    return WaitExplainer(state).describe_start_and_remedies(state.jobs[job_id])
 
 
 def test_the_start_of_a_job_is_told_with_the_ends_that_it_waits_for() -> None:

@@ -59,7 +59,12 @@ def simulate_queue(
         state, saved = move_state(state, cluster)
     coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
-        state, make_index(state), {}, 0, saved_steps=saved, list_submissions=coming.iterate_due
+        state,
+        make_index(state),
+        {},
+        0,
+        saved_step_by_job_id=saved,
+        list_submissions=coming.iterate_due,
     )
     play.run_until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]

@@ -12,9 +12,9 @@ from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.scheduling.reports.forecast import (
     JobForecast,
+    add_measured_paces,
     make_forecast,
     make_quick_forecast,
-    with_measured_paces,
 )
 from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.service.views.expected import ExpectedJob
@@ -108,7 +108,7 @@ def expected_jobs(state: State, now_s: float, *, with_ranges: bool = True) -> li
     Without ranges it takes a hundredth of the time.
     """
     expectations = (make_forecast if with_ranges else make_quick_forecast)(
-        with_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
+        add_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
     )
     waits = WaitExplainer(state)
     rows = [_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]

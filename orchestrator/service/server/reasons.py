@@ -38,7 +38,7 @@ class Reasons:
         no devices.
         """
         with self._lock:
-            return self._newest_waits().list_remedies(job)
+            return self._newest_waits().describe_start_and_remedies(job)
 
     def _newest_waits(self) -> WaitExplainer:
         state = self._state()

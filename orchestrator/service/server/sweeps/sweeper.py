@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
-from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, make_sweep_report
+from orchestrator.scheduling.reports.sweep import SweepReport, make_sweep_report, was_stopped_early
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
@@ -270,7 +270,7 @@ class Sweeper:
         ]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
-            running.study.record_end(trial.number, value, stopped=is_stopped_early(job))
+            running.study.record_end(trial.number, value, stopped=was_stopped_early(job))
             if curve.last is not None:
                 self._sweeps.store_metric_value(job.id, curve.last)
             running.over[trial.number] = job.status
