@@ -97,7 +97,10 @@ def _holder(client: Client) -> str:
     )
     job_id = client.submit_job({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
     until_s = time.monotonic() + PATIENCE_S
-    while not client.fetch_job(job_id)[0]["attempts"] or not client.read_log(job_id, 1, 0, 0)[0]:
+    while (
+        not client.fetch_job(job_id)[0]["attempts"]
+        or not client.read_log_and_offset(job_id, 1, 0, 0)[0]
+    ):
         assert time.monotonic() < until_s, client.fetch_job(job_id)[0]
         time.sleep(0.2)
     return job_id
@@ -174,7 +177,7 @@ def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figu
         "a queued job": lambda: client.fetch_job("lm-2"),
         "the cluster": client.fetch_cluster,
         "the teams": client.list_teams,
-        "a log": lambda: client.read_log(holder, 1, 0, 0),
+        "a log": lambda: client.read_log_and_offset(holder, 1, 0, 0),
         "the whole queue": client.list_jobs,
     }
     took_s: dict[str, list[float]] = {name: [] for name in reads}

@@ -120,22 +120,22 @@ def fit(job: JobInput, **overrides: Any) -> list[FitRow]:
 
     `hf:NAME` is a transformers model. Raises SpecError for bad input.
     """
-    from orchestrator.service.commands.fit import fit_job
+    from orchestrator.service.commands.fit import read_job_and_fit_rows
 
     source = job if isinstance(job, str) and job.startswith("hf:") else _job_source(job)
-    return fit_job(source, _format_overrides(overrides))[1]
+    return read_job_and_fit_rows(source, _format_overrides(overrides))[1]
 
 
 def _read_to_plan(
     job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
     """Return (job, nodes to plan for, observations made on them)."""
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
-    nodes, observations = select_hardware(_select_service(None), path, gpu)
+    nodes, observations = select_nodes_and_observations(_select_service(None), path, gpu)
     scope = partial(trace_scope, nodes)
     spec = read_job(_job_source(job), _format_overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
@@ -365,7 +365,7 @@ class Job:
     def fetch(self, to: str | Path) -> Path:
         """Download the job's output to the new folder `to`, all or nothing; return that folder."""
         folder = Path(to).expanduser()
-        self._connection.fetch_output(self.id, folder)
+        self._connection.download_output_and_count(self.id, folder)
         return folder
 
 

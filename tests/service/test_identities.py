@@ -145,7 +145,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     assert show(home, bob)["status"] == "succeeded"
     assert (attempt_folder / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
-        client.read_log(bob, 1, 1, 0)
+        client.read_log_and_offset(bob, 1, 1, 0)
     prepare_home(home)  # as every `orc up` does
     with pytest.raises(SpecError, match="the user has no user id here"):
         submit(home, folder, "eve", python, SCRIPT, str(go))

@@ -172,13 +172,13 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
     notifier = Notifier(
         spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
     )
-    assert notifier.test_targets([]) == {"hook": None}
+    assert notifier.send_test_notices([]) == {"hook": None}
     (_, body), *_ = hook.got
     assert json.loads(body)["type"] == "orc.test"
     hook.status = 404
-    assert notifier.test_targets(["hook"]) == {"hook": "it answered 404"}
+    assert notifier.send_test_notices(["hook"]) == {"hook": "it answered 404"}
     with pytest.raises(SpecError, match="no such target"):
-        notifier.test_targets(["hok"])
+        notifier.send_test_notices(["hok"])
     assert world.by(Role.MEMBER).post("/notify/test", json={}).status_code == 403
     assert world.by(Role.OPERATOR, "ben").post("/notify/test", json={}).json() == {"problems": {}}
     world.journal.close()

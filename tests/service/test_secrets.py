@@ -119,7 +119,7 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
                     120.0,
                 )
                 log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
-                texts[name] = log, client.read_log(job_id, 1, 0, 0)[0]
+                texts[name] = log, client.read_log_and_offset(job_id, 1, 0, 0)[0]
         log, shown = texts["sees"]
         assert "('PATH', " in log
         assert "('MY_SETTING', 'passed-on')" in log

@@ -320,7 +320,7 @@ class Carrier:
     def __init__(self, client: Any) -> None:
         self.client, self.sent = client, list[str]()
 
-    def missing_uploads(self, digests: list[str]) -> list[str]:
+    def list_missing_uploads(self, digests: list[str]) -> list[str]:
         return list(
             self.client.post("/uploads/missing", json={"digests": digests}).json()["missing"]
         )

@@ -45,7 +45,9 @@ ASSUMED: JsonObject = {
 
 
 class FitRow(TypedDict):
-    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and that plan."""
+    """One way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and
+    that plan.
+    """
 
     way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str
@@ -59,8 +61,8 @@ class FitRow(TypedDict):
 
 
 def model_job_data(model_name: str) -> JsonObject:
-    """Return job-file data that trains all weights of a transformers model, named by a folder or a
-    hub name.
+    """Return job-file data of a job that trains all weights of this transformers model, a folder or
+    a hub name.
     """
     return {"name": "fit", "gpus": 1, "model": {"hf": model_name}, **ASSUMED}
 
@@ -85,17 +87,16 @@ def model_script_data(model_name: str) -> JsonObject:
     return {"name": "fit", "gpus": 1, **assumed, **script}
 
 
-def fit_job(
+def read_job_and_fit_rows(
     job: JobSource | str,
     overrides: Sequence[Override] = (),
     home: Path = DEFAULT_HOME,
     *,
     allow_other_machine: bool = False,
 ) -> tuple[JobSpec, list[FitRow]]:
-    """Return (job, one row per way and GPU model). The job is read from a file, or made for a model
-    `hf:NAME`.
+    """Return (job, one row per way to train and GPU model).
 
-    Raises SpecError.
+    The job is read from a file, or made for a model `hf:NAME`. Raises SpecError for bad input.
     """
     name = job.removeprefix("hf:") if isinstance(job, str) else None
     read = partial(
@@ -126,7 +127,8 @@ def _trace_on_cuda(_: JobSpec) -> TraceScope:
 
 
 def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
-    """Return (name, job) of each way to fine-tune the job's model (full, adapters), untraced.
+    """Return (name, job) of each way to fine-tune the job's model (all weights, adapters); models
+    are not traced yet.
 
     A script, or a model without a hub name, has one way.
     """
@@ -141,7 +143,9 @@ def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
 
 
 def iterate_fit_rows(jobs_by_way: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
-    """Yield a row per GPU model and way, smallest GPU first. The job's own `gpus` is ignored."""
+    """Yield a row per GPU model and way to train, smallest GPU first. The job's own `gpus` is
+    ignored.
+    """
     for name in sorted(load_devices(), key=lambda name: _card_hardware(name, 1).device.memory):
         for way, spec in jobs_by_way:
             yield _make_fit_row(way, spec, name)
@@ -185,8 +189,8 @@ def _card_hardware(card_name: str, card_count: int) -> Hardware:
 
 
 def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
-    """Return the plan that an idle cluster would run, as `orc plan` shows it; None where no plan
-    fits.
+    """Return the plan that the scheduler would choose on an idle cluster, as `orc plan` shows it;
+    None where no plan fits.
     """
     plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
     memory_bytes = hardware.device.memory

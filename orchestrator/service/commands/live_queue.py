@@ -17,7 +17,12 @@ from orchestrator.scheduling.reports.forecast import (
     SimulatedAttempt,
     estimate_saved_step,
 )
-from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
+from orchestrator.service.commands.simulate import (
+    Outcome,
+    Simulated,
+    make_report,
+    training_time_alone_s,
+)
 from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
 from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
@@ -56,7 +61,7 @@ def simulate_queue(
     if is_live:
         state = replace(state, policy=cluster.policy)
     else:
-        state, saved = move_state(state, cluster)
+        state, saved = move_state_to_cluster(state, cluster)
     coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
         state,
@@ -92,9 +97,11 @@ def simulate_queue(
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
-def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return (the scheduler's state on another cluster, {job id: saved step or None} of running
-    jobs that lose their devices).
+def move_state_to_cluster(
+    state: State, cluster: ClusterSpec
+) -> tuple[State, dict[str, int | None]]:
+    """Return (state of the scheduler on another cluster, {job id: saved step or None} of jobs that
+    lose their devices).
     """
     nodes = make_idle_nodes(cluster)
     index = make_index(state)
@@ -129,8 +136,8 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs submitted during a simulation: `more_jobs` at its start, and trials as soon as their sweeps
-    allow them.
+    """Jobs that are submitted during a simulation: new ones at its start, and trials when their
+    sweeps allow them.
     """
 
     def __init__(
@@ -140,8 +147,8 @@ class FutureSubmissions:
         coming_trials: ComingTrials,
         home: Path,
     ) -> None:
-        """Prepare the submissions. Raises SpecError for a job in `more_jobs` of unknown duration, or
-        that the service would refuse.
+        """Prepare the submissions. Raises SpecError for a new job of unknown duration, or one that
+        the service would refuse.
         """
         self.jobs: list[Job] = []
         self._begins: list[Submitted] = []
@@ -162,19 +169,22 @@ class FutureSubmissions:
                 self._trials[event.array] = deque(rest)
             self._begins.append(self._record_job(replace(event, spec=first)))
 
-    def iterate_due(self, state: State) -> Iterator[Submitted]:
+    def iterate_due(self, scheduler_state: State) -> Iterator[Submitted]:
         """Yield the submissions that are due in this state of the scheduler."""
         begins = self._begins
         self._begins = []
         yield from begins
-        live = Counter(job.array for job in state.live_jobs if job.spec.trial is not None)
-        order = state.submitted + len(begins)
+        live = Counter(job.array for job in scheduler_state.live_jobs if job.spec.trial is not None)
+        order = scheduler_state.submitted + len(begins)
         for sweep, rest in self._trials.items() if not begins else ():
             while (
                 rest and (trial := rest[0].trial) is not None and live[sweep] < trial.max_concurrent
             ):
                 spec = rest.popleft()
-                if spec.deadline is not None and spec.deadline.due_s(state.at_s) <= state.at_s:
+                if (
+                    spec.deadline is not None
+                    and spec.deadline.due_s(scheduler_state.at_s) <= scheduler_state.at_s
+                ):
                     rest.clear()
                     break
                 order += 1
@@ -182,7 +192,9 @@ class FutureSubmissions:
                 spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
                 name = f"{spec.name}-{order}"
                 yield self._record_job(
-                    Submitted(job_id=name, order=order, spec=spec, at_s=state.at_s, array=sweep)
+                    Submitted(
+                        job_id=name, order=order, spec=spec, at_s=scheduler_state.at_s, array=sweep
+                    )
                 )
 
     def _record_job(self, event: Submitted) -> Submitted:
@@ -209,8 +221,9 @@ def _job_outcome(
     *,
     knows_end: bool,
 ) -> Outcome:
-    """Return a job's outcome, with times in seconds from `now_s` on. Without `knows_end` it has no
-    end.
+    """Return what became of a job in the simulation, with times in seconds after `now_s`.
+
+    Without `knows_end` its end is unknown.
     """
     attempts = tuple(
         SimulatedProcess(
@@ -231,7 +244,7 @@ def _job_outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + time_alone_s(arrival, device_count, attempts),
+        alone_s=launch_cost_s + training_time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

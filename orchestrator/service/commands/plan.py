@@ -92,7 +92,7 @@ TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
-    """A plan with its costs, and why it is rejected (None: it is accepted)."""
+    """A plan with its predicted costs, and why it is rejected (None: it is accepted)."""
 
     plan: str
     settings: dict[str, str]
@@ -116,7 +116,7 @@ class CandidateView(TypedDict):
 
 
 class WayOutView(TypedDict):
-    """A change with which a job that fits nowhere would fit."""
+    """A change to the job with which a job that fits nowhere would fit."""
 
     label: str
     plan: str | None
@@ -127,7 +127,9 @@ class WayOutView(TypedDict):
 
 
 class JobPlans(TypedDict):
-    """The frontier (plans that no other beats) of a job on one kind of device, fastest first, and the chosen plan."""
+    """The plans of a job on one kind of device that no other plan beats, fastest first, and the
+    chosen one.
+    """
 
     job: str
     device: str
@@ -164,7 +166,7 @@ def plan_job(
     decides. `trace_model` returns a job with the profile of its model, which adds adapters to the advice.
     Raises SpecError if there are too few devices, or no kind can run the job.
     """
-    return _choose_device_kind(spec, nodes, observations, trace_model).answer
+    return _plan_on_first_fitting_kind(spec, nodes, observations, trace_model).answer
 
 
 def export_job(
@@ -174,7 +176,7 @@ def export_job(
 
     Raises SpecError where no plan fits, and as `export_plan`.
     """
-    on_kind = _choose_device_kind(spec, nodes, observations, None)
+    on_kind = _plan_on_first_fitting_kind(spec, nodes, observations, None)
     chosen = on_kind.answer["chosen"]
     if chosen is None:
         raise SpecError(on_kind.answer["nothing_fits"] or "no plan fits", source="--export")
@@ -182,7 +184,7 @@ def export_job(
     return export_plan(spec, plan, on_kind.hardware.devices_per_node, folder)
 
 
-def _choose_device_kind(
+def _plan_on_first_fitting_kind(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
@@ -209,7 +211,7 @@ def _choose_device_kind(
         raise errors[0]
     if not any(forecast.fits_empty for forecast in forecasts):
         forecasts = [
-            replace(forecast, answer=_choose_likeliest(forecast)) for forecast in forecasts
+            replace(forecast, answer=_choose_likeliest_plan(forecast)) for forecast in forecasts
         ]
     fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
     return next(fitting, forecasts[0])
@@ -249,9 +251,10 @@ class _KindPlans:
         )
 
 
-def _choose_likeliest(kind_plans: _KindPlans) -> JobPlans:
-    """Return the plans with the one chosen that most likely fits an empty device; none if free
-    memory is too small for it.
+def _choose_likeliest_plan(kind_plans: _KindPlans) -> JobPlans:
+    """Return the plans, with the one chosen that most likely fits an empty device.
+
+    None is chosen where only the free memory is too small.
     """
     candidate = find_likeliest(
         (
@@ -368,7 +371,9 @@ def placeholder_job(spec: JobSpec) -> Job:
 
 
 class _ChosenPlans(NamedTuple):
-    """Indices of the plans that an idle cluster would run, among a job's candidates."""
+    """Indices, among a job's candidate plans, of those that the scheduler would choose on an idle
+    cluster.
+    """
 
     by_devices: list[int]  # on each number of devices, fewest first
     chosen: int | None  # of all of them
@@ -380,15 +385,15 @@ def _choose_plans(
     hardware: Hardware,
     candidates: Sequence[Candidate],
     views: Sequence[CandidateView],
-    calibrated: Calibration,
+    calibration: Calibration,
 ) -> _ChosenPlans:
-    """Return the indices of the plans that an idle cluster would run: per number of devices, and of
-    all.
+    """Return the indices of the plans that the scheduler would choose: per number of devices, and
+    of all.
     """
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = make_choice_rule(placeholder_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = make_choice_rule(placeholder_job(spec), "", calibration, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting
@@ -415,7 +420,7 @@ def _choose_plans(
 def _note_on_similar_plans(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
-    """Return a note on other strategies with as many devices and nearly the same predicted step
+    """Return a note on other strategies on as many devices with nearly the same predicted step
     time; None without any.
     """
     best = candidates[chosen_index].plan
@@ -452,7 +457,7 @@ def _strategy_key(plan: Plan) -> tuple[object, ...]:
 
 
 def _view_candidate(
-    candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
+    candidate: Candidate, free_bytes: Sequence[int], calibration: Calibration
 ) -> CandidateView:
     """Return a candidate plan with its costs and its verdict, as JSON. The plan must fit the
     smallest of the devices that it uses.
@@ -462,11 +467,11 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = correction_of_step_time(plan, calibrated.step_factors)
-    correction = calibrated.activation_factor_of(plan, estimate)
+    factor = correction_of_step_time(plan, calibration.step_factors)
+    correction = calibration.activation_factor_of(plan, estimate)
     is_memory_known = is_real_prediction(estimate, correction)
-    measured = is_measured(plan, estimate, calibrated)
-    chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
+    measured = is_measured(plan, estimate, calibration)
+    chance = fit_probability(candidate, capacity_bytes, calibration) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
     return CandidateView(
@@ -478,14 +483,14 @@ def _view_candidate(
         busy_share=candidate.busy_share,
         estimate=estimate_view(estimate, correction),
         correction=correction,
-        needed_bytes=needed_device_bytes(candidate, calibrated),
+        needed_bytes=needed_device_bytes(candidate, calibration),
         capacity_bytes=capacity_bytes,
         fit_probability=chance,
-        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibrated),
+        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibration),
         reported_fit_probability=reported_fit_probability(
-            plan, estimate, calibrated, capacity_bytes
+            plan, estimate, calibration, capacity_bytes
         ),
-        rejected=why_rejected(candidate, capacity_bytes, calibrated),
+        rejected=why_rejected(candidate, capacity_bytes, calibration),
     )
 
 
@@ -499,15 +504,16 @@ def _group_nodes(nodes: Sequence[Node]) -> list[NodeGroup]:
 
 
 def _list_free_bytes(nodes: Iterable[Node]) -> list[int]:
-    """Return the free bytes of every device, largest first."""
+    """Return the free bytes of each device of these nodes, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
 def trace_scope(
     nodes: Sequence[Node], spec: JobSpec, plan_settings: Sequence[Override] | None = None
 ) -> TraceScope:
-    """Return the scope for tracing a model: all plans on the devices of these nodes, or the one
-    plan in `plan_settings`.
+    """Return which plans a trace of the model must cover.
+
+    They are all plans on the devices of these nodes, or only the plan in `plan_settings`.
     """
     cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _group_nodes(nodes)}
     return TraceScope(
@@ -533,7 +539,7 @@ def estimate_plan(
     combination.
     """
     plan = parse_plan(spec, plan_settings)
-    _check_degrees(spec, plan)
+    _check_pipeline_and_expert_degrees(spec, plan)
     groups = _group_nodes(nodes)
     group = next(
         (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
@@ -568,7 +574,7 @@ def estimate_plan(
     return _view_candidate(candidate, free_bytes, calibrated)
 
 
-def _check_degrees(spec: JobSpec, plan: Plan) -> None:
+def _check_pipeline_and_expert_degrees(spec: JobSpec, plan: Plan) -> None:
     """Raise SpecError where a pipeline stage would have no layer, or experts cannot be spread over
     so many ranks.
     """

@@ -74,7 +74,7 @@ class Notifier:
             ]
         )
 
-    def test_targets(self, target_names: Sequence[str]) -> dict[str, str | None]:
+    def send_test_notices(self, target_names: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to these targets, or to all if none is named. Return {name: error, or
         None}.
 

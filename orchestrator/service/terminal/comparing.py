@@ -192,13 +192,15 @@ def _submit_comparison(
     """Submit the jobs of a new comparison of strategies, and return their ids."""
     from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.commands.compare import choose_strategies, make_comparison_jobs
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.intake.intake import read_options
 
     service = select_service(home)
     overrides = read_options(settings, pins)
     (spec,) = read_and_upload_jobs(service, [file], overrides, home, only_one=True)
-    choices = choose_strategies(spec, choice, *select_hardware(service, None), micro_batch_choice)
+    choices = choose_strategies(
+        spec, choice, *select_nodes_and_observations(service, None), micro_batch_choice
+    )
     specs = make_comparison_jobs(spec, choices, steps, repeats, learning_rates)
     ids = client.submit_jobs([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"

@@ -130,7 +130,7 @@ def _iterate_log_bytes(
 ) -> Iterator[bytes]:
     if until_end:
         yield from client.follow_log(job_id, attempt_number, rank, offset)
-    elif text := client.read_log(job_id, attempt_number, rank, offset)[0]:
+    elif text := client.read_log_and_offset(job_id, attempt_number, rank, offset)[0]:
         yield text
 
 

@@ -200,7 +200,7 @@ def get(
 ) -> None:
     """Fetch the output folder of a job, whole or not at all."""
     folder = (to or Path(job_id)).expanduser()
-    size_bytes, left_out = connect_client(home).fetch_output(job_id, folder)
+    size_bytes, left_out = connect_client(home).download_output_and_count(job_id, folder)
     summary = f"{format_bytes(size_bytes)} are in {folder}."
     if left_out:
         summary += f" Links that leave the folder were left out: {left_out}."

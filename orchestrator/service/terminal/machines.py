@@ -23,10 +23,10 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     Present problems of the service, such as devices that the driver cannot read, stand above it as comments.
     """
-    from orchestrator.service.client.lifecycle import find_cluster
+    from orchestrator.service.client.lifecycle import find_cluster_and_notes
     from orchestrator.service.intake.cluster_file import format_cluster
 
-    cluster, notes = find_cluster(home.expanduser())
+    cluster, notes = find_cluster_and_notes(home.expanduser())
     notes = (*notes, *_list_problems(home))
     if as_json:
         print_answer({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")

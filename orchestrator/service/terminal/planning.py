@@ -68,7 +68,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import (
         export_job,
         plan_job,
@@ -79,7 +79,7 @@ def plan(
     from orchestrator.service.terminal.plan_tables import plan_panel
 
     overrides = read_options(settings, pins)
-    nodes, observations = select_hardware(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_service(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -117,13 +117,13 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.plan_tables import candidate_panel
 
     overrides = read_overrides(settings)
-    nodes, observations = select_hardware(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_service(home), cluster, cards)
     plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -148,7 +148,7 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
-    from orchestrator.service.commands.fit import fit_job
+    from orchestrator.service.commands.fit import read_job_and_fit_rows
     from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.fit_table import fit_panel
     from orchestrator.specs.published import load_published
@@ -165,7 +165,9 @@ def fit(
 
     source = Path(job) if name is None else job
     with show_spinner("planning on each card"):
-        spec, rows = fit_job(source, overrides, home, allow_other_machine=SERVER.get() is not None)
+        spec, rows = read_job_and_fit_rows(
+            source, overrides, home, allow_other_machine=SERVER.get() is not None
+        )
     print_answer(
         {"job": spec.name, "rows": rows},
         as_json,
@@ -190,7 +192,7 @@ def calibrate(
 
     client = connect_client(home)
     outcomes = read_outcomes(tracking_uri)
-    new = client.send_observations(outcomes)
+    new = client.send_and_count_new_observations(outcomes)
     print_answer(
         {"found": len(outcomes), "new": new},
         as_json,

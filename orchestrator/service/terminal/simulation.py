@@ -120,9 +120,9 @@ def _simulate_live_queue(cluster: ClusterSpec, home: Path, *, is_live: bool) -> 
     """
     from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.live_queue import advance_to_now, simulate_queue
-    from orchestrator.service.commands.replay import read_queue
+    from orchestrator.service.commands.replay import read_state_and_coming_trials
 
-    state, to_come = read_queue(find_journal_url(home), home)
+    state, to_come = read_state_and_coming_trials(find_journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         make_console(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")

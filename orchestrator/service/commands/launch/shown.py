@@ -17,11 +17,10 @@ PARENTS_MAX = 4  # folders above an output folder that may be the work folder
 
 
 def read_records(folder: Path) -> Records:
-    """Return the records of the command line that ran last in a work folder, or that wrote an
+    """Return the records of the `orc launch` that ran last in a work folder, or that wrote an
     output folder.
 
-    Its last attempt is judged, but no file is changed. Raises SpecError where no command line ran
-    there.
+    Its last attempt is judged, but no file is changed. Raises SpecError where there is none.
     """
     newest = max(
         _iterate_record_files(folder.resolve()),
@@ -39,7 +38,7 @@ def read_records(folder: Path) -> Records:
 
 
 def _iterate_record_files(folder: Path) -> Iterator[Path]:
-    """Yield the record file of each command line in a work folder; if none, of those whose output
+    """Yield the record file of each `orc launch` in a work folder; if none, of those whose output
     folder it is.
     """
     lines = [*folder.glob(f"{FOLDER}/*/records.jsonl")]

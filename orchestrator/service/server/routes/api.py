@@ -374,7 +374,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return {
             "problems": {}
             if service.notifier is None
-            else service.notifier.test_targets(request.targets)
+            else service.notifier.send_test_notices(request.targets)
         }
 
     @app.post("/observations")
