@@ -29,7 +29,7 @@ LINE = re.compile(
 DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
-def add_help_flags(script: Script, typed: TypedCommand) -> Script:
+def add_flags_of_help(script: Script, typed: TypedCommand) -> Script:
     """Return the script with the flags added that its --help prints. Raises SpecError where that
     fails.
 
