@@ -10,7 +10,7 @@ from orchestrator.scheduling import transitions
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.forecasts import expected_jobs
+from orchestrator.service.server.forecasts import list_expected_jobs
 from orchestrator.specs.attempt import Evidence, Heartbeat, RankEnd
 from orchestrator.specs.events import Finished, Released, Started
 from orchestrator.specs.job.spec import JobSpec
@@ -119,7 +119,7 @@ def test_an_end_that_nothing_tells_is_not_known_on_any_surface() -> None:
     )
     assert "job-1" in {job.id for job in state.jobs.values() if job.status is JobStatus.RUNNING}
     for ranged in (True, False):
-        rows = {row["id"]: row for row in expected_jobs(state, 2.0, with_ranges=ranged)}
+        rows = {row["id"]: row for row in list_expected_jobs(state, 2.0, with_ranges=ranged)}
         assert (rows["job-1"]["end_s"], rows["job-3"]["start_s"]) == (None, None)
         assert (rows["job-1"]["end_range_s"], rows["job-3"]["end_s"]) == (None, None)
         assert rows["job-2"]["end_s"] == pytest.approx(1.0 + LAUNCH_S + 100.0)

@@ -541,7 +541,7 @@ class Watched(service.Controller):
     forgotten: ClassVar[list[str]] = []
 
     def __init__(self, journal: Any, *others: Any) -> None:
-        super().__init__(journal, *others, scheduler=transition.Scheduler)
+        super().__init__(journal, *others, make_scheduler=transition.Scheduler)
         if (
             0 < len(journal.events) <= FOLDED_MAX
             and history(journal.events)[-1].state != self.state

@@ -25,7 +25,7 @@ from orchestrator.scheduling.reports.comparison_rows import LossCurve
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.commands.compare import STEPS, choose_strategies, make_comparison_jobs
-from orchestrator.service.pages.compare import comparison_rows
+from orchestrator.service.pages.compare import make_comparison_rows
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
@@ -334,7 +334,7 @@ def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> No
         replace(job(spec, f"lm-{order}", order), array="lm-1")
         for order, spec in enumerate(specs, 1)
     ]
-    assert [row["strategies"] for row in comparison_rows(jobs)] == [2]
+    assert [row["strategies"] for row in make_comparison_rows(jobs)] == [2]
     assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
 
 

@@ -15,7 +15,7 @@ from orchestrator.service.pages.log import (
     SEARCH_BYTES,
     WINDOW_BYTES,
     find_lines,
-    read_window,
+    read_text_from,
 )
 from orchestrator.specs.access import Role
 from orchestrator.specs.policy import UNSHARED, PolicySpec
@@ -37,7 +37,7 @@ def test_a_search_finds_every_line_with_the_text_however_the_log_is_read(
     matches = find_lines(read, len(log), "b")
     assert [line for _, line in matches] == [line for line in lines if "b" in line.lower()]
     for offset, line in matches:
-        assert read_window(reader(log, len(log) + 1), offset).split("\n")[0] == line
+        assert read_text_from(reader(log, len(log) + 1), offset).split("\n")[0] == line
 
 
 def test_a_search_reads_a_bounded_part_and_returns_the_last_lines() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.service.pages.queue import MEMBERS_MAX, Filter, queue_data
+from orchestrator.service.pages.queue import MEMBERS_MAX, Filter, make_queue_data
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job_record import Job, JobStatus
@@ -36,7 +36,7 @@ def array(name: str, statuses: Sequence[JobStatus]) -> list[Job]:
 
 
 def queue(jobs: Sequence[Job], criteria: Filter) -> Mapping[str, Any]:
-    return queue_data(State(jobs=Jobs(jobs)), [], job_view, {}, criteria, 1)
+    return make_queue_data(State(jobs=Jobs(jobs)), [], job_view, {}, criteria, 1)
 
 
 def test_members_of_an_array_are_one_row_where_its_liveliest_job_is() -> None:

@@ -19,8 +19,8 @@ from orchestrator.cli import main
 from orchestrator.service.commands.replay import iterate_events, replay_history
 from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.forecasts import expected_jobs
-from orchestrator.service.server.verbs import make_suspension
+from orchestrator.service.server.forecasts import list_expected_jobs
+from orchestrator.service.server.verbs import make_suspension_change
 from orchestrator.service.terminal import gantt
 from orchestrator.service.terminal.comparison_tables import _make_table as strategies_table
 from orchestrator.service.terminal.expected import expected_table
@@ -139,7 +139,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     (tmp_path / "other.yaml").write_text(
         "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
     )
-    first, second, third = expected_jobs(controller.state, 60.0)
+    first, second, third = list_expected_jobs(controller.state, 60.0)
     assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], (
         "one device, one after the other"
@@ -165,7 +165,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     endless = controller.submit(
         spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()})
     )
-    Console().print(expected_table(expected_jobs(controller.state, 60.0)))
+    Console().print(expected_table(list_expected_jobs(controller.state, 60.0)))
     assert "not known" in capsys.readouterr().out
     assert exit_code(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
     assert "no service is up" in capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         (tmp_path / "other.yaml").write_text(text)
         (tmp_path / "cluster.yaml").write_text(text)
         waiting = controller.submit(spec)
-        controller.change_jobs([waiting], make_suspension("ann"))
+        controller.change_jobs([waiting], make_suspension_change("ann"))
         only_held = [
             "simulate",
             "--queue",

@@ -92,14 +92,14 @@ def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -
 
     reports = Reports(report)
     with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(lambda _: reports.find_report(1, 100.0), range(400))]
+        answers = [*pool.map(lambda _: reports.find_or_make_report(1, 100.0), range(400))]
     assert {answer["since_s"] for answer in answers} == {100.0}
     assert 1 <= len(made) <= 2  # 400 calls may stand on both sides of one boundary of REPORT_S
     for version in range(2, 50):
-        reports.find_report(version, 100.0)
+        reports.find_or_make_report(version, 100.0)
     assert len(made) >= 49, "a report of an earlier state is not shown"
     for number in range(10 * REPORTS_MAX):
-        reports.find_report(50, number * REPORT_S)
+        reports.find_or_make_report(50, number * REPORT_S)
         assert len(reports._reports) <= REPORTS_MAX
 
 

@@ -72,7 +72,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """One way to run a job: a plan, how its devices are split over nodes, and its run time."""
+    """A way to run a job: a plan, how its devices are split over nodes, and its run time."""
 
     candidate: Candidate
     shape: GangShape

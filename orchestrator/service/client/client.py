@@ -18,7 +18,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.transfer.archive import Limits, unpack_archive
+from orchestrator.service.transfer.archive import Limits, unpack_and_hash_archive
 from orchestrator.service.visible import escape_controls
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
@@ -227,7 +227,9 @@ class Client:
                     )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
-                    unpack_archive(_Reader(answer.iter_bytes()).read, target_folder, limits)
+                    unpack_and_hash_archive(
+                        _Reader(answer.iter_bytes()).read, target_folder, limits
+                    )
                 except SpecError as error:
                     raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:

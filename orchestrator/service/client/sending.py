@@ -18,7 +18,7 @@ from orchestrator.service.intake.intake import (
     read_jobs_for_service,
 )
 from orchestrator.service.transfer.archive import Listing, list_files
-from orchestrator.service.transfer.ignore import read_ignore
+from orchestrator.service.transfer.ignore import make_ignore_check
 from orchestrator.service.transfer.store import LIMITS, PREFIX
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import change_paths, list_paths
@@ -90,7 +90,7 @@ def _list_upload_roots(job: ReadJob) -> Iterator[Path]:
 
 
 def _list_files_to_upload(root: Path) -> Listing:
-    is_ignored = read_ignore(root) if root.is_dir() else (lambda _: False)
+    is_ignored = make_ignore_check(root) if root.is_dir() else (lambda _: False)
     tokens = logins_file()
     try:
         listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)

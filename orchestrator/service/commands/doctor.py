@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.intake.cluster_file import load_cluster
-from orchestrator.service.intake.rates import read_rates
+from orchestrator.service.intake.rates import find_cached_rates
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
@@ -177,7 +177,7 @@ def _check_cpu_ranks(home: Path) -> Result | None:
     """Return the measured speeds of this home's virtual devices as a check's result; None where it
     has none.
     """
-    rates = read_rates(load_cluster(home))
+    rates = find_cached_rates(load_cluster(home))
     if rates is None:
         return None
     speeds = (

@@ -45,7 +45,7 @@ ASSUMED: JsonObject = {
 
 
 class FitRow(TypedDict):
-    """One way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and
+    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and
     that plan.
     """
 
@@ -102,7 +102,7 @@ def read_job_and_fit_rows(
     read = partial(
         read_job,
         overrides=overrides,
-        home=home,
+        cache_home=home,
         to_run=False,
         allow_other_machine=allow_other_machine,
         trace_scope=_trace_on_cuda,

@@ -10,7 +10,7 @@ from orchestrator.service.client.logins import Login
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.service.intake.rates import recall_cluster
+from orchestrator.service.intake.rates import add_cached_rates
 from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
@@ -38,7 +38,7 @@ def select_nodes_and_observations(
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster_file is not None or (isinstance(service, Path) and not _is_up(service)):
         return make_idle_nodes(
-            recall_cluster(read_cluster(cluster_file) if cluster_file else load_cluster(home))
+            add_cached_rates(read_cluster(cluster_file) if cluster_file else load_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view

@@ -23,7 +23,10 @@ from orchestrator.service.commands.simulate import (
     make_report,
     training_time_alone_s,
 )
-from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
+from orchestrator.service.server.submissions import (
+    SubmissionRequest,
+    make_submission_events_of_request,
+)
 from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
@@ -162,7 +165,9 @@ class FutureSubmissions:
                     hint="say `steps`",
                 )
         request = SubmissionRequest([(spec, None) for spec in more_jobs])
-        for event in make_job_events(request, state, state.submitted, state.at_s, state.jobs.get):
+        for event in make_submission_events_of_request(
+            request, state, state.submitted, state.at_s, state.jobs.get
+        ):
             first = event.spec
             if first.trial is not None and event.array is not None:
                 first, *rest = list_remaining_trials(first, event.array, home)

@@ -27,7 +27,7 @@ MAIN = (
 )
 
 
-def comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
+def make_comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     """Return a table row per comparison of strategies among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
@@ -47,8 +47,8 @@ def comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     return sorted(groups, key=lambda row: -float(str(row["submitted_at_s"])))
 
 
-def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
-    """Return the data of a comparison's page."""
+def make_comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
+    """Return the template data of the page of a comparison of strategies."""
     rows = comparison["rows"]
     picture = comparison["picture"]
     columns = {name: cells for table in table_cells(rows) for name, cells in table.items()}

@@ -21,13 +21,17 @@ TELLING_MAX = 300  # characters of a log's line
 BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 
 
-def overview_data(
-    state: State, archived: Iterable[Job], view: Views, expected: Expectations, now_s: float
+def make_overview_data(
+    state: State,
+    archived: Iterable[Job],
+    views: Views,
+    forecast_by_job_id: Expectations,
+    now_s: float,
 ) -> TemplateData:
-    """Return the template data of the overview page. Members of an array, sweep or comparison that
-    failed alike share a row.
+    """Return the template data of the overview page.
 
-    A failure that was retried has no row.
+    Members of an array, sweep or comparison that failed alike share a row. A failure that was
+    retried has no row.
     """
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     live = sort_jobs(state.live_jobs)
@@ -40,7 +44,7 @@ def overview_data(
         sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True),
         _failure_kind,
     )
-    rows = Rows(state, view, expected, waiting)
+    rows = Rows(state, views, forecast_by_job_id, waiting)
     live_groups = group_jobs(job for job in live if not job.asks)
     running_groups = list[list[Job]]()
     waiting_groups = list[list[Job]]()
@@ -55,9 +59,9 @@ def overview_data(
         )
     ]
     return {
-        "failures": [_failure_row(group, view) for group in groups[:FAILURES_MAX]],
+        "failures": [_make_failure_row(group, views) for group in groups[:FAILURES_MAX]],
         "more_failures": sum(map(len, groups[FAILURES_MAX:])),
-        "asking": [view(job) for job in waiting if job.asks][:ROWS_MAX],
+        "asking": [views(job) for job in waiting if job.asks][:ROWS_MAX],
         "strip": draw_past_chart(state, strip, now_s - STRIP_S, now_s),
         "strip_hours": STRIP_S / 3600,
         "running": rows.make_rows(running_groups[:ROWS_MAX]),
@@ -87,16 +91,16 @@ def last_line(excerpt: str) -> str:
     return lines[-1][:TELLING_MAX] if lines else ""
 
 
-def _failure_row(group: Sequence[Job], view: Views) -> TemplateData:
-    job = group[0]
+def _make_failure_row(failed_jobs: Sequence[Job], views: Views) -> TemplateData:
+    job = failed_jobs[0]
     failure = job.last.failure if job.last else None
     reason = (
         failure.reason if failure and job.status is JobStatus.FAILED else job.reason
     ).partition("\n")[0]
     line = last_line(failure.excerpt) if failure else ""
     return {
-        "job": view(job),
-        "more": len(group) - 1,
+        "job": views(job),
+        "more": len(failed_jobs) - 1,
         "kind": _failure_kind(job),
         "reason": reason,
         "line": "" if line in reason else line,

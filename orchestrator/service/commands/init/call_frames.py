@@ -37,7 +37,7 @@ class CodePosition:
 
 @dataclass(frozen=True, slots=True)
 class CallPath:
-    """One way in which a run reaches a function or module: the calls that lead there, with their
+    """A way in which a run reaches a function or module: the calls that lead there, with their
     arguments.
     """
 

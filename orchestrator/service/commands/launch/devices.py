@@ -27,7 +27,7 @@ PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 @frozen
 class Machine:
-    """This machine as a node with the devices of one typed command, and the variables that select
+    """The present machine as a node with the devices of one typed command, and the variables that select
     them.
     """
 

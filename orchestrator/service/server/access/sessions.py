@@ -20,11 +20,10 @@ OWNER = 0  # stands for the home folder's own token, which has no record; record
 
 @frozen
 class Sessions:
-    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or
-    its user's removal.
+    """Opens and reads the sessions of browsers, which are signed cookies.
 
-    The key of the signature is derived from the home folder's token, so a replaced home ends every
-    session.
+    A session ends with its token: by expiry, revocation, or its user's removal. The key of the
+    signature is derived from the home folder's token, so a replaced home ends every session.
     """
 
     owner_token: str
@@ -32,8 +31,10 @@ class Sessions:
     accounts: Accounts
     clock: Callable[[], float] = time.time
 
-    def make_cookie(self, token: str) -> str | None:
-        """Return the cookie of a new session for this token; None for an invalid token."""
+    def make_session_cookie(self, token: str) -> str | None:
+        """Return the cookie of a new session for the user with this token; None for an invalid
+        token.
+        """
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
@@ -46,8 +47,9 @@ class Sessions:
         return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
 
     def close_session(self, request: Request) -> None:
-        """End the request's session if an OpenID provider opened it. A token's session stays valid
-        with any copy of its cookie.
+        """End the request's session if an OpenID provider opened it.
+
+        A session from a token stays valid with any copy of its cookie.
         """
         if self.find_principal(request) is not None:
             self.accounts.close_session(
@@ -55,16 +57,20 @@ class Sessions:
             )
 
     def sign_text(self, text: str) -> str:
-        """Return the text with a signature, readable by `verify_text`. It is no session."""
+        """Return the text with a signature, for `find_verified_text`. It is no session."""
         return self._sign(text, "on its way")
 
-    def verify_text(self, cookie: str) -> str | None:
+    def find_verified_text(self, signed_text: str) -> str | None:
         """Return the text that `sign_text` signed; None where the signature is invalid."""
-        text = cookie.rpartition(".")[0]
-        return text if hmac.compare_digest(cookie.encode(), self.sign_text(text).encode()) else None
+        text = signed_text.rpartition(".")[0]
+        return (
+            text
+            if hmac.compare_digest(signed_text.encode(), self.sign_text(text).encode())
+            else None
+        )
 
     def find_principal(self, request: Request) -> Principal | None:
-        """Return the user of the request's session; None without a valid session."""
+        """Return the user to whom the request's session belongs; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
         if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
@@ -81,7 +87,7 @@ class Sessions:
 
 
 def set_cookie(request: Request, answer: Response, cookie: str) -> None:
-    """Set the session's cookie in the answer: only for this service, hidden from scripts, and
+    """Add the session's cookie to the answer: only for this service, hidden from scripts, and
     TLS-only if the request used TLS.
     """
     answer.set_cookie(
@@ -95,7 +101,7 @@ def set_cookie(request: Request, answer: Response, cookie: str) -> None:
 
 
 def delete_cookie(request: Request, answer: Response) -> None:
-    """Delete the session's cookie in the browser, by a header of the answer."""
+    """Add a header to the answer by which the browser deletes the session's cookie."""
     answer.delete_cookie(
         cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
     )

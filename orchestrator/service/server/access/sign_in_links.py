@@ -14,7 +14,7 @@ LINKS_MAX = 100  # unused ones: the oldest goes first
 
 @dataclass(frozen=True, slots=True)
 class SignInLinks:
-    """Sessions that wait for a browser, by the secret code in their link. They are in memory
+    """Sessions that wait for a browser to open the link with their secret code. They are in memory
     only.
     """
 
@@ -25,8 +25,8 @@ class SignInLinks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_session(self, cookie: str) -> str:
-        """Store a session's cookie, and return a new code with which `claim_session` returns it, once and
-        within LIFETIME_S seconds.
+        """Store a session's cookie, and return a new code for `claim_session`, valid once and for
+        LIFETIME_S seconds.
         """
         code = secrets.token_urlsafe(32)
         with self._lock:
@@ -36,7 +36,9 @@ class SignInLinks:
         return code
 
     def claim_session(self, code: str) -> str | None:
-        """Return the session's cookie for this code; None for an unknown, used or expired code."""
+        """Return the session's cookie for this code and forget it; None for an unknown, used or
+        expired code.
+        """
         with self._lock:
             until_s, cookie = self._sessions.pop(code, (0.0, ""))
         return cookie if self.clock() < until_s else None
