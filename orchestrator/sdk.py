@@ -72,7 +72,7 @@ def plan(
     """
     from orchestrator.service.commands.plan import plan_job
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, overrides)
     return plan_job(spec, nodes, observations)
 
 
@@ -92,7 +92,7 @@ def export(
     """
     from orchestrator.service.commands.plan import export_job
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, overrides)
     return export_job(spec, nodes, observations, Path(folder))
 
 
@@ -110,7 +110,7 @@ def estimate(
     """
     from orchestrator.service.commands.plan import estimate_plan
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, {})
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, {})
     return estimate_plan(spec, _format_overrides(settings), nodes, observations)
 
 
@@ -126,16 +126,16 @@ def fit(job: JobInput, **overrides: Any) -> list[FitRow]:
     return read_job_and_fit_rows(source, _format_overrides(overrides))[1]
 
 
-def _read_to_plan(
+def _read_job_nodes_and_observations(
     job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
-    """Return (job, nodes to plan for, observations made on them)."""
+    """Return (job, nodes to plan for, measurements made on them)."""
     from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
-    nodes, observations = select_nodes_and_observations(_select_service(None), path, gpu)
+    nodes, observations = select_nodes_and_observations(_select_home_or_login(None), path, gpu)
     scope = partial(trace_scope, nodes)
     spec = read_job(_job_source(job), _format_overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
@@ -164,7 +164,7 @@ class Client:
     """
 
     def __init__(self, service: str | Path | None = None) -> None:
-        self._service = _select_service(service)
+        self._service = _select_home_or_login(service)
         self._connection = Connection(self._service)
         self._batch: list[tuple[JobSpec, Job]] | None = None
 
@@ -192,8 +192,9 @@ class Client:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Submit the jobs of the `with` block together at its end, all or none; after an exception
-        none is submitted.
+        """Open a block at whose end all jobs submitted in it are submitted together, all or none.
+
+        After an exception none is submitted.
         """
         if self._batch is not None:
             raise ServiceError("a batch is open already: end it first")
@@ -323,7 +324,7 @@ class Job:
         self._connection.change_jobs("release", [self.id])
 
     def suspend(self) -> None:
-        """Make the job save a checkpoint, release its devices, and wait for `resume`. Raises
+        """Make the job save a checkpoint, free its devices, and wait for `resume`. Raises
         ServiceError where it has ended.
         """
         self._connection.change_jobs("suspend", [self.id])
@@ -358,7 +359,9 @@ class Job:
         )
 
     def follow(self, rank: int = 0) -> Iterator[str]:
-        """Yield the log of a rank in pieces, over all attempts, until the job ends."""
+        """Yield the log of a rank piece by piece as it grows, over all attempts, until the job
+        ends.
+        """
         for _, text in iterate_log(self._connection, self.id, None, rank, until_end=True):
             yield text
 
@@ -369,10 +372,10 @@ class Job:
         return folder
 
 
-def _in_thread(
+def _make_thread_coroutine(
     method: Callable[Concatenate[Any, Arguments], Answer], attribute: str
 ) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]]:
-    """Return a coroutine function that runs this method of the object in `self.<attribute>` in a
+    """Return a coroutine function that runs this method, of the object in `self.<attribute>`, in a
     thread.
     """
 
@@ -386,9 +389,9 @@ def _in_thread(
 class AsyncClient:
     """The same client as `Client`, with coroutines; each request runs in a thread."""
 
-    queue = _in_thread(Client.queue, "_client")
-    report = _in_thread(Client.report, "_client")
-    close = _in_thread(Client.close, "_client")
+    queue = _make_thread_coroutine(Client.queue, "_client")
+    report = _make_thread_coroutine(Client.report, "_client")
+    close = _make_thread_coroutine(Client.close, "_client")
 
     def __init__(self, service: str | Path | None = None) -> None:
         self._client = Client(service)
@@ -435,16 +438,16 @@ class AsyncClient:
 class AsyncJob:
     """The same job as `Job`, with coroutines."""
 
-    info = _in_thread(Job.info, "_job")
-    status = _in_thread(Job.status, "_job")
-    done = _in_thread(Job.done, "_job")
-    cancel = _in_thread(Job.cancel, "_job")
-    hold = _in_thread(Job.hold, "_job")
-    release = _in_thread(Job.release, "_job")
-    suspend = _in_thread(Job.suspend, "_job")
-    resume = _in_thread(Job.resume, "_job")
-    logs = _in_thread(Job.logs, "_job")
-    fetch = _in_thread(Job.fetch, "_job")
+    info = _make_thread_coroutine(Job.info, "_job")
+    status = _make_thread_coroutine(Job.status, "_job")
+    done = _make_thread_coroutine(Job.done, "_job")
+    cancel = _make_thread_coroutine(Job.cancel, "_job")
+    hold = _make_thread_coroutine(Job.hold, "_job")
+    release = _make_thread_coroutine(Job.release, "_job")
+    suspend = _make_thread_coroutine(Job.suspend, "_job")
+    resume = _make_thread_coroutine(Job.resume, "_job")
+    logs = _make_thread_coroutine(Job.logs, "_job")
+    fetch = _make_thread_coroutine(Job.fetch, "_job")
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -480,7 +483,7 @@ class AsyncJob:
         return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
 
 
-def _select_service(service: str | Path | None) -> Path | Login:
+def _select_home_or_login(service: str | Path | None) -> Path | Login:
     """Return the home folder, or the stored login where a URL is given."""
     target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
     return (

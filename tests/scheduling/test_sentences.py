@@ -17,7 +17,7 @@ from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.views.records import job_view
+from orchestrator.service.views.records import make_job_view
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -114,7 +114,7 @@ def reports_of(state: State) -> Mapping[str, Any]:
     waits = WaitExplainer(state)
     return {
         "morning": asdict(make_morning_report(state, (), 0.0, state.at_s)),
-        "jobs": [job_view(job) for job in state.jobs.values()],
+        "jobs": [make_job_view(job) for job in state.jobs.values()],
         "waits": [
             waits.explain_wait(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED
         ],

@@ -11,7 +11,7 @@ from rich.console import Console
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.fit import iterate_fit_rows, list_training_ways
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.terminal.plan_tables import plan_panel
+from orchestrator.service.terminal.plan_tables import make_plan_panel
 from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -85,7 +85,7 @@ def test_a_whole_training_costs_its_device_hours_where_a_device_has_a_price(
     answer = plan_job(job_of(8), nodes)
     assert answer["price_per_hour"] == price
     output = io.StringIO()
-    Console(file=output, width=200).print(plan_panel(answer))
+    Console(file=output, width=200).print(make_plan_panel(answer))
     lines = output.getvalue().splitlines()
     (head,) = (line for line in lines if "DEVICE-HOURS" in line)
     assert ("COST" in head) == (price is not None)

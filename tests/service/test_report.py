@@ -18,8 +18,8 @@ from orchestrator.service.views.report import (
     SHOWN_MAX,
     format_html,
     format_markdown,
+    make_report_sections,
     parse_since,
-    report_sections,
 )
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -142,7 +142,7 @@ def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: Morn
         for number in range(SHOWN_MAX + 5)
     ]
     long = replace(view, waiting=tuple(many))
-    for heading, _ in report_sections(long):
+    for heading, _ in make_report_sections(long):
         assert f"## {heading}\n" in format_markdown(long)
         assert f"<h2>{heading} (" in format_html(long)
     assert "`...`: 5 more" in format_markdown(long)

@@ -276,16 +276,16 @@ class Client:
         """Send observations (predicted and measured values) of another home; return how many were
         new to the service.
         """
-        from orchestrator.service.views.records import observations_view
+        from orchestrator.service.views.records import make_observations_view
 
         parts = [
             observations[first : first + OBSERVATIONS_SENT]
             for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
         return sum(
-            self._request_json("POST", "/observations", {"observations": observations_view(part)})[
-                "count"
-            ]
+            self._request_json(
+                "POST", "/observations", {"observations": make_observations_view(part)}
+            )["count"]
             for part in parts
         )
 

@@ -49,7 +49,7 @@ from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
-from orchestrator.service.views.records import EstimateView, estimate_view
+from orchestrator.service.views.records import EstimateView, make_estimate_view
 from orchestrator.specs.choices import (
     AXES,
     Degradation,
@@ -481,7 +481,7 @@ def _view_candidate(
         step_s=candidate.step_s * factor,
         step_factor=factor,
         busy_share=candidate.busy_share,
-        estimate=estimate_view(estimate, correction),
+        estimate=make_estimate_view(estimate, correction),
         correction=correction,
         needed_bytes=needed_device_bytes(candidate, calibration),
         capacity_bytes=capacity_bytes,

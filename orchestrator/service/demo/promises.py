@@ -10,7 +10,7 @@ Promise = tuple[str, Callable[[JobView], bool]]  # as a sentence, and as a check
 
 
 def list_attempt_outcomes(job: JobView) -> list[str]:
-    """Return the outcome of each attempt of the job, in order."""
+    """Return the outcome of each attempt of the job as text, first attempt first."""
     return [attempt["outcome"] for attempt in job["attempts"]]
 
 

@@ -9,7 +9,11 @@ from orchestrator.service.pages.frame import safe_web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, load_attempt_curves
 from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
-from orchestrator.service.views.comparison import ComparisonView, list_failure_reasons, table_cells
+from orchestrator.service.views.comparison import (
+    ComparisonView,
+    list_failure_reasons,
+    make_table_cells,
+)
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
 
@@ -51,7 +55,7 @@ def make_comparison_data(comparison: ComparisonView, home: Path) -> TemplateData
     """Return the template data of the page of a comparison of strategies."""
     rows = comparison["rows"]
     picture = comparison["picture"]
-    columns = {name: cells for table in table_cells(rows) for name, cells in table.items()}
+    columns = {name: cells for table in make_table_cells(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
         attempts = (

@@ -14,7 +14,7 @@ from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, draw_gantt
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
-from orchestrator.service.views.records import attempt_view
+from orchestrator.service.views.records import make_attempt_view
 from orchestrator.specs.attempt import Attempt, devices_in
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
@@ -57,7 +57,11 @@ def make_night_data(
             key=lambda row: row["start_s"] or 0.0,
         )[:COMING_MAX],
         "spans": sorted(
-            ((job, attempt_view(job.spec, attempt)) for job in jobs for attempt in job.attempts),
+            (
+                (job, make_attempt_view(job.spec, attempt))
+                for job in jobs
+                for attempt in job.attempts
+            ),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
         "rows": [_ending_data(job) for job in sorted(ended, key=ended_at_s, reverse=True)],

@@ -9,7 +9,7 @@ from orchestrator.service.pages.night import draw_past_chart
 from orchestrator.service.pages.queue import Rows, Views, group_jobs, has_running_job
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
-from orchestrator.service.views.records import sort_jobs
+from orchestrator.service.views.records import sort_jobs_for_display
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 
@@ -34,7 +34,7 @@ def make_overview_data(
     retried has no row.
     """
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
-    live = sort_jobs(state.live_jobs)
+    live = sort_jobs_for_display(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     bad = [
         job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S

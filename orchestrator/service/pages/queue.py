@@ -9,7 +9,7 @@ from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
-from orchestrator.service.views.records import JobView, sort_jobs
+from orchestrator.service.views.records import JobView, sort_jobs_for_display
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job, JobStatus
@@ -69,7 +69,7 @@ def make_queue_data(
 
     It has ROWS rows of live jobs; the last page also has the jobs that ended.
     """
-    live = sort_jobs(state.live_jobs)
+    live = sort_jobs_for_display(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
     just_ended = [

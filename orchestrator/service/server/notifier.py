@@ -15,7 +15,7 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
-from orchestrator.service.views.report import format_markdown, report_title
+from orchestrator.service.views.report import format_markdown, make_report_title
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job_record import Job
@@ -130,7 +130,7 @@ class Notifier:
             "since_s": repr(report.since_s),
             "until_s": repr(report.until_s),
         }
-        heading = f"Report, {report_title(report)}"
+        heading = f"Report, {make_report_title(report)}"
         return [
             make_notice(
                 NoticeKind.REPORT, repr(due_s), now_s, heading, format_markdown(report), data

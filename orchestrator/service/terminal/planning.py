@@ -21,7 +21,7 @@ from orchestrator.service.terminal.options import (
     Pinned,
     Settings,
     connect_client,
-    select_service,
+    select_login_or_home,
 )
 from orchestrator.service.terminal.output import print_answer, show_spinner
 from orchestrator.specs.errors import SpecError
@@ -76,10 +76,10 @@ def plan(
         way_out_job_file,
     )
     from orchestrator.service.intake.intake import read_job, read_options
-    from orchestrator.service.terminal.plan_tables import plan_panel
+    from orchestrator.service.terminal.plan_tables import make_plan_panel
 
     overrides = read_options(settings, pins)
-    nodes, observations = select_nodes_and_observations(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -98,13 +98,13 @@ def plan(
     # way
     gc.disable()
     with show_spinner("searching plans"):
-        answer = plan_job(spec, nodes, observations, _make_tracer(home, str(file), plans))
+        answer = plan_job(spec, nodes, observations, _make_trace_function(home, str(file), plans))
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
         print(way_out_job_file(answer, way_out), end="")
         return
-    print_answer(dict(answer), as_json, plan_panel(answer))
+    print_answer(dict(answer), as_json, make_plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
 
@@ -120,10 +120,10 @@ def estimate(
     from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
-    from orchestrator.service.terminal.plan_tables import candidate_panel
+    from orchestrator.service.terminal.plan_tables import make_candidate_panel
 
     overrides = read_overrides(settings)
-    nodes, observations = select_nodes_and_observations(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
     plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -135,7 +135,7 @@ def estimate(
             trace_scope=plans,
         )
     answer = estimate_plan(spec, overrides, nodes, observations)
-    print_answer(dict(answer), as_json, candidate_panel(answer))
+    print_answer(dict(answer), as_json, make_candidate_panel(answer))
 
 
 def fit(
@@ -150,7 +150,7 @@ def fit(
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
     from orchestrator.service.commands.fit import read_job_and_fit_rows
     from orchestrator.service.intake.intake import read_overrides
-    from orchestrator.service.terminal.fit_table import fit_panel
+    from orchestrator.service.terminal.fit_table import make_fit_panel
     from orchestrator.specs.published import load_published
 
     overrides = read_overrides(settings)
@@ -171,7 +171,7 @@ def fit(
     print_answer(
         {"job": spec.name, "rows": rows},
         as_json,
-        fit_panel(spec, rows, is_assumed=name is not None),
+        make_fit_panel(spec, rows, is_memory_assumed=name is not None),
     )
 
 
@@ -200,7 +200,7 @@ def calibrate(
     )
 
 
-def _make_tracer(
+def _make_trace_function(
     home: Path, job_source: str, trace_scope: Callable[[JobSpec], TraceScope]
 ) -> Trace:
     """Return a function that adds a traced profile of its model to a job, if no formula knows the

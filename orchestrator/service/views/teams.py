@@ -23,7 +23,7 @@ class UserView(TypedDict):
 
 
 class TeamView(TypedDict):
-    """A team with its users, next in fair-share order first."""
+    """A team with its users; the user whose turn is next by fair share comes first."""
 
     name: str
     shares: int
@@ -38,8 +38,10 @@ class TeamView(TypedDict):
     users: list[UserView]
 
 
-def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Return every team of the policy, next in fair-share order first; [] if the cluster file names none."""
+def make_teams_view(state: State, now_s: float) -> list[TeamView]:
+    """Return every team of the cluster file, the one whose turn is next by fair share first; [] if
+    there are none.
+    """
     policy = state.policy
     if not policy.is_shared:
         return []

@@ -10,7 +10,12 @@ from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.service.commands.launch.core import judge_last_attempt
 from orchestrator.service.commands.launch.devices import read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
-from orchestrator.service.views.records import ExplanationView, JobView, explanation_view, job_view
+from orchestrator.service.views.records import (
+    ExplanationView,
+    JobView,
+    make_explanation_view,
+    make_job_view,
+)
 from orchestrator.specs.errors import SpecError
 
 PARENTS_MAX = 4  # folders above an output folder that may be the work folder
@@ -55,7 +60,7 @@ def view_folder(folder: Path) -> JobView:
     none.
     """
     job = read_records(folder).job
-    return {**job_view(job), "provenance": describe_provenance(job.spec)}
+    return {**make_job_view(job), "provenance": describe_provenance(job.spec)}
 
 
 def explain_folder(folder: Path) -> ExplanationView:
@@ -63,7 +68,7 @@ def explain_folder(folder: Path) -> ExplanationView:
     there is none.
     """
     records = read_records(folder)
-    return explanation_view(records.drive.scheduler.state, records.job, ())
+    return make_explanation_view(records.drive.scheduler.state, records.job, ())
 
 
 def report_folder(folder: Path, since_s: float, until_s: float) -> MorningReport:

@@ -90,11 +90,11 @@ from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
-    node_view,
+    make_node_view,
+    make_observations_view,
     observations_from_view,
-    observations_view,
 )
-from orchestrator.service.views.teams import teams_view
+from orchestrator.service.views.teams import make_teams_view
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import (
     OrchestratorError,
@@ -321,9 +321,9 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
                 for name, address in service.trackers.items()
             },
             "problems": controller.health.list_problems(),
-            "nodes": [node_view(node, job_ids, state) for node in state.nodes],
+            "nodes": [make_node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
-            "observations": observations_view(state.observations),
+            "observations": make_observations_view(state.observations),
         }
 
     @app.post("/nodes/{node}/drain")
@@ -334,7 +334,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/teams")
     def teams() -> TeamsAnswer:
-        return {"teams": teams_view(controller.state, time.time())}
+        return {"teams": make_teams_view(controller.state, time.time())}
 
 
 def _add_report_routes(app: FastAPI, service: Service) -> None:

@@ -17,7 +17,7 @@ from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
 from orchestrator.backends.redaction import list_secret_values, mask_secrets
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.service.server.routes.waits import Waits
-from orchestrator.service.views.records import JobView, job_view
+from orchestrator.service.views.records import JobView, make_job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.replace import replace
@@ -48,24 +48,24 @@ def view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequenc
         reason = (
             f"{describe_status(job)}; its attempts cannot be shown: {type(error).__name__}: {error}"
         )
-        return job_view(replace(job, attempts=(), reason=reason), policy=policy)
+        return make_job_view(replace(job, attempts=(), reason=reason), policy=policy)
 
 
 def _view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequence[str]) -> JobView:
     if service_problems and job.status is JobStatus.QUEUED:
         return {
-            **job_view(job, policy=policy),
+            **make_job_view(job, policy=policy),
             "reason": "; ".join((*service_problems, describe_status(job))),
         }
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         removed = describe_removals(home, job.id) if job.status.ended else []
-        return {**job_view(job, policy=policy), "removed": removed}
+        return {**make_job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
     lines = read_with_secrets_masked(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
     unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
     reports = read_newest_heartbeats(home, job)
-    return job_view(job, reports.reports, policy, unwatched, reports.problems)
+    return make_job_view(job, reports.reports, policy, unwatched, reports.problems)
 
 
 def read_newest_heartbeats(home: Path, job: Job) -> Reports[Heartbeat]:

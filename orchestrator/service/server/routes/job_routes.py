@@ -65,14 +65,14 @@ from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.service.transfer.outputs import list_output_files
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.views.comparison import ComparisonView, make_comparison_view
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
     display_sort_key,
-    explanation_view,
-    promise_view,
-    sort_jobs,
+    make_explanation_view,
+    make_promise_view,
+    sort_jobs_for_display,
 )
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
@@ -145,7 +145,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         ids = controller.submit_all(jobs, key)
         name_objects(ids)
         submitted = [find_job(controller, job_id) for job_id in ids]
-        promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
+        promises = {job.id: promise for job in submitted if (promise := make_promise_view(job))}
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
         return {
             "ids": ids,
@@ -168,7 +168,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
         A job that starts between two pages is on neither.
         """
-        live = sort_jobs(controller.state.jobs.values()) if before is None else []
+        live = sort_jobs_for_display(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
             live = [job for job in live if display_sort_key(job) > place]
@@ -179,7 +179,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             }  # read second, so that no job is missed
         policy = controller.state.policy
         problems = controller.health.list_delays()
-        jobs = map(service.reasons.add_wait_reason, sort_jobs(shown.values()))
+        jobs = map(service.reasons.add_wait_reason, sort_jobs_for_display(shown.values()))
         views = [view_job(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
         return {
@@ -208,7 +208,9 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     @app.get("/jobs/{job_id}/explanation")
     def explanation(job_id: str) -> ExplanationView:
         job = service.reasons.add_wait_reason(find_job(controller, job_id))
-        return explanation_view(controller.state, job, service.reasons.describe_start_of_job(job))
+        return make_explanation_view(
+            controller.state, job, service.reasons.describe_start_of_job(job)
+        )
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
@@ -227,7 +229,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
             if address and ran
             else None
         )
-        return comparison_view(strategies, link and make_address_for_sender(request, link))
+        return make_comparison_view(strategies, link and make_address_for_sender(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:

@@ -118,7 +118,7 @@ class DigestsRequest(PlainRequest):
 
 
 class ObserveRequest(PlainRequest):
-    """Observations, as the output of `views.observations_view`."""
+    """Observations, as the output of `views.make_observations_view`."""
 
     observations: list[JsonObject] = Field(max_length=JOBS_MAX)
 
