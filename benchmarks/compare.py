@@ -194,9 +194,9 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
                 read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS
             )
             (job_id,) = client.submit_jobs([spec.model_dump(mode="json")])["ids"]
-            job, version = client.fetch_job(job_id)
+            job, version = client.fetch_job_and_version(job_id)
             until_s = time.monotonic() + JOB_S
             while job["status"] in ("queued", "running") and time.monotonic() < until_s:
-                job, version = client.fetch_job(job_id, version)
+                job, version = client.fetch_job_and_version(job_id, version)
             found[number] = job["attempts"][-1]["step_s"] if job["status"] == "succeeded" else None
     return found

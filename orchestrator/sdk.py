@@ -29,7 +29,7 @@ from orchestrator.service.client.client import Client as Connection
 from orchestrator.service.client.logins import Login, find_login
 from orchestrator.service.client.sending import read_and_upload_jobs
 from orchestrator.service.intake.intake import JobSource, add_time_zones
-from orchestrator.service.terminal.follow import ENDS, iterate_log
+from orchestrator.service.terminal.follow import ENDS, iterate_attempt_numbers_and_log
 from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -212,7 +212,7 @@ class Client:
 
     def job(self, job_id: str) -> Job:
         """Return a job that was submitted before. Raises ServiceError where there is none."""
-        self._connection.fetch_job(job_id)
+        self._connection.fetch_job_and_version(job_id)
         return Job(self._connection, job_id)
 
     def queue(self, ended: int = 100) -> list[JobView]:
@@ -279,7 +279,7 @@ class Job:
         """Return the job's record: its status, its reason, and its attempts with plan, prediction
         and measurement.
         """
-        return self._connection.fetch_job(self.id)[0]
+        return self._connection.fetch_job_and_version(self.id)[0]
 
     def status(self) -> str:
         """Return the job's status: `queued`, `running`, `succeeded`, `failed`, `refused` or
@@ -294,12 +294,14 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobView:
         """Wait until the job ends, and return its record. Raises TimeoutError after `timeout` seconds."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
-        job, version = self._connection.fetch_job(self.id)
+        job, version = self._connection.fetch_job_and_version(self.id)
         while job["status"] not in ENDS:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"{self.id} is {job['status']} after {timeout} s")
-            job, version = self._connection.fetch_job(self.id, version, min(LONG_POLL_S, left_s))
+            job, version = self._connection.fetch_job_and_version(
+                self.id, version, min(LONG_POLL_S, left_s)
+            )
         return job
 
     def result(self, timeout: float | None = None) -> JobView:
@@ -355,14 +357,18 @@ class Job:
         """
         return "".join(
             text
-            for _, text in iterate_log(self._connection, self.id, attempt, rank, until_end=False)
+            for _, text in iterate_attempt_numbers_and_log(
+                self._connection, self.id, attempt, rank, until_end=False
+            )
         )
 
     def follow(self, rank: int = 0) -> Iterator[str]:
         """Yield the log of a rank piece by piece as it grows, over all attempts, until the job
         ends.
         """
-        for _, text in iterate_log(self._connection, self.id, None, rank, until_end=True):
+        for _, text in iterate_attempt_numbers_and_log(
+            self._connection, self.id, None, rank, until_end=True
+        ):
             yield text
 
     def fetch(self, to: str | Path) -> Path:

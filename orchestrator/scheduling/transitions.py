@@ -154,7 +154,7 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
 
 
 def _apply_started(state: State, event: Started) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
     attempt = replace(attempt, status=AttemptStatus.RUNNING, started_at_s=event.at_s)
@@ -163,7 +163,7 @@ def _apply_started(state: State, event: Started) -> Transition:
 
 
 def _apply_pace(state: State, event: PaceReported) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
@@ -172,7 +172,7 @@ def _apply_pace(state: State, event: PaceReported) -> Transition:
 
 
 def _apply_released(state: State, event: Released) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if (
         job is None
         or attempt is None
@@ -185,7 +185,7 @@ def _apply_released(state: State, event: Released) -> Transition:
 
 
 def _apply_finished(state: State, event: Finished) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     capacity_bytes = _find_device_bytes(state, attempt)
@@ -339,7 +339,7 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
 # access
 
 
-def _find_attempt(
+def _find_job_and_attempt(
     state: State, job_id: str, attempt_number: int
 ) -> tuple[Job | None, Attempt | None]:
     job = state.jobs.get(job_id)

@@ -187,7 +187,7 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     true_finished = core._apply_finished
 
     def again(state: Any, event: Finished) -> Any:
-        job, attempt = core._find_attempt(state, event.job_id, event.number)
+        job, attempt = core._find_job_and_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
             state = with_job(
                 state, core._replace_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))

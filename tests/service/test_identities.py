@@ -95,7 +95,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
 
 def show(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.fetch_job(job_id)[0]
+        return client.fetch_job_and_version(job_id)[0]
 
 
 def rank_of(home: Path, job_id: str) -> int | None:

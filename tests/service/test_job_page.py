@@ -12,7 +12,7 @@ from orchestrator.service.pages.job import (
     Curves,
     add_failure_memory,
     draw_charts,
-    list_artifacts,
+    list_artifact_names_and_bytes,
     list_job_facts,
     make_memory_rows,
 )
@@ -81,16 +81,16 @@ def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out()
 
 
 def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_path: Path) -> None:
-    assert list_artifacts(tmp_path, "a-1") == []
+    assert list_artifact_names_and_bytes(tmp_path, "a-1") == []
     folder = JobFolder(tmp_path, "a-1").output
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "link").symlink_to("/etc/passwd")
     (folder / "model.bin").write_bytes(b"123")
-    shown = dict(list_artifacts(tmp_path, "a-1"))
+    shown = dict(list_artifact_names_and_bytes(tmp_path, "a-1"))
     assert (shown["checkpoint"], shown["model.bin"], shown["link"]) == (None, 3, len("/etc/passwd"))
     for number in range(2 * FILES_MAX):
         (folder / f"{number}").touch()
-    assert len(list_artifacts(tmp_path, "a-1")) == FILES_MAX
+    assert len(list_artifact_names_and_bytes(tmp_path, "a-1")) == FILES_MAX
 
 
 def test_facts_name_variables_and_say_no_value_of_one() -> None:

@@ -223,7 +223,11 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
             bug = client.submit_job(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
-            until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)
+            until(
+                lambda: client.fetch_job_and_version(bug)[0]["status"] == "failed",
+                "the job's end",
+                60,
+            )
         assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
         pid = int(read_service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)

@@ -7,7 +7,7 @@ import html
 from orchestrator.service.pages.overview import (
     FAILURES_MAX,
     FAILURES_S,
-    last_line,
+    find_last_line_of_excerpt,
     make_overview_data,
 )
 from orchestrator.service.views.records import make_job_view
@@ -74,7 +74,7 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
 
 
 def test_the_telling_line_of_an_empty_excerpt_is_empty() -> None:
-    assert last_line(" \n\n") == ""
+    assert find_last_line_of_excerpt(" \n\n") == ""
 
 
 def test_a_question_stands_on_the_page_with_a_button_that_answers_it(world: World) -> None:

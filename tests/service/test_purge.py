@@ -413,7 +413,9 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
         with closing(Client(home)) as client:
             names = [client.submit_job(read_job(job).model_dump(mode="json")) for _ in range(2)]
             until(
-                lambda: all(client.fetch_job(name)[0]["status"] == "succeeded" for name in names),
+                lambda: all(
+                    client.fetch_job_and_version(name)[0]["status"] == "succeeded" for name in names
+                ),
                 "both ends",
                 120.0,
             )
@@ -436,7 +438,9 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
             until(lambda: not [*(home / TRASH).iterdir()], "the trash is empty", 60.0)
             again = client.submit_job(read_job(job).model_dump(mode="json"))
             until(
-                lambda: client.fetch_job(again)[0]["status"] == "succeeded", "the third end", 120.0
+                lambda: client.fetch_job_and_version(again)[0]["status"] == "succeeded",
+                "the third end",
+                120.0,
             )
     finally:
         stop_service(home, force=True)

@@ -114,7 +114,9 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             with closing(Client(home)) as client:
                 job_id = client.submit_job(read_job(file).model_dump(mode="json"))
                 until(
-                    lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
+                    lambda job_id=job_id: (
+                        client.fetch_job_and_version(job_id)[0]["status"] == "succeeded"
+                    ),
                     f"the end of {name}",
                     120.0,
                 )

@@ -515,8 +515,8 @@ class LogScan:
     def _make_finding(
         self, cause: Cause, line: str, rank: int | None, offset: int, rank_lines: _RankLines
     ) -> Finding:
-        """Return the finding for a line that names this cause, with the rank's traceback as its
-        excerpt.
+        """Return a record (finding) of a line that names this cause, with the rank's traceback as
+        its excerpt.
         """
         if cause is Cause.DISK_FULL and any(
             _SEMAPHORES.search(frame.file) for frame in list(rank_lines.frames)[-3:]

@@ -72,7 +72,7 @@ def add_verdict(
     if failure.ending is None:
         return failure
     others = select_recent_ends_of_others(unexplained_ends, job, attempt.ended_at_s)
-    verdict, reason = _find_verdict(job, attempt, failure, failure.ending, others, nodes)
+    verdict, reason = _find_verdict_and_reason(job, attempt, failure, failure.ending, others, nodes)
     kind = (
         FailureKind.USER_ERROR
         if verdict.wait_s is None and verdict.row in PROGRAM_ROWS
@@ -126,7 +126,7 @@ def _wait_for_shortage_s(
     return min(shortage.first_s * 2 ** len(earlier_attempts), shortage.longest_s)
 
 
-def _find_verdict(
+def _find_verdict_and_reason(
     job: Job,
     attempt: Attempt,
     failure: Failure,
@@ -161,7 +161,7 @@ def _find_verdict(
                 and previous.signature == ending.signature
                 and ended_at_same_point(previous, ending)
             ):
-                return _judge_repeated_ending(attempt, earlier, ending, nodes)
+                return _verdict_and_reason_if_repeated(attempt, earlier, ending, nodes)
     if not ending.is_own:
         places, _ = find_suspects_and_accusers(job, attempt, ends_of_other_jobs, nodes)
         if (
@@ -173,11 +173,11 @@ def _find_verdict(
                 row=1, wait_s=0.0, budget="node", elsewhere=True
             ), f"{format_devices_or_nodes(places)} is suspect"
         if _is_service_failure(attempt, ending, ends_of_other_jobs):
-            return _judge_outside_service(job, attempt)
+            return _verdict_and_reason_of_outside_service(job, attempt)
     verdict, reason = (
-        _judge_before_training(attempt, ending, before)
+        _verdict_and_reason_before_training(attempt, ending, before)
         if ending.step is None
-        else _judge_in_training(job, attempt, ending, before)
+        else _verdict_and_reason_in_training(job, attempt, ending, before)
     )
     is_second = bool(before) and not ending.may_pass
     return replace(verdict, elsewhere=is_second), reason
@@ -198,7 +198,7 @@ def _may_retry_exit_code(job: Job, attempt: Attempt) -> bool:
     return not codes or any(end.exit_code in codes for end in attempt.facts.ranks)
 
 
-def _judge_repeated_ending(
+def _verdict_and_reason_if_repeated(
     attempt: Attempt, alike_attempt: Attempt, ending: Ending, nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where the job ended the same way at the same point as in
@@ -249,7 +249,7 @@ def _is_service_failure(
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
+def _verdict_and_reason_of_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     """Return (verdict, reason) where several jobs ended alike because the same outside service
     failed (row 2).
     """
@@ -266,7 +266,7 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     ), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
-def _judge_before_training(
+def _verdict_and_reason_before_training(
     attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where no step was counted and nothing blames the program (row 11)."""
@@ -289,7 +289,7 @@ def _ran_with_guard(attempt: Attempt) -> bool:
     return any(beat.torch_version for beat in attempt.heartbeats)
 
 
-def _judge_in_training(
+def _verdict_and_reason_in_training(
     job: Job, attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where steps were made, whether or not a checkpoint saved them (rows

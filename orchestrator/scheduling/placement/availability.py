@@ -368,7 +368,7 @@ class AvailabilityProfile:
             open_duration_s = duration_s
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._find_first_usable_nodes(
+            order = self._find_first_usable_times_and_nodes(
                 share, wanted, earliest_s, duration_s, least_bytes, open_duration_s
             )
             if (
@@ -477,7 +477,9 @@ class AvailabilityProfile:
         for times in self._when.values():
             times.unread.add(node_number)
 
-    def _sort_by_free_time(self, count_per_node: int, least_bytes: int) -> list[tuple[float, int]]:
+    def _sort_free_times_and_nodes(
+        self, count_per_node: int, least_bytes: int
+    ) -> list[tuple[float, int]]:
         """Return (time from which `count_per_node` devices of a node are free for good, node's
         number), earliest first.
 
@@ -509,7 +511,7 @@ class AvailabilityProfile:
         times.unread.clear()
         return order
 
-    def _find_first_usable_nodes(
+    def _find_first_usable_times_and_nodes(
         self,
         count_per_node: int,
         node_count: int,
@@ -524,7 +526,7 @@ class AvailabilityProfile:
         Each then has `count_per_node` unreserved devices for `duration_s` seconds, and stays open
         for `open_duration_s`. Fewer nodes are returned where there are too few.
         """
-        order = self._sort_by_free_time(count_per_node, least_bytes)
+        order = self._sort_free_times_and_nodes(count_per_node, least_bytes)
         first = order[:node_count]
         if not self._closed and not self._later:
             return first

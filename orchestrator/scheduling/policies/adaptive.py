@@ -172,14 +172,15 @@ class AdaptivePolicy:
         """
         return True
 
-    def must_leave_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
-        """Return whether the job may start only if it leaves free devices for shorter jobs.
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:
+        """Return whether the job, if it starts at `start_s`, must leave free devices for shorter
+        jobs.
 
         A job need not if it is overdue, urgent or of higher priority, if it can be moved, or where
         teams share the cluster.
         """
         goes_first = (
-            min(waiting.rank, waiting.urgent_from_s) <= at_s
+            min(waiting.rank, waiting.urgent_from_s) <= start_s
             or waiting.priority > 0
             or self._index.state.policy.is_shared
         )

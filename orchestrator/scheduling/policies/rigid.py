@@ -64,7 +64,7 @@ class RigidPolicy:
         """
         return self.reservations_max > 0
 
-    def must_leave_headroom(self, waiting: WaitingJob, at_s: float) -> bool:  # noqa: ARG002
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:  # noqa: ARG002
         """Return False: no job has to leave devices for shorter ones."""
         return False
 

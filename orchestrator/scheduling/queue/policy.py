@@ -82,8 +82,8 @@ class QueuePolicy(Protocol):
         devices.
         """
 
-    def must_leave_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
-        """Return whether the job may start at `at_s` only if it leaves free devices for shorter
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:
+        """Return whether the job, if it starts at `start_s`, must leave free devices for shorter
         jobs (headroom).
         """
 

@@ -63,7 +63,7 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     ):
         if predicted is not None:
             sentences.append(_describe_wrong_term(attempt, observation))
-        sentences.append(_describe_learning(state, attempt, observation))
+        sentences.append(_describe_what_was_learned(state, attempt, observation))
     if ran_out_of_memory(attempt) and attempt.number < len(job.attempts):
         sentences.append(_describe_next_attempt(state, job, attempt, job.attempts[attempt.number]))
     if attempt.failure is not None:
@@ -272,7 +272,7 @@ def _describe_wrong_term(attempt: Attempt, observation: Observation) -> str:
     return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
-def _describe_learning(state: State, attempt: Attempt, observation: Observation) -> str:
+def _describe_what_was_learned(state: State, attempt: Attempt, observation: Observation) -> str:
     was, now = _calibrations_before_and_after(state, observation)
     engine = attempt.plan.engine
     where = f"{observation.family} on {observation.device}"

@@ -125,7 +125,9 @@ class MorningReport:
 
 
 def ended_at_s(job: Job) -> float:
-    """Return when the job's last attempt ended; the time of submission where none did."""
+    """Return when the job's last attempt ended, in seconds since 1970; the time of submission where
+    none did.
+    """
     return max(
         (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None),
         default=job.submitted_at_s,

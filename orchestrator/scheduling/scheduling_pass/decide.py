@@ -146,13 +146,15 @@ def find_array_wait(
         return Wait(
             code=Pending.ARRAY_LIMIT, facts=(("array", job.array), ("most", member.max_concurrent))
         )
-    before = _find_earlier_waiting_job(index, job, member.number) if member.compared else None
+    before = _find_id_of_earlier_waiting_job(index, job, member.number) if member.compared else None
     if before is None:
         return None
     return Wait(code=Pending.ARRAY_LIMIT, facts=(("array", job.array), ("first", before)))
 
 
-def _find_earlier_waiting_job(index: SchedulerIndex, job: Job, member_number: int) -> str | None:
+def _find_id_of_earlier_waiting_job(
+    index: SchedulerIndex, job: Job, member_number: int
+) -> str | None:
     """Return the id of the nearest earlier job of the same comparison that waits for devices; None
     without one.
     """

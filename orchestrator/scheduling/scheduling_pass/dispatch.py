@@ -88,7 +88,7 @@ def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
 def stop_jobs_over_time_limit(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stop actions) for jobs whose time limit is used up; they save and end."""
     stops = []
-    for job_id in index.list_over_time_limit(state.at_s):
+    for job_id in index.list_job_ids_over_time_limit(state.at_s):
         job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
         state = with_job(state, job)
@@ -401,7 +401,7 @@ def _describe_impossible(job: Job, infeasible: Infeasible) -> str:
 def _start_attempt(
     state: State, index: SchedulerIndex, job: Job, decision: StartDecision
 ) -> tuple[Job, Attempt]:
-    """Return (job, its new attempt) with which the job starts as decided."""
+    """Return (job in its new version, its new attempt) for the decision to start."""
     before = job.trained[-1] if job.trained else None
     attempt = Attempt(
         job_id=job.id,

@@ -183,7 +183,9 @@ def _find_preemption_for_job(
         entry = menu.entries[0]
         able = [
             moving
-            for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), now_s)
+            for moving in list_movable_jobs(
+                index, index.list_stoppable_job_ids_latest_first(), now_s
+            )
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
         stopped = find_jobs_to_stop_for_option(pool, able, entry, now_s)

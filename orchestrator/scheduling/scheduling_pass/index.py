@@ -135,42 +135,42 @@ class SchedulerIndex:
 
     # what changes
 
-    def update_job(self, before: Job | None, after: Job | None) -> None:
-        """Take over a new version of a job; `before` is the one that the tables have.
+    def update_job(self, old_job: Job | None, new_job: Job | None) -> None:
+        """Take over a new version of a job; `old_job` is the one that the tables have.
 
         None means that the state does not have the job.
         """
-        job = after or before
+        job = new_job or old_job
         assert job is not None
-        has_other_limit = _time_limit_s(before) != _time_limit_s(after)
-        held_before = _attempts_holding_devices(before)
-        held_after = _attempts_holding_devices(after)
+        has_other_limit = _time_limit_s(old_job) != _time_limit_s(new_job)
+        held_before = _attempts_holding_devices(old_job)
+        held_after = _attempts_holding_devices(new_job)
         if held_before != held_after or has_other_limit:
-            self._update_occupied_devices(before, after, held_before, held_after)
+            self._update_occupied_devices(old_job, new_job, held_before, held_after)
         runs = bool(held_after)
-        for dependency in _dependencies_of(before):
+        for dependency in _dependencies_of(old_job):
             self._followers.get(dependency.job, set()).discard(job.id)
-        for dependency in _dependencies_of(after):
+        for dependency in _dependencies_of(new_job):
             self._followers.setdefault(dependency.job, set()).add(job.id)
-        self._update_inherited_priorities(before, after)
+        self._update_inherited_priorities(old_job, new_job)
         self._update_running_tables(job, runs)
         self._expiries_s.pop(job.id, None)
-        if after is not None and (expiry_s := time_limit_reached_at_s(after)) < inf:
+        if new_job is not None and (expiry_s := time_limit_reached_at_s(new_job)) < inf:
             self._expiries_s[job.id] = expiry_s
-        if after is None or after.status.ended or has_other_limit:
+        if new_job is None or new_job.status.ended or has_other_limit:
             self.options.forget_job(job.id)
-        if after is None:
+        if new_job is None:
             self._lent.pop(job.id, None)
         if not runs:
             self._drop_expected_end(job.id)
-        if after is not None and after.asks and (before is None or not before.asks):
-            heappush(self._asking, (after.asks_until_s, after.id))
-        self._update_queue_of_job(before, after)
+        if new_job is not None and new_job.asks and (old_job is None or not old_job.asks):
+            heappush(self._asking, (new_job.asks_until_s, new_job.id))
+        self._update_queue_of_job(old_job, new_job)
 
     def _update_occupied_devices(
         self,
-        before: Job | None,
-        after: Job | None,
+        old_job: Job | None,
+        new_job: Job | None,
         held_before: dict[int, Attempt],
         held_after: dict[int, Attempt],
     ) -> None:
@@ -184,24 +184,24 @@ class SchedulerIndex:
                 self._vacate_devices(attempt)
         for number, attempt in held_after.items():
             previous = held_before.get(number)
-            assert after is not None
+            assert new_job is not None
             if (
                 previous is None
-                or before is None
-                or _list_inputs_of_expected_end(before, previous)
-                != _list_inputs_of_expected_end(after, attempt)
+                or old_job is None
+                or _list_inputs_of_expected_end(old_job, previous)
+                != _list_inputs_of_expected_end(new_job, attempt)
             ):
-                self._occupy_devices(after, attempt)
+                self._occupy_devices(new_job, attempt)
 
-    def _update_inherited_priorities(self, before: Job | None, after: Job | None) -> None:
+    def _update_inherited_priorities(self, old_job: Job | None, new_job: Job | None) -> None:
         """Give the job's priority to the jobs for which it waits, and to those for which they wait."""
-        changed = {dependency.job for dependency in _dependencies_of(before)}
-        changed |= {dependency.job for dependency in _dependencies_of(after)}
+        changed = {dependency.job for dependency in _dependencies_of(old_job)}
+        changed |= {dependency.job for dependency in _dependencies_of(new_job)}
         while changed:  # ends: a job waits only for earlier ones
             parent_id = changed.pop()
             urgent = [-inf]
             for job_id in self._followers.get(parent_id, ()):
-                job = after if after and job_id == after.id else self.state.jobs.get(job_id)
+                job = new_job if new_job and job_id == new_job.id else self.state.jobs.get(job_id)
                 if job is not None and not job.held_by:
                     urgent.append(self.priority_of(job))
             if max(urgent) == self._lent.get(parent_id, -inf):
@@ -232,19 +232,19 @@ class SchedulerIndex:
             else:
                 index.pop(job.id, None)
 
-    def _update_queue_of_job(self, before: Job | None, after: Job | None) -> None:
+    def _update_queue_of_job(self, old_job: Job | None, new_job: Job | None) -> None:
         """Add the job to its queue, remove it, or move it, as its two versions require."""
-        waited = before is not None and waits_for_devices(before)
-        waits = after is not None and waits_for_devices(after)
+        waited = old_job is not None and waits_for_devices(old_job)
+        waits = new_job is not None and waits_for_devices(new_job)
         if (
             waited
-            and before is not None
-            and (not waits or after is None or before.spec is not after.spec)
+            and old_job is not None
+            and (not waits or new_job is None or old_job.spec is not new_job.spec)
         ):
-            self._remove_from_queue(before.id)
+            self._remove_from_queue(old_job.id)
             waited = False  # a job with another spec takes another place
-        if waits and after is not None:
-            self._add_or_update_queue_entry(after, is_new=not waited)
+        if waits and new_job is not None:
+            self._add_or_update_queue_entry(new_job, is_new=not waited)
 
     def update_nodes(self, state: State) -> SchedulerIndex:
         """Return an index for the state's nodes: this one, updated, or a new one if nodes came or
@@ -458,7 +458,7 @@ class SchedulerIndex:
         while self._asking and self._asking[0][0] <= now_s:
             yield heappop(self._asking)[1]
 
-    def list_over_time_limit(self, now_s: float) -> list[str]:
+    def list_job_ids_over_time_limit(self, now_s: float) -> list[str]:
         """Return the ids of running jobs that have reached their time limits by `now_s`, earliest
         first.
         """
@@ -468,7 +468,7 @@ class SchedulerIndex:
             if time_s <= now_s
         ]
 
-    def list_stoppable_latest_first(self) -> Iterator[str]:
+    def list_stoppable_job_ids_latest_first(self) -> Iterator[str]:
         """Yield the ids of running jobs that can be stopped, latest expected end first."""
         return (job_id for _, job_id in reversed(self._ends) if job_id in self.stoppable)
 
@@ -619,7 +619,9 @@ class SchedulerIndex:
 
     def _add_to_queue(self, waiting: WaitingJob) -> None:
         """Add the entry to the queue of its priority and user."""
-        self.lines.setdefault(self._queue_key(waiting), WaitQueue()).add(waiting)
+        self.lines.setdefault(self._queue_key_of_priority_and_user(waiting), WaitQueue()).add(
+            waiting
+        )
         if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
@@ -629,20 +631,20 @@ class SchedulerIndex:
         waiting = self.waiting.pop(job_id)
         self.guaranteed.pop(job_id, None)
         if self._is_in_queue(waiting):
-            key = self._queue_key(waiting)
+            key = self._queue_key_of_priority_and_user(waiting)
             self.lines[key].remove(waiting)
             if not self.lines[key]:
                 del self.lines[key]
 
     def _is_in_queue(self, waiting: WaitingJob) -> bool:
-        line = self.lines.get(self._queue_key(waiting))
+        line = self.lines.get(self._queue_key_of_priority_and_user(waiting))
         return line is not None and waiting in line
 
     def select_queues(self, queue_keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
         """Return the queues with these (priority, user) keys; keys without a queue are left out."""
         return [self.lines[key] for key in queue_keys if key in self.lines]
 
-    def _queue_key(self, waiting: WaitingJob) -> tuple[int, str]:
+    def _queue_key_of_priority_and_user(self, waiting: WaitingJob) -> tuple[int, str]:
         return waiting.priority, waiting.job.user
 
     def make_fair_share_lookup(self) -> Callable[[str], FairSharePlace]:

@@ -192,7 +192,7 @@ def find_jobs_to_stop_for_deadline(
     for waiting, by_s in late_jobs[:LATE_MAX]:
         if waiting.job.spec.start_window is not None:
             continue
-        for pool, entry in list_options_by_device_seconds(index, waiting):
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             if now_s + entry.seconds > by_s:
                 continue
             victims = [
@@ -267,7 +267,7 @@ def find_jobs_to_stop_for_priority(
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
         devices = device_count(promised.placement)
-        for pool, entry in list_options_by_device_seconds(index, waiting):
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             if entry.devices != devices:
                 continue
             here = [moving for moving in victims if moving.pool is pool]
@@ -280,7 +280,7 @@ def find_jobs_to_stop_for_priority(
     return ()
 
 
-def list_options_by_device_seconds(
+def list_pools_and_options_by_device_seconds(
     index: SchedulerIndex, waiting: WaitingJob
 ) -> list[tuple[AvailabilityProfile, SizeOption]]:
     """Return (pool of equal nodes, option) for each option of a waiting job, fewest device-seconds
@@ -430,7 +430,9 @@ def find_job_to_stop_for_waiting(
     later: JobStop | None = None
     for moving in list_movable_jobs(
         index,
-        islice(index.list_stoppable_latest_first(), TRIED_MAX) if jobs_with_reservations else (),
+        islice(index.list_stoppable_job_ids_latest_first(), TRIED_MAX)
+        if jobs_with_reservations
+        else (),
         now_s,
     ):
         ahead = _list_jobs_to_go_before(index, moving, jobs_with_reservations)

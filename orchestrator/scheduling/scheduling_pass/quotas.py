@@ -53,7 +53,7 @@ class QuotaRound:
         self._promised = index.list_guaranteed_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_of, index.waiting_users))
+        teams = set(map(self._team_name_of, index.waiting_users))
         if len(teams) > 1:
             devices = count_devices_by_team(self._policy, index.running.values())
             self._without = {team for team in teams if not devices[team]}
@@ -112,12 +112,12 @@ class QuotaRound:
         for waiting, by_s in self._list_undecided() if self._without else ():
             if (
                 waiting.rank <= self._index.state.at_s
-                and self._team_of(waiting.job.user) in self._without
+                and self._team_name_of(waiting.job.user) in self._without
             ):
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._list_undecided():
-                left = self._left.get(self._team_of(waiting.job.user), 0)
+                left = self._left.get(self._team_name_of(waiting.job.user), 0)
                 if waiting.job.spec.gpus.min <= left:
                     yield waiting, by_s, left
         for waiting, by_s in self._list_undecided():
@@ -149,10 +149,10 @@ class QuotaRound:
                 placement = decision.reservation.placement
             case _:  # who waits for its hours keeps no device from others of its team
                 return
-        team = self._team_of(waiting.job.user)
+        team = self._team_name_of(waiting.job.user)
         self._without.discard(team)
         if team in self._left:
             self._left[team] -= device_count(placement)
 
-    def _team_of(self, user: str) -> str:
+    def _team_name_of(self, user: str) -> str:
         return self._policy.team_of(user).name

@@ -16,7 +16,7 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
     MovableJob,
     find_jobs_to_stop_for_option,
     list_movable_jobs,
-    list_options_by_device_seconds,
+    list_pools_and_options_by_device_seconds,
     make_job_stops,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
@@ -59,7 +59,7 @@ def find_jobs_to_stop_for_owner(
             break
         above = {name: count - owned.get(name, 0) for name, count in used.items()}
         able: list[MovableJob] = []
-        for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), now_s):
+        for moving in list_movable_jobs(index, index.list_stoppable_job_ids_latest_first(), now_s):
             borrower = policy.team_of(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
             if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
@@ -67,7 +67,7 @@ def find_jobs_to_stop_for_owner(
             if may_leave and above[borrower] >= moving.devices:
                 above[borrower] -= moving.devices
                 able.append(moving)
-        for pool, entry in list_options_by_device_seconds(index, waiting):
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             here = [moving for moving in able if moving.pool is pool]
             stopped = (
                 find_jobs_to_stop_for_option(pool, here, entry, now_s)

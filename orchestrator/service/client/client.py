@@ -109,7 +109,7 @@ class Client:
         """Return the name and the role of the user to whom this client's token belongs."""
         return self._request_json("GET", "/whoami")
 
-    def sign_in_link(self, job_id: str | None) -> str:
+    def create_sign_in_url(self, job_id: str | None) -> str:
         """Return a URL that signs a browser in once, and leads to the job's page; with None, to the
         first page.
         """
@@ -163,7 +163,7 @@ class Client:
             jobs |= {job["id"]: job for job in answer["jobs"]}
         return [*jobs.values()]
 
-    def fetch_job(
+    def fetch_job_and_version(
         self, job_id: str, known_version: int | None = None, wait_s: float = LONG_POLL_S
     ) -> tuple[JobView, int]:
         """Return (job, version of the service's state in which it was read).

@@ -247,13 +247,13 @@ def _fits_empty_device(
     )
 
 
-def _pin_micro_batch(pins: Pins, size: int | None) -> Pins:
+def _pin_micro_batch(pins: Pins, micro_batch_size: int | None) -> Pins:
     """Return the pins (fixed settings) with this micro-batch size added, unless they have one or
-    `size` is None.
+    `micro_batch_size` is None.
     """
-    if size is None or any(name == MICRO_BATCH for name, _ in pins):
+    if micro_batch_size is None or any(name == MICRO_BATCH for name, _ in pins):
         return pins
-    return (*pins, (MICRO_BATCH, size))
+    return (*pins, (MICRO_BATCH, micro_batch_size))
 
 
 def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins]:

@@ -114,7 +114,7 @@ def read_job_and_fit_rows(
             raise
         spec = read(model_script_data(name))
     ways = []
-    for way, changed in list_training_ways(spec):
+    for way, changed in list_jobs_by_training_way(spec):
         if changed is not spec and not is_memory_known(changed):
             traced = trace_model(changed, home.expanduser(), str(job), _trace_on_cuda(changed))
             changed = changed.model_copy(update={"traced": traced})
@@ -126,7 +126,7 @@ def _trace_on_cuda(_: JobSpec) -> TraceScope:
     return TraceScope(cuda=(True,))
 
 
-def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
+def list_jobs_by_training_way(spec: JobSpec) -> list[tuple[str, JobSpec]]:
     """Return (name, job) of each way to fine-tune the job's model (all weights, adapters); models
     are not traced yet.
 

@@ -64,7 +64,7 @@ def simulate_queue(
     if is_live:
         state = replace(state, policy=cluster.policy)
     else:
-        state, saved = move_state_to_cluster(state, cluster)
+        state, saved = move_state_and_find_saved_steps(state, cluster)
     coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
         state,
@@ -100,7 +100,7 @@ def simulate_queue(
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
-def move_state_to_cluster(
+def move_state_and_find_saved_steps(
     state: State, cluster: ClusterSpec
 ) -> tuple[State, dict[str, int | None]]:
     """Return (state of the scheduler on another cluster, {job id: saved step or None} of jobs that

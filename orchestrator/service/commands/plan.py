@@ -209,7 +209,7 @@ def _plan_on_first_fitting_kind(
             errors.append(error)
     if not forecasts:
         raise errors[0]
-    if not any(forecast.fits_empty for forecast in forecasts):
+    if not any(forecast.fits_empty_device for forecast in forecasts):
         forecasts = [
             replace(forecast, answer=_choose_likeliest_plan(forecast)) for forecast in forecasts
         ]
@@ -244,7 +244,7 @@ class _KindPlans:
     calibrated: Calibration
 
     @property
-    def fits_empty(self) -> bool:
+    def fits_empty_device(self) -> bool:
         return any(
             fits_device(candidate, self.hardware.device.memory, self.calibrated)
             for candidate in self.candidates
@@ -332,7 +332,7 @@ def _plan_on_kind(
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
-        else _note_on_similar_plans(candidates, views, chosen),
+        else _make_note_on_similar_plans(candidates, views, chosen),
     )
     return _KindPlans(answer, hardware, candidates, calibrated)
 
@@ -348,7 +348,7 @@ def _view_way_out(way_out: WayOut) -> WayOutView:
     )
 
 
-def way_out_job_file(plans: JobPlans, way_out_number: int) -> str:
+def make_job_file_of_way_out(plans: JobPlans, way_out_number: int) -> str:
     """Return the job file's text for the way out with this number, counted from 1. Raises SpecError
     where there is none.
     """
@@ -417,7 +417,7 @@ def _choose_plans(
     return _ChosenPlans(best, chosen, describe_rejected_fastest(choice(chosen), choice(fastest)))
 
 
-def _note_on_similar_plans(
+def _make_note_on_similar_plans(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
     """Return a note on other strategies on as many devices with nearly the same predicted step

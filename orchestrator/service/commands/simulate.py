@@ -467,7 +467,7 @@ def _price_of_device_seconds(
 
 
 def quantile(sorted_values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that is not below this fraction (0 to 1) of the sorted values
-    (nearest rank).
+    """Return the smallest of the values such that this fraction (0 to 1) of all values is no larger
+    (nearest-rank quantile).
     """
     return sorted_values[max(0, ceil(fraction * len(sorted_values)) - 1)]

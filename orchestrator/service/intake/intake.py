@@ -528,7 +528,7 @@ def _iterate_script_errors(
         )
     elif spec.command is not None and spec.workdir is not None:
         folder = Path(spec.workdir)
-        files = [("script", "command", _find_script(spec.command, folder))]
+        files = [("script", "command", _find_script_path(spec.command, folder))]
         if spec.config is not None:
             files.append(("file", "config.file", spec.config.file))
             yield from _iterate_errors_of_missing_keys(spec, folder / spec.config.file, job_source)
@@ -597,7 +597,7 @@ def _iterate_errors_of_missing_keys(
             )
 
 
-def _find_script(command: Sequence[str], workdir: Path) -> str | None:
+def _find_script_path(command: Sequence[str], workdir: Path) -> str | None:
     """Return the path of the script that the command `python [-u ...] script.py` or `-m module`
     starts.
 

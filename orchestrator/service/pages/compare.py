@@ -11,7 +11,7 @@ from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.comparison import (
     ComparisonView,
-    list_failure_reasons,
+    list_row_numbers_and_failure_reasons,
     make_table_cells,
 )
 from orchestrator.service.views.records import picture_from_view
@@ -75,7 +75,7 @@ def make_comparison_data(comparison: ComparisonView, home: Path) -> TemplateData
         "main": {name: cells for name, cells in columns.items() if name in MAIN},
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "most_bytes": max(filter(None, peaks), default=1),
-        "reasons": list_failure_reasons(rows),
+        "reasons": list_row_numbers_and_failure_reasons(rows),
         "picture": draw_frontier(picture_from_view(picture), "Memory against step time", "")
         if picture
         else "",

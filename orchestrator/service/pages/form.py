@@ -150,7 +150,7 @@ def _make_key(
     )
 
 
-def propose_for_form(command: str, folder: str) -> str:
+def propose_job_file_for_form(command: str, folder: str) -> str:
     """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs
     nothing.
 

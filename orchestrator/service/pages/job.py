@@ -137,7 +137,7 @@ def list_job_facts(job: Job) -> Mapping[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def list_artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
+def list_artifact_names_and_bytes(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
     """Return (name, bytes or None for a folder) of the newest entries in the job's output folder,
     at most FILES_MAX.
     """

@@ -36,7 +36,9 @@ def read_text_from(read_bytes: Read, offset: int) -> str:
     return text.partition("\n")[2] if "\n" in text else text
 
 
-def find_lines(read_bytes: Read, log_size: int, text: str) -> Sequence[tuple[int, str]]:
+def find_line_offsets_and_texts(
+    read_bytes: Read, log_size: int, text: str
+) -> Sequence[tuple[int, str]]:
     """Return (offset in bytes, line) of the last MATCHES_MAX lines that contain the text; case is
     ignored in ASCII letters.
 

@@ -42,7 +42,7 @@ def make_overview_data(
     retried = {job.retry_of for job in jobs.values()}
     groups = group_jobs(
         sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True),
-        _failure_kind,
+        _find_failure_kind,
     )
     rows = Rows(state, views, forecast_by_job_id, waiting)
     live_groups = group_jobs(job for job in live if not job.asks)
@@ -79,13 +79,13 @@ def make_overview_data(
     }
 
 
-def _failure_kind(job: Job) -> str:
+def _find_failure_kind(job: Job) -> str:
     """Return the kind of the failure that ended a job; without a failure, its status."""
     failure = job.last.failure if job.last and job.status is JobStatus.FAILED else None
     return failure.kind.value if failure else job.status.value
 
 
-def last_line(excerpt: str) -> str:
+def find_last_line_of_excerpt(excerpt: str) -> str:
     """Return the last non-empty line of a log excerpt, in which Python names the exception."""
     lines = [line.strip() for line in excerpt.splitlines() if line.strip()]
     return lines[-1][:TELLING_MAX] if lines else ""
@@ -97,11 +97,11 @@ def _make_failure_row(failed_jobs: Sequence[Job], views: Views) -> TemplateData:
     reason = (
         failure.reason if failure and job.status is JobStatus.FAILED else job.reason
     ).partition("\n")[0]
-    line = last_line(failure.excerpt) if failure else ""
+    line = find_last_line_of_excerpt(failure.excerpt) if failure else ""
     return {
         "job": views(job),
         "more": len(failed_jobs) - 1,
-        "kind": _failure_kind(job),
+        "kind": _find_failure_kind(job),
         "reason": reason,
         "line": "" if line in reason else line,
         "ended_at_s": ended_at_s(job),

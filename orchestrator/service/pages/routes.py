@@ -33,7 +33,7 @@ from orchestrator.service.pages.form import (
     Form,
     field_values,
     form_sections,
-    propose_for_form,
+    propose_job_file_for_form,
     write_job_file,
 )
 from orchestrator.service.pages.frame import (
@@ -48,7 +48,7 @@ from orchestrator.service.pages.job import (
     draw_charts,
     draw_job_frontier,
     draw_memory_waterfall,
-    list_artifacts,
+    list_artifact_names_and_bytes,
     list_job_facts,
     load_curves,
     make_differing_settings_rows,
@@ -58,7 +58,7 @@ from orchestrator.service.pages.live import stream_changes
 from orchestrator.service.pages.log import (
     TEXT_MAX,
     WINDOW_BYTES,
-    find_lines,
+    find_line_offsets_and_texts,
     log_size_bytes,
     read_text_from,
 )
@@ -235,7 +235,7 @@ class _Pages:
         came_from = _safe_path(request.query_params.get("next", ""))
         cookie = None
         if not self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
-            cookie = self._gate.links.claim_session(request.path_params["code"])
+            cookie = self._gate.links.claim_session_cookie(request.path_params["code"])
         if cookie is None:
             self._gate.has_sent_too_many_wrong_tokens(request)
             message = "This link was used before, or is older than five minutes: `orc open` makes another."
@@ -315,11 +315,11 @@ class _Pages:
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.is_compared else None,
             sweep=last.array if last and last.spec.trial else None,
-            artifacts=list_artifacts(self._home, job["id"]),
-            mlflow=self._find_mlflow_page(request, last),
+            artifacts=list_artifact_names_and_bytes(self._home, job["id"]),
+            mlflow=self._find_mlflow_url(request, last),
         )
 
-    def _find_mlflow_page(self, request: Request, job: Job | None) -> str | None:
+    def _find_mlflow_url(self, request: Request, job: Job | None) -> str | None:
         """Return the URL of a job's run in MLflow; None where there is no run, or while it is being
         looked up.
         """
@@ -378,7 +378,7 @@ class _Pages:
             try:
                 data |= {"text": read_text_from(read, start), "size": size, "start": start}
                 data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
-                data |= {"matches": find_lines(read, size, text) if text else []}
+                data |= {"matches": find_line_offsets_and_texts(read, size, text) if text else []}
             except Forbidden as error:
                 data |= {"refusal": str(error)}
         is_still = bool(text or "from" in query)
@@ -455,7 +455,7 @@ class _Pages:
         cluster = self._get_from_api("/cluster", request=request)
         try:
             text = (
-                propose_for_form(form["command"], form.get("folder", ""))
+                propose_job_file_for_form(form["command"], form.get("folder", ""))
                 if "command" in form
                 else write_job_file(form)
             )

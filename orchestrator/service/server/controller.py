@@ -291,7 +291,7 @@ class Controller:
             ids = [
                 live_id
                 for job_id in named_ids
-                for live_id in self._list_cancellable(job_id, whole_array=whole_arrays)
+                for live_id in self._list_cancellable_job_ids(job_id, whole_array=whole_arrays)
             ]
             at_s = self._clock()
             self._apply_events(
@@ -321,7 +321,7 @@ class Controller:
             live_ids = [
                 live
                 for job_id in dict.fromkeys(job_ids)
-                for live in self._list_cancellable(job_id, whole_array=False)
+                for live in self._list_cancellable_job_ids(job_id, whole_array=False)
             ]
             at_s = self._clock()
             events = [
@@ -340,7 +340,7 @@ class Controller:
         with self._changed:
             self._apply_events([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
 
-    def _list_cancellable(self, job_id: str, *, whole_array: bool) -> list[str]:
+    def _list_cancellable_job_ids(self, job_id: str, *, whole_array: bool) -> list[str]:
         job = self.find_job(job_id)
         if job is None:
             raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")

@@ -321,13 +321,13 @@ def _serve_requests(
                 (service.home / "service.json").unlink(missing_ok=True)
 
 
-def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
-    """Start a thread that calls `run` with these arguments, of which the last is the event that
+def _start_thread(target: Callable[..., None], *arguments: Any) -> None:
+    """Start a thread that calls `target` with these arguments, of which the last is the event that
     ends the thread.
 
     It ends with the service at the latest.
     """
-    start_loop(run.__qualname__.strip("_"), partial(run, *arguments), arguments[-1])
+    start_loop(target.__qualname__.strip("_"), partial(target, *arguments), arguments[-1])
 
 
 @contextmanager
@@ -426,7 +426,10 @@ def _make_own_ray(
 
 
 def _make_members(
-    home: Path, declared: ClusterSpec, own_ray: embedded_ray.OwnRay | None, backend: RayBackend
+    home: Path,
+    declared_cluster: ClusterSpec,
+    own_ray: embedded_ray.OwnRay | None,
+    backend: RayBackend,
 ) -> Members | None:
     """Return the registry of machines that join the service's own Ray; None where it has none.
 
@@ -436,7 +439,7 @@ def _make_members(
         return None
     return Members(
         home,
-        declared,
+        declared_cluster,
         own_ray.known_address,
         backend.address_by_node,
         lambda cluster: backend.set_cluster(add_cached_rates(cluster)),

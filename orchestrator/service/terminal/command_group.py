@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from orchestrator.service.terminal.synonyms import find_foreign_and_our_command
+from orchestrator.service.terminal.synonyms import find_foreign_words_our_command_and_tool
 from orchestrator.specs.errors import SpecError
 
 # in the order in which help shows them; a command of no panel comes last, under "Others"
@@ -64,7 +64,7 @@ class Commands(TyperGroup):
         possible, for an unknown word.
         """
         if self.get_command(ctx, args[0]) is None and (
-            answer := find_foreign_and_our_command(args)
+            answer := find_foreign_words_our_command_and_tool(args)
         ):
             phrase, command, tool = answer
             hint = f"`orc {command}` does here what {phrase} does in {tool}"

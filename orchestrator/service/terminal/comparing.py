@@ -224,7 +224,7 @@ def _wait_for_jobs(client: Client, job_ids: Sequence[str], timeout_s: float, as_
     console = make_console(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
     for number, job_id in enumerate(job_ids, 1):
-        job, version = client.fetch_job(job_id)
+        job, version = client.fetch_job_and_version(job_id)
         quarter = 0
         while job["status"] not in ENDS:
             if time.monotonic() > until_s:
@@ -235,7 +235,7 @@ def _wait_for_jobs(client: Client, job_ids: Sequence[str], timeout_s: float, as_
                 quarter = 4 * progress["step"] // steps
                 line = f"{number}/{len(job_ids)} step {progress['step']} of {steps}"
                 console.print(line, highlight=False, markup=False, style="dim")
-            job, version = client.fetch_job(job_id, version)
+            job, version = client.fetch_job_and_version(job_id, version)
         last = job["attempts"][-1] if job["attempts"] else None
         line = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
         console.print(f"{number}/{len(job_ids)} {line}", highlight=False, markup=False)

@@ -120,7 +120,7 @@ def format_markdown(view: ComparisonView) -> str:
     """Return the comparison as a Markdown table, with its caption above, and the conclusion and
     notes below.
     """
-    heads, lines = _table_cells(view)
+    heads, lines = _make_headings_and_cells(view)
     return str(_load_templates().markdown(heads, lines, _make_caption_and_note_lines(view, heads)))
 
 
@@ -128,7 +128,7 @@ def format_latex(view: ComparisonView) -> str:
     """Return the comparison as a LaTeX `tabular` with booktabs' rules; caption, conclusion and
     notes are comments above.
     """
-    heads, lines = _table_cells(view)
+    heads, lines = _make_headings_and_cells(view)
     parted = [head.removesuffix(")").split(" (") for head in heads]
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
     names = [head[0] for head in parted]
@@ -148,7 +148,7 @@ def _load_templates() -> Any:
     ).module
 
 
-def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
+def _make_headings_and_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     """Return (headings, rows of texts) of at most eight columns; a column that no strategy has is
     left out.
     """

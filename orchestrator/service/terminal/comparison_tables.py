@@ -11,7 +11,10 @@ from rich.text import Text
 
 from orchestrator.service.terminal.plain_tables import make_plain_table
 from orchestrator.service.terminal.tables import colour_picture, make_provenance_phrases
-from orchestrator.service.views.comparison import list_failure_reasons, make_table_cells
+from orchestrator.service.views.comparison import (
+    list_row_numbers_and_failure_reasons,
+    make_table_cells,
+)
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.json_object import JsonObject
 
@@ -32,7 +35,8 @@ def make_comparison_panel(view: ComparisonView) -> RenderableType:
     if view["picture"] is not None:
         parts += [colour_picture(picture_from_view(view["picture"])), Text()]
     sentences = [
-        f"{number}  " + "\n   ".join(lines) for number, lines in list_failure_reasons(rows)
+        f"{number}  " + "\n   ".join(lines)
+        for number, lines in list_row_numbers_and_failure_reasons(rows)
     ]
     parts += [Text(line) for line in sentences] + ([Text()] if sentences else [])
     parts.append(Text(view["verdict"], style="bold"))

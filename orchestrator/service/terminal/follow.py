@@ -94,7 +94,7 @@ def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool =
     return job
 
 
-def iterate_log(
+def iterate_attempt_numbers_and_log(
     client: Client, job_id: str, attempt_number: int | None, rank: int, until_end: bool
 ) -> Iterator[tuple[int, str]]:
     """Yield (attempt number, piece of text) of a rank's log; of the last attempt if
@@ -103,12 +103,12 @@ def iterate_log(
     With `until_end` it waits for more text, and continues with later attempts, until the job has
     ended.
     """
-    job, _ = client.fetch_job(job_id)
+    job, _ = client.fetch_job_and_version(job_id)
     current = max(1, len(job["attempts"])) if attempt_number is None else attempt_number
     offset = 0
     decoder = _make_decoder()
     while True:
-        job, version = client.fetch_job(
+        job, version = client.fetch_job_and_version(
             job_id
         )  # read before its log, so that the log of an ended attempt is complete
         count = len(job["attempts"])
@@ -128,7 +128,7 @@ def iterate_log(
         elif not until_end or ended or (attempt_number is not None and over):
             return
         elif current > count or over:
-            client.fetch_job(job_id, version)  # which waits for the next attempt
+            client.fetch_job_and_version(job_id, version)  # which waits for the next attempt
 
 
 def _iterate_log_bytes(
@@ -148,7 +148,7 @@ def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
     """Yield the job now, at every change and every few seconds, until it has ended."""
     version: int | None = None
     while True:
-        job, version = client.fetch_job(job_id, version)
+        job, version = client.fetch_job_and_version(job_id, version)
         yield job
         if job["status"] in ENDS:
             return

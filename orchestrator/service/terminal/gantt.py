@@ -25,15 +25,15 @@ def draw_gantt(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     """Return a text chart of the busy devices per node over time, with the number of waiting
     jobs.
     """
-    ends_s = (until_s for _, until_s in _iterate_ended_attempts(outcomes))
+    ends_s = (until_s for _, until_s in _iterate_attempts_and_ends_s(outcomes))
     end_s = max(ends_s, default=1.0) or 1.0  # at least a second
     nodes = {node.name: node.devices for node in make_idle_nodes(cluster)}
-    for process, _ in _iterate_ended_attempts(outcomes):
+    for process, _ in _iterate_attempts_and_ends_s(outcomes):
         for part in process.attempt.placement:  # a node that has left, or has joined since
             nodes.setdefault(part.node, len(part.devices))
     spans = [
         BusySpan(part.node, len(part.devices), process.launched_at_s, until_s)
-        for process, until_s in _iterate_ended_attempts(outcomes)
+        for process, until_s in _iterate_attempts_and_ends_s(outcomes)
         for part in process.attempt.placement
     ]
     lines = draw_busy_lines(nodes, spans, 0.0, end_s)
@@ -51,7 +51,7 @@ def draw_gantt(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     return add_labels_and_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
 
 
-def _iterate_ended_attempts(
+def _iterate_attempts_and_ends_s(
     outcomes: Sequence[Outcome],
 ) -> Iterator[tuple[SimulatedProcess, float]]:
     return (

@@ -149,7 +149,7 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
         sweep = client.fetch_sweep(job_id)
         print_answer(asdict(sweep), as_json, make_sweep_panel(sweep))
         return
-    job, _ = client.fetch_job(job_id)
+    job, _ = client.fetch_job_and_version(job_id)
     print_answer(dict(job), as_json, make_job_panel(job, make_console(sys.stdout).width))
 
 
@@ -187,9 +187,9 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print the log of one rank of a job."""
-    from orchestrator.service.terminal.follow import iterate_log
+    from orchestrator.service.terminal.follow import iterate_attempt_numbers_and_log
 
-    lines = iterate_log(connect_client(home), job_id, attempt, rank, follow)
+    lines = iterate_attempt_numbers_and_log(connect_client(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(

@@ -71,9 +71,9 @@ def plan(
     from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import (
         export_job,
+        make_job_file_of_way_out,
         plan_job,
         trace_scope,
-        way_out_job_file,
     )
     from orchestrator.service.intake.intake import read_job, read_options
     from orchestrator.service.terminal.plan_tables import make_plan_panel
@@ -102,7 +102,7 @@ def plan(
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
-        print(way_out_job_file(answer, way_out), end="")
+        print(make_job_file_of_way_out(answer, way_out), end="")
         return
     print_answer(dict(answer), as_json, make_plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)

@@ -23,7 +23,9 @@ def load_our_command_by_foreign_words() -> Mapping[str, tuple[str, str]]:
     return commands
 
 
-def find_foreign_and_our_command(arguments: Sequence[str]) -> tuple[str, str, str] | None:
+def find_foreign_words_our_command_and_tool(
+    arguments: Sequence[str],
+) -> tuple[str, str, str] | None:
     """Return (words of another tool's command at the start of the arguments, our command, name of
     that tool).
 

@@ -113,7 +113,7 @@ def make_table_cells(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
     return tables
 
 
-def list_failure_reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
+def list_row_numbers_and_failure_reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
     """Return (row's number, lines of the reason) of each strategy that did not finish."""
     return [
         (number, _make_failure_lines(row))

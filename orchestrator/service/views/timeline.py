@@ -27,7 +27,7 @@ def draw_busy_lines(
 
     `devices_by_node` maps names to device counts. In a large cluster several nodes share a row.
     """
-    rows, labels = _make_row_labels(list(devices_by_node))
+    rows, labels = _make_row_label_by_node_and_order(list(devices_by_node))
     devices = dict.fromkeys(labels, 0)
     for name, count in devices_by_node.items():
         devices[rows[name]] += count
@@ -60,7 +60,9 @@ def add_labels_and_ruler(
     )
 
 
-def _make_row_labels(node_names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _make_row_label_by_node_and_order(
+    node_names: Sequence[str],
+) -> tuple[dict[str, str], list[str]]:
     """Return ({node: label of its row}, labels from top to bottom). In a large cluster several
     nodes share a row.
     """

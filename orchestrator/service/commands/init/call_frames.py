@@ -114,7 +114,7 @@ class CallReader:
             case ast.ImportFrom(module=module, names=names):
                 prefix = f"{module}." if module else ""
                 self.imports |= {alias.asname or alias.name: prefix + alias.name for alias in names}
-        for name, value in _iterate_assignments(node):
+        for name, value in _iterate_assigned_names_and_values(node):
             self.values.setdefault(id(position.scope), {}).setdefault(name, []).append(
                 (value, position.is_certain)
             )
@@ -143,7 +143,7 @@ class CallReader:
             owner = (
                 call_position.owner
                 if receiver in ("self", "cls", "super()")
-                else self._find_class(call.func.value, call_position)
+                else self._find_class_name(call.func.value, call_position)
             )
             name = call.func.attr if owner or receiver in self.imports else ""
         candidates = self._functions.get(name, [])
@@ -151,7 +151,7 @@ class CallReader:
         inherited = [function for function, where in candidates if where.owner] if owner else []
         return methods or inherited
 
-    def _find_class(self, receiver: ast.expr, position: CodePosition) -> str:
+    def _find_class_name(self, receiver: ast.expr, position: CodePosition) -> str:
         """Return the name of an object's class, from an expression such as `Trainer(args)` or a
         name with such a value; else "".
         """
@@ -211,7 +211,7 @@ class CallReader:
 
         Without a call there are only defaults, whose path is None.
         """
-        pairs = list(iterate_parameters(function.args))
+        pairs = list(iterate_parameters_and_defaults(function.args))
         bound: dict[str, Argument] = {
             argument.arg: (default, None) for argument, default in pairs if default is not None
         }
@@ -235,7 +235,7 @@ class CallReader:
         not tell the value.
         """
         text = ast.unparse(name)
-        for scope, way in self._iterate_enclosing_scopes(call_path):
+        for scope, way in self._iterate_enclosing_scopes_and_paths(call_path):
             values = self.values.get(id(scope), {}).get(text, [])
             if scope is call_path.scope:
                 values = [pair for pair in values if pair[0].lineno < name.lineno]
@@ -247,7 +247,9 @@ class CallReader:
                 return value, caller or CallPath(self._find_module(scope)), True
         return self._find_attribute_value(text) if isinstance(name, ast.Attribute) else None
 
-    def _iterate_enclosing_scopes(self, call_path: CallPath) -> Iterator[tuple[Scope, CallPath]]:
+    def _iterate_enclosing_scopes_and_paths(
+        self, call_path: CallPath
+    ) -> Iterator[tuple[Scope, CallPath]]:
         """Yield (function or module, path to it) for the path's own scope and those around that,
         from inside out.
         """
@@ -286,7 +288,9 @@ class CallReader:
         return scope
 
 
-def iterate_parameters(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+def iterate_parameters_and_defaults(
+    arguments: ast.arguments,
+) -> Iterator[tuple[ast.arg, ast.expr | None]]:
     """Yield (parameter, its default expression or None) of a function's parameters, in order."""
     positional = [*arguments.posonlyargs, *arguments.args]
     blank: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
@@ -306,7 +310,7 @@ def _holds_in_every_run(condition: ast.expr) -> bool:
     return all(OF_EVERY_RUN.search(ast.unparse(part)) for part in parts)
 
 
-def _iterate_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+def _iterate_assigned_names_and_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield (name, value's expression) of each name that a syntax node sets.
 
     Several names that are set from one call all get that call. A loop's variable has no value of

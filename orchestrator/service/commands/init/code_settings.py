@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from orchestrator.service.commands.init.call_frames import iterate_parameters
+from orchestrator.service.commands.init.call_frames import iterate_parameters_and_defaults
 from orchestrator.service.commands.init.meanings import (
     EVALUATION,
     Setting,
@@ -45,12 +45,14 @@ def iterate_code_settings(tree: ast.Module, file_name: str) -> Iterator[Setting]
     }
     for node in ast.walk(tree):
         for name, value, line, rank in (
-            _iterate_named_values(node) if id(node) not in evaluates else ()
+            _iterate_names_values_lines_and_precedences(node) if id(node) not in evaluates else ()
         ):
             yield from _make_setting(name, value, f"{file_name}:{line}", rank)
 
 
-def _iterate_named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
+def _iterate_names_values_lines_and_precedences(
+    node: ast.AST,
+) -> Iterator[tuple[str, ast.expr | None, int, int]]:
     """Yield (name, value, line, precedence) of assignments, keyword arguments, dict keys, and
     parameters' defaults.
     """
@@ -67,12 +69,12 @@ def _iterate_named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr | None,
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value, value, value.lineno, CODE_RANK
         case ast.FunctionDef(args=args):
-            for argument, default in iterate_parameters(args):
+            for argument, default in iterate_parameters_and_defaults(args):
                 if default is not None:
                     yield argument.arg, default, default.lineno, DEFAULT_RANK
 
 
-def iterate_values_divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
+def iterate_names_and_counts_of_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
     """Yield (setting's name, what its value counts) for each setting that the code divides by its
     number of ranks.
 

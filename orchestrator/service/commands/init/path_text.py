@@ -151,7 +151,11 @@ class PathReader:
             return text
         if isinstance(node, ast.Attribute) and node.attr in PARTS:
             text = self._read_expression(node.value, call_path, depth)
-            return text if self._is_open_file(node, call_path) else _path_part(text, node.attr)
+            return (
+                text
+                if self._is_open_file(node, call_path)
+                else _get_path_attribute(text, node.attr)
+            )
         return None
 
     def _read_item(self, node: ast.Subscript, call_path: CallPath, depth: int) -> str | None:
@@ -236,7 +240,9 @@ class PathReader:
         if (last == "join" and "path" in name) or (last in SAME_PATH and arguments):
             return self._join_parts(arguments, "/", call_path, depth)
         if last in OF_PATH and len(arguments) == 1:
-            return _path_part(self._read_expression(arguments[0], call_path, depth), OF_PATH[last])
+            return _get_path_attribute(
+                self._read_expression(arguments[0], call_path, depth), OF_PATH[last]
+            )
         functions = [
             function
             for function in self.calls.find_functions(call, CodePosition(call_path.scope))
@@ -278,5 +284,8 @@ class PathReader:
         return self.calls.returns.get(id(function), [])
 
 
-def _path_part(path_text: str, part_name: str) -> str:
-    return str(getattr(PurePosixPath(path_text), part_name))
+def _get_path_attribute(path_text: str, attribute_name: str) -> str:
+    """Return what a `Path` with this text has as this attribute, such as `name`, `stem` or
+    `parent`, as text.
+    """
+    return str(getattr(PurePosixPath(path_text), attribute_name))

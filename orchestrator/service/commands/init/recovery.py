@@ -94,19 +94,19 @@ def make_resume_and_success_lines(
         if is_scripts and set(checkpoints) <= set(spec.resume.checkpoints):
             checkpoints = {}
         step = ", step: null" if spec.resume.step is not None else ""
-        guess = _find_last_file_with_pattern(files(is_checkpoint=True, is_guess=True))
+        guess = _find_last_pattern_and_file(files(is_checkpoint=True, is_guess=True))
         is_needed = not is_scripts and spec.knobs.resume_from is not None
         text = _fill_template("checkpoints", checkpoints, guess, step, is_needed, DEFAULT_PATTERNS)
     if has_success:
         return text
     artifacts = [
-        _find_last_file_with_pattern(files(is_checkpoint=False, is_guess=is_guess))
+        _find_last_pattern_and_file(files(is_checkpoint=False, is_guess=is_guess))
         for is_guess in (False, True)
     ]
     return text + _fill_template("success", *artifacts)
 
 
-def _find_last_file_with_pattern(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
+def _find_last_pattern_and_file(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
     return next(reversed(files.items()), None)
 
 

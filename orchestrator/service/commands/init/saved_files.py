@@ -160,7 +160,9 @@ def _iterate_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[Sa
 
 
 def _apply_moves(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
-    """Yield the files that remain of a write, after the moves and removals that follow it."""
+    """Yield the files that are left of a saved file, after the moves and removals that follow the
+    save.
+    """
     is_left = True
     for index, move in enumerate(moves, 1):
         rest = move.text == write.text or write.text.startswith(f"{move.text}/")

@@ -10,11 +10,11 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.service.commands.init.call_frames import iterate_parameters
+from orchestrator.service.commands.init.call_frames import iterate_parameters_and_defaults
 from orchestrator.service.commands.init.code_settings import (
     Divisor,
     iterate_code_settings,
-    iterate_values_divided_by_ranks,
+    iterate_names_and_counts_of_divided_values,
     last_part_of_name,
 )
 from orchestrator.service.commands.init.meanings import Count, Setting
@@ -132,7 +132,7 @@ def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
 
 
 def _read_files(path: Path, roots: Sequence[Path]) -> Script:
-    files = dict(_iterate_trees(path, roots))
+    files = dict(_iterate_paths_and_trees(path, roots))
     trees = list(files.values())
     nodes = [node for tree in trees for node in ast.walk(tree)]
     functions: dict[str, ast.FunctionDef] = {}
@@ -161,8 +161,12 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     for alias, base in aliases.items():
         if alias != base:
             classes.setdefault(alias, _make_empty_class(alias, base))
-    constants = {name: value for tree in trees for name, value in _iterate_constants(tree)}
-    imports = frozenset(name for tree in trees for name, _ in _iterate_imports(tree))
+    constants = {
+        name: value for tree in trees for name, value in _iterate_constant_names_and_values(tree)
+    }
+    imports = frozenset(
+        name for tree in trees for name, _ in _iterate_imported_names_and_levels(tree)
+    )
     parser_pairs = [
         pair
         for call in calls
@@ -170,7 +174,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
         if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
     ]
     for function in functions.values():
-        parser_pairs += [(name, "wrap") for name in _iterate_wrapped_classes(function)]
+        parser_pairs += [(name, "wrap") for name in _iterate_names_of_wrapped_classes(function)]
     for name, definition in classes.items():
         if TAP in map(last_part_of_name, definition.bases):
             parser_pairs.append((name, "add_arguments"))
@@ -215,11 +219,15 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
         divided={
             word: divisor
             for tree in trees
-            for word, divisor in iterate_values_divided_by_ranks(tree)
+            for word, divisor in iterate_names_and_counts_of_divided_values(tree)
         },
         saves=tuple(find_saved_files(beside)),
         hydra=next(
-            (place for file, tree in files.items() for place in _iterate_hydra_configs(tree, file)),
+            (
+                place
+                for file, tree in files.items()
+                for place in _iterate_hydra_folders_and_names(tree, file)
+            ),
             None,
         ),
         only_equals=any(
@@ -230,7 +238,9 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     )
 
 
-def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
+def _iterate_paths_and_trees(
+    path: Path, roots: Sequence[Path]
+) -> Iterator[tuple[Path, ast.Module]]:
     """Yield (path, syntax tree) of the script, and of each module that it imports from its folder
     or from `roots`.
     """
@@ -260,7 +270,7 @@ def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, as
                 f"cannot be read as Python: {error}", source=str(path), hint=hint
             ) from None
         yield file, tree
-        for name, level in sorted(_iterate_imports(tree)):
+        for name, level in sorted(_iterate_imported_names_and_levels(tree)):
             if not level and name.partition(".")[0] in LIBRARIES:
                 continue
             above = [file.parents[level - 1]] if level and level <= len(file.parents) else []
@@ -270,7 +280,7 @@ def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, as
                 waiting += [place for place in places if place.is_file()]
 
 
-def _iterate_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _iterate_imported_names_and_levels(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield (dotted name, number of leading dots) of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -281,7 +291,7 @@ def _iterate_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((f"{module}{alias.name}", node.level) for alias in node.names)
 
 
-def _iterate_constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_constant_names_and_values(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
@@ -304,7 +314,7 @@ def _keyword_arguments(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
-def _text_arguments(call: ast.Call) -> list[str]:
+def _list_text_arguments(call: ast.Call) -> list[str]:
     return [
         argument.value
         for argument in call.args
@@ -334,7 +344,7 @@ def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Fl
     if last_part_of_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
-    names = _text_arguments(call)
+    names = _list_text_arguments(call)
     if absl := ABSL.fullmatch(last_part_of_name(call.func)):
         default = _evaluate_scalar(call.args[1], constants) if len(call.args) > 1 else None
         kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
@@ -414,9 +424,9 @@ def _iterate_classes_and_parsers(
         yield from ((last_part_of_name(expression), parser) for expression in several)
 
 
-def _iterate_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the classes of a function's parameters if a decorator of the function turns their
-    fields into flags.
+def _iterate_names_of_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names of the classes of a function's parameters, if a decorator of the function
+    turns their fields into flags.
     """
     if not {*WRAPS}.isdisjoint(map(last_part_of_name, _list_decorators(function))):
         for argument in function.args.args:
@@ -424,7 +434,7 @@ def _iterate_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
                 yield last_part_of_name(argument.annotation)
 
 
-def _iterate_hydra_configs(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
+def _iterate_hydra_folders_and_names(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
     """Yield (folder, name) of the primary file of each `@hydra.main` in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hydra.main", "hydra_main"):
@@ -445,7 +455,7 @@ def _find_arguments_base_class(
     """
     if class_name not in classes:
         return class_name.lstrip(".") if class_name.endswith(TRAINING_ARGUMENTS) else None
-    for base in _iterate_bases(classes[class_name], classes) if depth_max else ():
+    for base in _iterate_base_names(classes[class_name], classes) if depth_max else ():
         if kind := _find_arguments_base_class(base, classes, depth_max - 1):
             return kind
     return None
@@ -458,7 +468,7 @@ def _make_empty_class(name: str, base: str) -> ast.ClassDef:
     return tree.body[0]
 
 
-def _iterate_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+def _iterate_base_names(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
     """Yield the names of a class's bases. `transformers.TrainingArguments` is never a class of the
     script's own.
     """
@@ -509,7 +519,7 @@ def _iterate_class_flags(
             required=default is None and "default_factory" not in keywords,
             choices=_read_choices(node.annotation, constants),
         )
-    for base in _iterate_bases(classes[class_name], classes):
+    for base in _iterate_base_names(classes[class_name], classes):
         yield from _iterate_class_flags(
             base, classes, constants, is_flat, separator, prefix, depth_max - 1
         )
@@ -523,11 +533,11 @@ def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Ite
         if (
             not isinstance(call, ast.Call)
             or last_part_of_name(call.func) not in ("option", "argument")
-            or not _text_arguments(call)
+            or not _list_text_arguments(call)
         ):
             continue
         keywords = _keyword_arguments(call)
-        names = _text_arguments(call)
+        names = _list_text_arguments(call)
         default = _evaluate_scalar(keywords.get("default"), constants)
         if last_part_of_name(call.func) == "argument":
             needed = (
@@ -567,7 +577,7 @@ def _iterate_parameter_flags(
 
     In a flag's name `separator` replaces each `_` of the parameter's name.
     """
-    for argument, value in iterate_parameters(function.args):
+    for argument, value in iterate_parameters_and_defaults(function.args):
         if argument.arg in ("self", "cls"):
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
@@ -580,7 +590,9 @@ def _iterate_parameter_flags(
         default = None if required else _evaluate_scalar(value, constants)
         option = last_part_of_name(info.func) == "Option" if info is not None else not required
         names = (
-            [name.partition("/")[0] for name in _text_arguments(info)] if info is not None else []
+            [name.partition("/")[0] for name in _list_text_arguments(info)]
+            if info is not None
+            else []
         )
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)

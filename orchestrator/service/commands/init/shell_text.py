@@ -17,7 +17,7 @@ import yaml
 from orchestrator.service.commands.init.slurm import (
     TASK,
     TASK_VARIABLE,
-    iterate_slurm_options,
+    iterate_slurm_options_and_values,
     parse_array_indices,
 )
 from orchestrator.service.notes import Notes
@@ -154,11 +154,11 @@ def find_shell_text(argv: Argv, folder: Path, slurm_options: dict[str, str]) -> 
         return None
     text = path.read_bytes()[:SCRIPT_BYTES_MAX].decode(errors="replace")
     if named.endswith((".yaml", ".yml")):
-        text = _read_skypilot_task(text, slurm_options)
+        text = _read_skypilot_commands(text, slurm_options)
     elif not is_shell and not re.match(r"#!.*\b(?:ba|z|da)?sh\b", text):
         return None
     if name == "sbatch":
-        slurm_options |= dict(iterate_slurm_options(argv[1:index]))
+        slurm_options |= dict(iterate_slurm_options_and_values(argv[1:index]))
     beside = os.path.relpath(path.parent, folder)
     return ShellText(text, shlex.join(argv), argv[index + 1 :], beside) if text else None
 
@@ -186,13 +186,14 @@ def _find_script_index(argv: Sequence[str], folder: Path) -> int | None:
     return first
 
 
-def _read_skypilot_task(text: str, slurm_options: dict[str, str]) -> str:
-    """Return the shell commands of a SkyPilot task, preceded by its variables; "" for other YAML.
+def _read_skypilot_commands(task_yaml: str, slurm_options: dict[str, str]) -> str:
+    """Return the shell commands of a SkyPilot task, after assignments of its variables; "" for
+    other YAML.
 
     Its devices are added to `slurm_options` (docs.skypilot.co, task YAML).
     """
     try:
-        task = yaml.safe_load(text)
+        task = yaml.safe_load(task_yaml)
     except (ValueError, yaml.YAMLError):
         return ""
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
@@ -376,5 +377,7 @@ def _parse_sbatch_options(text: str) -> dict[str, str]:
         line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH")
     )
     return {
-        name: value for line in lines for name, value in iterate_slurm_options(split_line(line))
+        name: value
+        for line in lines
+        for name, value in iterate_slurm_options_and_values(split_line(line))
     }

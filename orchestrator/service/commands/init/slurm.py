@@ -25,7 +25,7 @@ TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
 SlurmOptions = Mapping[str, str]  # of sbatch and srun, by their long names
 
 
-def iterate_slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def iterate_slurm_options_and_values(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (long name, value) of each sbatch or srun option in the arguments."""
     index = 0
     while index < len(argv):

@@ -25,7 +25,7 @@ from orchestrator.service.commands.init.slurm import (
     SlurmOptions,
     count_ranks_and_devices,
     iterate_slurm_notes,
-    iterate_slurm_options,
+    iterate_slurm_options_and_values,
 )
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
@@ -102,10 +102,10 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
             continue
         key = name if name in WRAPPERS else " ".join((name, *rest[1:2]))
         if key in WRAPPERS:
-            wrapper, rest = _split_wrapper(key, rest)
+            wrapper, rest = _split_wrapper_and_command(key, rest)
             if name == "srun":
                 has_srun = True
-                slurm |= dict(iterate_slurm_options(wrapper[1:]))
+                slurm |= dict(iterate_slurm_options_and_values(wrapper[1:]))
             environment = wrapper if name in ENVIRONMENTS else environment
             notes.append(f"Taken off the command: {shlex.join(wrapper)}")
             continue
@@ -174,7 +174,7 @@ def _count_prefix_ranks(prefix: Sequence[str]) -> int | None:
     return None
 
 
-def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
+def _split_wrapper_and_command(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
     """Return (the wrapper with its options, the command after it)."""
     index = len(wrapper.split())
     while index < len(argv) and argv[index].startswith("-"):

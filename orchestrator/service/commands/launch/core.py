@@ -151,7 +151,7 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     run = {name: getattr(job, name) for name in RECORDED}
     run |= {"content": digest_of_named_files(command, folder), **request}
     lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
-    note = _begin_or_resume_run(records, job.spec, run)
+    note = _begin_or_resume_run_and_note(records, job.spec, run)
     if note is None:
         return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
     answer = _plan_next_attempt(records, machine)
@@ -166,7 +166,7 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     return {**answer, "lines": lines}
 
 
-def _begin_or_resume_run(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
+def _begin_or_resume_run_and_note(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
     """Begin a run, or continue the last one; return a note for the user, or "".
 
     Returns None where the run has finished before and `--once` is set.
@@ -370,25 +370,29 @@ def _decide_next_step(records: Records, attempt_number: int, question: JsonObjec
     job = records.job
     code = question["code"]
     if job.status is JobStatus.SUCCEEDED:
-        return {"exit": 0, "lines": _send_run_to_mlflow(records)}
+        return {"exit": 0, "lines": _send_run_and_list_errors(records)}
     failure = job.attempts[attempt_number - 1].failure
     end = f"attempt {attempt_number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
         end = f"attempt {attempt_number} was ended by {signal.Signals(question['signals'][0]).name}"
         left = "the same line again goes on from here"
         if records.run["requeue"]:
-            left = _requeue_slurm_job()
+            left = _requeue_slurm_job_and_describe()
         return {"exit": code, "lines": [f"{end}; {left}"]}
     machine = find_machine_with_devices(records.run["devices"])
     answer = _plan_next_attempt(records, machine)
     if answer is None:
-        lines = [end, *_suggest_help(records, machine, failure), *_send_run_to_mlflow(records)]
+        lines = [
+            end,
+            *_suggest_help(records, machine, failure),
+            *_send_run_and_list_errors(records),
+        ]
         return {"exit": code or 1, "lines": lines}
     changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
     return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
 
 
-def _send_run_to_mlflow(records: Records) -> list[str]:
+def _send_run_and_list_errors(records: Records) -> list[str]:
     """Send the run to MLflow if the environment names a server and the script does not log itself.
 
     Returns a list with the error, or [].
@@ -410,7 +414,7 @@ def _send_run_to_mlflow(records: Records) -> list[str]:
     return []
 
 
-def _requeue_slurm_job() -> str:
+def _requeue_slurm_job_and_describe() -> str:
     """Make Slurm queue this job again; return a phrase that says whether it did."""
     job = os.environ.get("SLURM_JOB_ID", "")
     count = os.environ.get("SLURM_RESTART_COUNT", "0")

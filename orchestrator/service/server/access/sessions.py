@@ -39,12 +39,16 @@ class Sessions:
             number: int | None = OWNER
         else:
             number = self.accounts.find_token_number(token)
-        return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
+        return (
+            None
+            if number is None
+            else self._sign_payload(f"{number}.{int(self.clock() + LIFETIME_S)}")
+        )
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> str:
         """Open a session for a user of an OpenID provider, and return its cookie."""
         number = self.accounts.open_session(user, role, lifetime_s)
-        return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
+        return self._sign_payload(f"{number}.{int(self.clock() + lifetime_s)}")
 
     def close_session(self, request: Request) -> None:
         """End the request's session if an OpenID provider opened it.
@@ -58,7 +62,7 @@ class Sessions:
 
     def sign_text(self, text: str) -> str:
         """Return the text with a signature, for `find_verified_text`. It is no session."""
-        return self._sign(text, "on its way")
+        return self._sign_payload(text, "on its way")
 
     def find_verified_text(self, signed_text: str) -> str | None:
         """Return the text that `sign_text` signed; None where the signature is invalid."""
@@ -73,7 +77,7 @@ class Sessions:
         """Return the user to whom the request's session belongs; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
-        if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
+        if not hmac.compare_digest(cookie.encode(), self._sign_payload(payload).encode()):
             return None
         if self.clock() >= int(until_s):
             return None
@@ -81,7 +85,7 @@ class Sessions:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         return self.accounts.find_principal_by_number(int(number))
 
-    def _sign(self, payload: str, purpose: str = "session of a browser") -> str:
+    def _sign_payload(self, payload: str, purpose: str = "session of a browser") -> str:
         key = hashlib.sha256(f"{purpose} {self.owner_token}".encode()).digest()
         return f"{payload}.{hmac.new(key, payload.encode(), hashlib.sha256).hexdigest()}"
 

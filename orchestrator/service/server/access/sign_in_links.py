@@ -24,8 +24,8 @@ class SignInLinks:
     )  # until when, and the cookie
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add_session(self, cookie: str) -> str:
-        """Store a session's cookie, and return a new code for `claim_session`, valid once and for
+    def add_session_and_make_code(self, cookie: str) -> str:
+        """Store a session's cookie, and return a new code for `claim_session_cookie`, valid once and for
         LIFETIME_S seconds.
         """
         code = secrets.token_urlsafe(32)
@@ -35,7 +35,7 @@ class SignInLinks:
             self._sessions[code] = (self.clock() + LIFETIME_S, cookie)
         return code
 
-    def claim_session(self, code: str) -> str | None:
+    def claim_session_cookie(self, code: str) -> str | None:
         """Return the session's cookie for this code and forget it; None for an unknown, used or
         expired code.
         """

@@ -445,7 +445,7 @@ def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
         cookie = gate.sessions.make_session_cookie(token)
         if cookie is None:
             raise ServiceError("a browser's session gives no link: send a token")
-        return {"path": f"{LINK}{gate.links.add_session(cookie)}"}
+        return {"path": f"{LINK}{gate.links.add_session_and_make_code(cookie)}"}
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:

@@ -97,12 +97,12 @@ Sender = Annotated[Principal, Depends(_find_sender)]
 NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_make_audit_recorder)]
 
 
-def make_address_for_sender(request: Request, address: str) -> str:
+def make_address_for_sender(request: Request, tracker_address: str) -> str:
     """Return a URL by which the request's sender reaches the tracker: the home's own MLflow is a
     path on this service.
     """
-    is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
-    return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
+    is_here = tracker_address == MLFLOW or tracker_address.startswith(f"{MLFLOW}/#/")
+    return f"{str(request.base_url).rstrip('/')}{tracker_address}" if is_here else tracker_address
 
 
 class Forbidden(ServiceError):

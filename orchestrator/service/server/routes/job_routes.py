@@ -124,7 +124,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
     ) -> SubmittedAnswer:
         key = make_request_key(idempotency_key, sender, request)
         job_id = controller.submit(
-            *prepare_submission(request, "the submitted job", sender, uploads, service), key
+            *prepare_job_and_fault(request, "the submitted job", sender, uploads, service), key
         )
         name_objects([job_id])
         return {"id": job_id, "late": describe_late_jobs(controller.state, [job_id])}
@@ -139,7 +139,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         """Submit all jobs or none, in one transaction."""
         key = make_request_key(idempotency_key, sender, request)
         jobs = [
-            prepare_submission(job, f"submitted job {number}", sender, uploads, service)
+            prepare_job_and_fault(job, f"submitted job {number}", sender, uploads, service)
             for number, job in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(jobs, key)
@@ -253,9 +253,9 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
             find_changeable_job(controller, job_id, sender, "cancel")
         if request.whole_arrays:
             sweeps += dict.fromkeys(
-                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep(job_id))
+                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep_id(job_id))
             )
-            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep(job_id) is None]
+            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep_id(job_id) is None]
         cancelled = controller.cancel_jobs(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {
             "cancelled": cancelled
@@ -378,7 +378,7 @@ def make_request_key(client_key: str, sender: Principal, request: BaseModel) -> 
     return RequestKey(name=f"{sender.name}/{client_key}", digest=digest)
 
 
-def prepare_submission(
+def prepare_job_and_fault(
     request: SubmitRequest, source_name: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
     """Return (the sender's job with uploads resolved to local paths, fault to inject or None).

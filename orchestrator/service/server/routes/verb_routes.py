@@ -20,7 +20,7 @@ from orchestrator.service.server.routes.job_routes import (
     IdempotencyKey,
     find_changeable_job,
     make_request_key,
-    prepare_submission,
+    prepare_job_and_fault,
 )
 from orchestrator.service.server.routes.requests import (
     JobsRequest,
@@ -80,7 +80,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         data = make_retry_spec(job, settings, source).model_dump(mode="json")
         if not sender.is_owner:
             data["user"] = None  # whoever asks
-        spec, _ = prepare_submission(SubmitRequest(spec=data), source, sender, uploads, service)
+        spec, _ = prepare_job_and_fault(SubmitRequest(spec=data), source, sender, uploads, service)
         check_files(spec, source)
         begin = choose_start(job, spec, [key for key, _ in settings])
         key = make_request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)

@@ -143,7 +143,7 @@ class Sweeper:
             ]
             return self._controller.cancel_jobs(live) if live else []
 
-    def find_open_sweep(self, job_or_sweep_id: str) -> str | None:
+    def find_open_sweep_id(self, job_or_sweep_id: str) -> str | None:
         """Return the id of the open sweep with this id, or to which the job with this id belongs;
         None without one.
         """
