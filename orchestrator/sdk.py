@@ -379,7 +379,7 @@ class Job:
 
 
 def _make_thread_coroutine(
-    method: Callable[Concatenate[Any, Arguments], Answer], attribute: str
+    method: Callable[Concatenate[Any, Arguments], Answer], attribute_of_object: str
 ) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]]:
     """Return a coroutine function that runs this method, of the object in `self.<attribute>`, in a
     thread.
@@ -387,7 +387,7 @@ def _make_thread_coroutine(
 
     @wraps(method)
     async def call(own: Any, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
-        return await asyncio.to_thread(method, getattr(own, attribute), *args, **keywords)
+        return await asyncio.to_thread(method, getattr(own, attribute_of_object), *args, **keywords)
 
     return call
 

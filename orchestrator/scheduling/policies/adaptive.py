@@ -225,7 +225,9 @@ class AdaptivePolicy:
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def _yield_with_deadline_first(self, waiting: WaitingJob) -> Iterator[WaitingWithDeadline]:
-        """Yield the job with its deadline if it can be met, then with infinity if it still waits."""
+        """Yield (job, its deadline) if the deadline can be met, then (job, infinity) if the job
+        still waits.
+        """
         by_s = waiting.job.deadline_s
         if by_s is not None and self._index.state.at_s < by_s:
             if self._could_end_by(waiting, by_s):

@@ -379,8 +379,8 @@ class SimulatedAttempt:
 
 
 class QueueSimulation:
-    """A simulation of the scheduler's next decisions, with job durations drawn by the number of the
-    sample.
+    """A simulation of the scheduler's next decisions. Each sample number gives the jobs other
+    durations.
 
     Sample 0 has the predicted durations themselves.
     """

@@ -370,7 +370,7 @@ def price_options(
 def make_earliest_start_function(
     index: SchedulerIndex,
     waiting: WaitingJob,
-    offers: Sequence[PricedOption],
+    priced_options: Sequence[PricedOption],
     now_s: float,
     end_by_s: float,
 ) -> EarliestStart:
@@ -382,9 +382,11 @@ def make_earliest_start_function(
     """
     spec = waiting.job.spec
     wanted = index.average_devices_by_duration_class(now_s)
-    fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
+    fill_s = FILL_LAUNCHES * max(
+        (offer.pool.launch_cost_s for offer in priced_options), default=0.0
+    )
     hours = make_start_hours(
-        spec, (offer.entry.seconds for offer in offers), now_s, end_by_s, fill_s
+        spec, (offer.entry.seconds for offer in priced_options), now_s, end_by_s, fill_s
     )
     if spec.start_window is not None or not index.policy.must_leave_headroom(waiting, now_s):
         return lambda offer, from_s: hours.first_start_s(from_s, offer.entry.seconds)
@@ -399,7 +401,7 @@ def make_earliest_start_function(
 
 
 def _pick_best_option_and_slot(
-    offers: Sequence[PricedOption],
+    priced_options: Sequence[PricedOption],
     earliest_start: EarliestStart,
     now_s: float,
     *,
@@ -410,13 +412,13 @@ def _pick_best_option_and_slot(
     There is no slot where the option that can start now is the best of all.
     """
     now = None
-    for offer in offers:
+    for offer in priced_options:
         if _can_start_now(offer.pool, offer.entry, now_s) and earliest_start(offer, now_s) == now_s:
             now = offer
             break
-    if not offers or now is offers[0] or not (may_reserve or now is not None):
+    if not priced_options or now is priced_options[0] or not (may_reserve or now is not None):
         return now, None
-    return now, _pick_cheapest_slot(offers, earliest_start, now_s)
+    return now, _pick_cheapest_slot(priced_options, earliest_start, now_s)
 
 
 def list_allowed_options(
@@ -459,13 +461,13 @@ def find_start_devices(
 
 
 def _pick_cheapest_slot(
-    offers: Sequence[PricedOption], earliest_start: EarliestStart, earliest_s: float
+    priced_options: Sequence[PricedOption], earliest_start: EarliestStart, earliest_s: float
 ) -> _FutureSlot | None:
     """Return the slot with the least cost from `earliest_s` on, seconds of waiting included; None
     without one.
     """
     best: _FutureSlot | None = None
-    for offer in offers:
+    for offer in priced_options:
         if best is not None and offer.cost_s >= best.cost_s:
             continue
         slot = first = find_start_slot(offer, earliest_s)

@@ -52,7 +52,9 @@ def has_stopped_with_traceback(job: JobView) -> bool:
 
 
 def was_refused(job: JobView) -> bool:
-    """Return whether the job was refused before any attempt, with a plan that would fit."""
+    """Return whether the job was refused before any attempt, with a reason that names a plan which
+    would fit.
+    """
     return job["status"] == "refused" and not job["attempts"] and "would fit" in job["reason"]
 
 

@@ -55,8 +55,9 @@ def make_report(
 
 
 def _iterate_ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
-    """Yield jobs that ended and left the queue, the latest end first; ends after the first page
-    older than `since_s`.
+    """Yield the jobs that ended since `since_s` and left the queue, the latest end first.
+
+    The journal is read by pages, so a few that ended earlier may follow.
     """
     before: str | None = None
     for _ in range(REPORTED_MAX // PAGE):

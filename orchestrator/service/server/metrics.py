@@ -79,7 +79,7 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def scrape_text(self) -> bytes:
+    def make_scrape_answer(self) -> bytes:
         """Return the metrics as text in the format that Prometheus scrapes, of MEDIA_TYPE."""
         return generate_latest(self._registry)
 

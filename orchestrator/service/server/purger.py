@@ -188,9 +188,10 @@ class Purger:
         return purge
 
     def _choose_parts(self, purge: Purge, removable_parts: Sequence[Part]) -> None:
-        """Add to the purge which of these parts, which no job needs, are removed, and which stay.
+        """Divide these parts, which no job needs any more, into those that the purge removes and
+        those that stay.
 
-        The age decides, then the home's budget of bytes.
+        Their age decides, then the home's budget of bytes.
         """
         keep = self._keep
         now_s = self._controller.now_s()

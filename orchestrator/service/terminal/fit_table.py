@@ -17,8 +17,8 @@ from orchestrator.specs.units import format_bytes, format_seconds
 def make_fit_panel(
     spec: JobSpec, rows: Sequence[FitRow], *, is_memory_assumed: bool
 ) -> RenderableType:
-    """Return a table with a row per GPU model: its memory, and for each way to train the fewest
-    GPUs and their bytes.
+    """Return a table with a row per GPU model: its memory, and the fewest GPUs and their bytes for
+    each way to train.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = make_plain_table()

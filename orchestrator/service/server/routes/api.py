@@ -300,7 +300,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:
-        return Response(content=metrics.scrape_text(), media_type=MEDIA_TYPE)
+        return Response(content=metrics.make_scrape_answer(), media_type=MEDIA_TYPE)
 
     @app.get("/whoami")
     def whoami(sender: Sender) -> WhoAnswer:
