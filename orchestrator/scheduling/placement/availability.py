@@ -420,7 +420,7 @@ class AvailabilityProfile:
 
         Minus infinity means that they hold no more now. Unreadable devices do not count.
         """
-        others = len(self._ends_s) - self.idle_unreadable - max(0, int(held_max))
+        others = len(self._ends_s) - self.idle_unreadable_count - max(0, int(held_max))
         return self._ends_s[others - 1] if others > 0 else -inf
 
     @property
@@ -429,7 +429,7 @@ class AvailabilityProfile:
         return bool(self._closed)
 
     @property
-    def idle_unreadable(self) -> int:
+    def idle_unreadable_count(self) -> int:
         """Number of devices that run no attempt but that the driver cannot read."""
         return sum(
             [self._until_s[self.numbers[name]][device] == inf for name, device in self.unreadable]

@@ -21,7 +21,7 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingWithDeadline,
     WaitingWithReservation,
     WaitQueue,
-    merge_queues,
+    merge_sort_keys,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import preempt_for_guarantee
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -115,8 +115,8 @@ class AdaptivePolicy:
         Jobs with reserved devices or a guarantee need no credit. Each job is yielded as `in_order`
         does.
         """
-        for _, _, job_id in merge_queues(
-            [line.list_overdue(self._index.state.at_s) for line in queues]
+        for _, _, job_id in merge_sort_keys(
+            [line.list_sort_keys_of_overdue(self._index.state.at_s) for line in queues]
         ):
             waiting = self._index.waiting[job_id]
             waiting.fund = None
@@ -138,7 +138,9 @@ class AdaptivePolicy:
         """
         at_s = self._index.state.at_s
         full_device_s = PRESSING.full_device_s(self._index.devices)
-        for by_s, _, job_id in merge_queues([queue.list_by_deadline(at_s) for queue in queues]):
+        for by_s, _, job_id in merge_sort_keys(
+            [queue.list_deadline_keys_after(at_s) for queue in queues]
+        ):
             waiting = self._index.waiting.get(job_id)
             if waiting is None or not waiting.urgent_from_s <= at_s < waiting.rank:
                 continue
@@ -154,9 +156,11 @@ class AdaptivePolicy:
         """Yield all jobs by their aging limits; jobs past their limits count as if they were
         submitted now.
         """
-        ordered = [self._sort_not_overdue(line) for line in queues]
-        ordered += [line.list_overdue_shortest_first(self._index.state.at_s) for line in queues]
-        for _, _, job_id in merge_queues(ordered):
+        ordered = [self._list_sort_keys_of_not_overdue(line) for line in queues]
+        ordered += [
+            line.list_sort_keys_of_overdue_shortest_first(self._index.state.at_s) for line in queues
+        ]
+        for _, _, job_id in merge_sort_keys(ordered):
             waiting = self._index.waiting.get(job_id)
             if waiting is None:
                 continue
@@ -245,7 +249,7 @@ class AdaptivePolicy:
             if isinstance(menu, JobOptions)
         )
 
-    def _sort_not_overdue(self, queue: WaitQueue) -> Sequence[SortKey]:
+    def _list_sort_keys_of_not_overdue(self, queue: WaitQueue) -> Sequence[SortKey]:
         """Return the sort keys of a queue's jobs that are not past their aging limits, earliest
         limit first.
 
@@ -253,7 +257,7 @@ class AdaptivePolicy:
         """
         state = self._index.state
         if state.policy.is_shared:
-            return queue.list_not_overdue(state.at_s)
-        return queue.list_not_overdue_largest_first(
+            return queue.list_sort_keys_of_not_overdue(state.at_s)
+        return queue.list_sort_keys_of_not_overdue_largest_first(
             state.at_s, self._index.devices, self._index.tuning
         )

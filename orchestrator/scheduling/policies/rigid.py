@@ -14,7 +14,7 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingJob,
     WaitingWithDeadline,
     WaitingWithReservation,
-    merge_queues,
+    merge_sort_keys,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
@@ -53,9 +53,11 @@ class RigidPolicy:
 
     def list_jobs_by_rank(self) -> list[WaitingJob]:
         """Return all jobs that wait for devices, by rank, then by submission."""
-        queues = [queue.list_by_rank() for queue in self._index.lines.values()]
+        queues = [queue.list_sort_keys_by_rank() for queue in self._index.lines.values()]
         return (
-            [self._index.waiting[job_id] for _, _, job_id in merge_queues(queues)] if queues else []
+            [self._index.waiting[job_id] for _, _, job_id in merge_sort_keys(queues)]
+            if queues
+            else []
         )
 
     def lets_later_jobs_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002

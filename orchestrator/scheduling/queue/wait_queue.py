@@ -99,7 +99,7 @@ class WaitQueue:
                 bisect_left(self._presses, (waiting.urgent_from_s, job.order, job.id))
             ]
 
-    def list_by_deadline(self, at_s: float) -> Sequence[SortKey]:
+    def list_deadline_keys_after(self, at_s: float) -> Sequence[SortKey]:
         """Return (deadline, number, id) of the jobs with deadlines after `at_s`, earliest deadline
         first.
         """
@@ -112,11 +112,11 @@ class WaitQueue:
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
-    def list_by_rank(self) -> Sequence[SortKey]:
+    def list_sort_keys_by_rank(self) -> Sequence[SortKey]:
         """Return the sort keys (rank, number, id) of all jobs, smallest first."""
         return tuple(self._standing)
 
-    def list_overdue(self, at_s: float) -> Sequence[SortKey]:
+    def list_sort_keys_of_overdue(self, at_s: float) -> Sequence[SortKey]:
         """Return (0, number, id) of the jobs whose aging limits have passed at `at_s`, in the order
         of submission.
 
@@ -130,7 +130,7 @@ class WaitQueue:
             ]
         )
 
-    def list_overdue_shortest_first(self, at_s: float) -> Sequence[SortKey]:
+    def list_sort_keys_of_overdue_shortest_first(self, at_s: float) -> Sequence[SortKey]:
         """Return (new aging limit, number, id) of the jobs whose aging limits have passed at
         `at_s`, smallest first.
 
@@ -145,22 +145,22 @@ class WaitQueue:
             if aging_limit_s <= at_s
         ]
 
-    def list_not_overdue(self, at_s: float) -> Sequence[SortKey]:
+    def list_sort_keys_of_not_overdue(self, at_s: float) -> Sequence[SortKey]:
         """Return (aging limit, number, id) of the jobs whose aging limits have not passed at
         `at_s`, earliest limit first.
         """
         return self._standing[self._count_overdue(at_s) :]
 
-    def list_not_overdue_largest_first(
+    def list_sort_keys_of_not_overdue_largest_first(
         self, at_s: float, cluster_device_count: int, tuning: Tuning
     ) -> Sequence[SortKey]:
-        """Return the sort keys of `list_not_overdue`, with the largest jobs moved forward so that
+        """Return the sort keys of `list_sort_keys_of_not_overdue`, with the largest jobs moved forward so that
         they can end together.
 
         The largest jobs are those with the most device-seconds.
         """
         if len(self) < 2 or not self._largest_job_may_end_last(cluster_device_count, tuning):
-            return self.list_not_overdue(at_s)
+            return self.list_sort_keys_of_not_overdue(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
         largest = [
             entry
@@ -192,6 +192,6 @@ class WaitQueue:
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merge_queues(sorted_queues: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
+def merge_sort_keys(sorted_queues: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
     """Return the sort keys of several sorted queues as one sorted queue."""
     return sorted_queues[0] if len(sorted_queues) == 1 else merge(*sorted_queues)

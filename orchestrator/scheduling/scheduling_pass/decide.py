@@ -523,7 +523,7 @@ def _make_wait_for_devices(pool: AvailabilityProfile, option: SizeOption, now_s:
 
     Its facts stay while the state changes; `reports/waiting.py` has numbers, names and times.
     """
-    if pool.unreadable and pool.idle < option.devices <= pool.idle + pool.idle_unreadable:
+    if pool.unreadable and pool.idle < option.devices <= pool.idle + pool.idle_unreadable_count:
         places = describe_unreadable(pool.unreadable_nodes)
         return Wait(code=Pending.UNREADABLE, facts=(("places", places),))
     closed = pool.list_closing_nodes(now_s + option.open_s)

@@ -47,7 +47,7 @@ from orchestrator.scheduling.queue.fair_share import (
     make_fair_tree,
 )
 from orchestrator.scheduling.queue.policy import QueuePolicy
-from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitQueue, merge_queues
+from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitQueue, merge_sort_keys
 from orchestrator.scheduling.scheduling_pass.option_cache import (
     OptionCache,
     needs_learned_durations,
@@ -411,7 +411,7 @@ class SchedulerIndex:
         """
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
         standings = (
-            merge_queues([line.list_by_rank() for line in self.lines.values()])
+            merge_sort_keys([line.list_sort_keys_by_rank() for line in self.lines.values()])
             if self.guaranteed
             else ()
         )

@@ -167,17 +167,20 @@ class OptionCache:
             entry = self._sizes[job.id] = (key, self._predict_remaining_work(job, key[0]))
         return entry[1]
 
-    def _find_cached_options(self, job: Job, version: int) -> OptionsByPool:
+    def _find_cached_options(self, job: Job, knowledge_version: int) -> OptionsByPool:
+        """Return the job's options on each pool, from the cache if they were made with this version
+        of what is known.
+        """
         if job.attempts:
             return self._list_options_of_all_pools(job)
         is_promised = job.starts_by_s is not None
         # what is rehearsed is not probed
         key = (job.spec.family_name, job.spec, job.fault is None, is_promised, job.continues_step)
         entry = self._menus.get(key)
-        if entry is None or entry[0] != version:
+        if entry is None or entry[0] != knowledge_version:
             if len(self._menus) >= MENUS_MAX:
                 self._menus.clear()
-            entry = self._menus[key] = (version, self._list_options_of_all_pools(job))
+            entry = self._menus[key] = (knowledge_version, self._list_options_of_all_pools(job))
         return entry[1]
 
     def _list_options_of_all_pools(self, job: Job) -> OptionsByPool:

@@ -73,7 +73,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     return script
 
 
-def _check_exportable(spec: JobSpec, source: Path, folder: Path) -> None:
+def _check_exportable(spec: JobSpec, workdir: Path, folder: Path) -> None:
     if spec.command is None:
         raise SpecError(
             "a `model` is trained by our engines, which no other launcher starts",
@@ -84,8 +84,8 @@ def _check_exportable(spec: JobSpec, source: Path, folder: Path) -> None:
         )
     if folder.exists() and any(folder.iterdir()):
         raise SpecError("the folder has files", source="--export", got=str(folder))
-    if spec.config is not None and not (source / spec.config.file).is_file():
-        missing = str(source / spec.config.file)
+    if spec.config is not None and not (workdir / spec.config.file).is_file():
+        missing = str(workdir / spec.config.file)
         raise SpecError("the config file is not on this machine", source="--export", got=missing)
 
 

@@ -81,7 +81,7 @@ def simulate_queue(
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(
-        _job_outcome(
+        _find_job_outcome(
             job,
             stints[job.id],
             now_s,
@@ -217,9 +217,9 @@ class FutureSubmissions:
         return event
 
 
-def _job_outcome(
+def _find_job_outcome(
     job: Job,
-    stints: Sequence[SimulatedAttempt],
+    simulated_attempts: Sequence[SimulatedAttempt],
     now_s: float,
     device_count: int,
     launch_cost_s: float,
@@ -240,9 +240,11 @@ def _job_outcome(
             started_at_s=max(0.0, stint.launched_at_s + launch_cost_s - now_s),
             ended_at_s=None if stint.ended_at_s is None else stint.ended_at_s - now_s,
         )
-        for stint in stints
+        for stint in simulated_attempts
     )
-    done = next((stint for stint in reversed(stints) if stint.is_done and knows_end), None)
+    done = next(
+        (stint for stint in reversed(simulated_attempts) if stint.is_done and knows_end), None
+    )
     arrival = Arrival(at_s=0.0, spec=job.spec)
     return Outcome(
         name=job.spec.name,

@@ -326,12 +326,12 @@ def list_outcomes(
     attempts = group_values((process.job.order, process) for process in processes.values())
     devices = cluster.device_count
     return tuple(
-        _job_outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
+        _find_job_outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
         for order, arrival in enumerate(trace.arrivals, start=1)
     )
 
 
-def _job_outcome(
+def _find_job_outcome(
     arrival: Arrival, attempts: tuple[SimulatedProcess, ...], launch_cost_s: float, devices: int
 ) -> Outcome:
     done = (

@@ -323,10 +323,10 @@ def describe_guarantee(promise: PromiseView) -> str:
     return f"is promised at least the speed of {gpus}, from {starts_by} on at the latest"
 
 
-def _format_plan(plan: str, *, is_narrow: bool) -> str:
+def _format_plan(plan_text: str, *, is_narrow: bool) -> str:
     """Return the plan as text; for a narrow table without its devices."""
-    rest = plan.partition(" · ")[2]
-    return rest if is_narrow and rest else plan
+    rest = plan_text.partition(" · ")[2]
+    return rest if is_narrow and rest else plan_text
 
 
 def _format_gpus(job: JobView) -> str:

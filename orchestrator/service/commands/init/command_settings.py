@@ -425,7 +425,7 @@ def _iterate_framework_settings(
         ):
             continue
         default = (
-            _find_litgpt_batch(typed)
+            _find_litgpt_global_batch_size(typed)
             if framework == "litgpt" and name == "global_batch_size"
             else None
         )
@@ -448,7 +448,7 @@ def _iterate_framework_settings(
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
 
 
-def _find_litgpt_batch(typed: TypedCommand) -> str | None:
+def _find_litgpt_global_batch_size(typed: TypedCommand) -> str | None:
     """Return the global batch size in the defaults of the litgpt command's setup(); None where it
     is not found.
     """

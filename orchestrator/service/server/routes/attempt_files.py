@@ -118,10 +118,14 @@ async def follow_file_with_secrets_masked(
         if left_s <= 0 or (was_over and not text):
             return
         if not text:
-            await waits.wait_until(partial(_has_more, path, offset, is_complete), left_s)
+            await waits.wait_until(
+                partial(_has_more_bytes_or_is_complete, path, offset, is_complete), left_s
+            )
 
 
-def _has_more(path: Path, offset: int, is_complete: Callable[[], bool]) -> bool:
+def _has_more_bytes_or_is_complete(
+    path: Path, offset: int, is_complete: Callable[[], bool]
+) -> bool:
     try:
         return path.stat().st_size > offset or is_complete()
     except OSError:
