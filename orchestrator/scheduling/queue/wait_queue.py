@@ -180,8 +180,8 @@ class WaitQueue:
         return bisect_right(self._standing, (at_s, LAST, ""))
 
     def _largest_job_may_end_last(self, cluster_device_count: int, tuning: Tuning) -> bool:
-        """Return whether the largest job may end last of all, while another job as large can run
-        beside it.
+        """Return whether the largest job is so large that it may end last of all, and another job
+        as large fits beside it.
         """
         device_s, _, least_devices = self._sizes[-1]
         if (

@@ -256,9 +256,10 @@ def _largest_loss_difference(first: Mapping[int, float], curve: LossCurve | None
 
 
 def _with_distinct_names(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows with names that differ.
+    """Return the rows with a different name for each strategy.
 
-    Where learning rates differ, all names have them; where names recur, they have the batch split.
+    If learning rates differ, each name has its own. If names are still equal, they get the batch
+    split.
     """
     if len({row.learning_rate for row in rows}) > 1:
         rows = [

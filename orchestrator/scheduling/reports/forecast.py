@@ -598,11 +598,11 @@ def _duration_quantile(job: Job, sample_number: int) -> float:
 def _remaining_duration_quantile_s(
     expected_s: float, ran_s: float, log_spread: float, quantile: float
 ) -> float:
-    """Return this quantile of a job's whole lognormal duration, given that it has already run for
+    """Return a quantile (0 to 1) of a job's total duration, given that it has already run for
     `ran_s` seconds.
 
-    `expected_s` is the predicted duration, and `log_spread` the standard deviation of its
-    logarithm.
+    The duration is lognormal: `expected_s` is predicted, and `log_spread` is the standard deviation
+    of its logarithm.
     """
     if expected_s <= 0 or not expected_s < float("inf"):
         return expected_s

@@ -507,9 +507,10 @@ class SchedulerIndex:
         return None if None in pools else pools[0]
 
     def expected_end_s(self, job: Job, attempt: Attempt) -> float:
-        """Return the expected end of a running attempt, in seconds since 1970.
+        """Return when a running attempt is expected to end, in seconds since 1970.
 
-        Infinity where its nodes are gone, or only an operator can end it.
+        Infinity where its nodes are gone, or where the job's record cannot be read, so that only an
+        operator can end it.
         """
         length = self.predict_duration(job, attempt)
         if length is None:
@@ -525,8 +526,9 @@ class SchedulerIndex:
         return expected_end_beyond_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     def predict_duration(self, job: Job, attempt: Attempt) -> PredictedDuration | None:
-        """Return the predicted duration of an attempt; None where its nodes are gone or only an
-        operator can end it.
+        """Return the predicted duration of an attempt, from its launch to its end.
+
+        None where its nodes are gone, or where the job's record cannot be read.
         """
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:

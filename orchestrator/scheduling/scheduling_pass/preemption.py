@@ -183,10 +183,11 @@ def find_jobs_to_stop_for_deadline(
     impossible.
 
     A job with a deadline is stopped only for an earlier one, and only if it still meets its own.
-    The earliest deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46;
-    Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for Real-Time Database Systems,
-    RTSS). Together they lose no more training than the waiting job needs. No job is stopped for one
-    with a start window, which would start and be stopped again and again.
+    With earliest deadline first alone, both jobs would miss theirs in an overload. (Liu and Layland
+    1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for Real-Time
+    Database Systems, RTSS.) Together the stopped jobs lose no more training than the waiting job
+    needs. No job is stopped for one with a start window, which would start and be stopped again and
+    again.
     """
     able = list(list_movable_jobs(index, index.stoppable, now_s)) if late_jobs else []
     for waiting, by_s in late_jobs[:LATE_MAX]:

@@ -349,8 +349,10 @@ def _view_way_out(way_out: WayOut) -> WayOutView:
 
 
 def make_job_file_of_way_out(plans: JobPlans, way_out_number: int) -> str:
-    """Return the job file's text for the way out with this number, counted from 1. Raises SpecError
-    where there is none.
+    """Return the text of a job file with the change of this number, counted from 1, with which the
+    job would fit.
+
+    Raises SpecError where there is no such change.
     """
     ways = [way for way in plans["ways_out"] if way["job"] is not None]
     if not 1 <= way_out_number <= len(ways):
@@ -634,10 +636,10 @@ def parse_plan(spec: JobSpec, plan_settings: Sequence[Override]) -> Plan:
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, plan_settings: dict[str, Any]) -> Engine:
-    """Return the engine for these settings: DeepSpeed where only it has one, or for ZeRO stages 1
-    and 2; else torch.
+    """Return the engine for these settings: DeepSpeed where only it has one of them, or for ZeRO
+    stages 1 and 2; else torch.
 
-    Settings that only torch has give torch at any stage. A script gives the engine for scripts.
+    Settings that only torch has give torch at any stage. For a script it is the engine for scripts.
     """
     if spec.is_script:
         return Engine.SCRIPT

@@ -197,8 +197,8 @@ def simulate_trace(
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as soon as the
-    sweep allows. With `shared_card_rate` two one-device jobs share a card where their planned bytes fit,
-    each at this part of its speed. No service shares a card yet.
+    sweep allows. With `shared_card_rate` two one-device jobs share a card if their planned bytes
+    fit; each then runs at this share of its full speed. No service shares a card yet.
     """
     backend = (
         SimulatedBackend(cluster)
