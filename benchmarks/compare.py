@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from orchestrator.service.client.client import Client
 from orchestrator.service.commands.compare import Pins, choose_strategies, make_comparison_jobs
-from orchestrator.service.commands.hardware import select_hardware
+from orchestrator.service.commands.hardware import select_nodes_and_observations
 from orchestrator.service.intake.intake import read_job
 
 RANK_CORRELATION = 0.9  # Spearman's, at least
@@ -94,7 +94,7 @@ def figures() -> list[Figure]:
         wanted = choose_strategies(
             read_job(home.parent / "job.yaml", (), home),
             _written(home, TWELVE),
-            *select_hardware(home, None),
+            *select_nodes_and_observations(home, None),
         )
         say(f"comparing {len(wanted)} strategies")
         together = _compared(home, TWELVE)
@@ -194,9 +194,9 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
                 read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS
             )
             (job_id,) = client.submit_jobs([spec.model_dump(mode="json")])["ids"]
-            job, version = client.fetch_job(job_id)
+            job, version = client.fetch_job_and_version(job_id)
             until_s = time.monotonic() + JOB_S
             while job["status"] in ("queued", "running") and time.monotonic() < until_s:
-                job, version = client.fetch_job(job_id, version)
+                job, version = client.fetch_job_and_version(job_id, version)
             found[number] = job["attempts"][-1]["step_s"] if job["status"] == "succeeded" else None
     return found

@@ -21,7 +21,7 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import list_plans
 from orchestrator.service.demo.run import write_demo_files
 from orchestrator.service.intake.intake import read_cluster, read_job
-from orchestrator.service.intake.rates import measure_cluster
+from orchestrator.service.intake.rates import add_measured_rates
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -48,7 +48,7 @@ def figures() -> list[Figure]:
             for ranks in RANKS
             for plan, seconds in _measure(spec, ranks, Path(folder))
         }
-        clusters = {"declared": declared, "as measured": measure_cluster(declared)}
+        clusters = {"declared": declared, "as measured": add_measured_rates(declared)}
     for name, cluster in clusters.items():
         here = Hardware(
             device=cluster.nodes[0].device,

@@ -74,7 +74,7 @@ def _round(home: Path, job_file: Path) -> tuple[float, float, float, float]:
     first, second = (JobFolder(home, job_id).attempt(number) for number in (1, 2))
     submit_s = _when(partial(_trains, first)) - began_s
     recover_s = _when(partial(_trains, second)) - first.oom(0).stat().st_mtime
-    _when(lambda: client.fetch_job(job_id)[0]["status"] == "succeeded")
+    _when(lambda: client.fetch_job_and_version(job_id)[0]["status"] == "succeeded")
     client.close()
     return submit_s, _bare_start_s(first), recover_s, _bare_start_s(second)
 

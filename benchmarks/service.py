@@ -25,7 +25,7 @@ from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.endpoint import make_endpoint
 from orchestrator.service.client.logins import Login
 from orchestrator.service.client.sending import read_and_upload_jobs
-from orchestrator.service.terminal.follow import iterate_log
+from orchestrator.service.terminal.follow import iterate_attempt_numbers_and_log
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
 from tests.service.test_reach import free_port
@@ -97,8 +97,11 @@ def _holder(client: Client) -> str:
     )
     job_id = client.submit_job({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
     until_s = time.monotonic() + PATIENCE_S
-    while not client.fetch_job(job_id)[0]["attempts"] or not client.read_log(job_id, 1, 0, 0)[0]:
-        assert time.monotonic() < until_s, client.fetch_job(job_id)[0]
+    while (
+        not client.fetch_job_and_version(job_id)[0]["attempts"]
+        or not client.read_log_and_offset(job_id, 1, 0, 0)[0]
+    ):
+        assert time.monotonic() < until_s, client.fetch_job_and_version(job_id)[0]
         time.sleep(0.2)
     return job_id
 
@@ -155,7 +158,7 @@ def _reading(login: Login, job_id: str) -> Iterator[list[float]]:
         with closing(Client(login)) as client:
             while not over.wait(0.05):
                 began_s = time.perf_counter()
-                client.fetch_job(job_id)
+                client.fetch_job_and_version(job_id)
                 took_s.append(time.perf_counter() - began_s)
 
     thread = threading.Thread(target=read)
@@ -170,11 +173,11 @@ def _reading(login: Login, job_id: str) -> Iterator[list[float]]:
 def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figure]:
     """Each kind of read, in turn, while FOLLOWERS clients of another process follow a log."""
     reads: dict[str, Callable[[], object]] = {
-        "a job": lambda: client.fetch_job(holder),
-        "a queued job": lambda: client.fetch_job("lm-2"),
+        "a job": lambda: client.fetch_job_and_version(holder),
+        "a queued job": lambda: client.fetch_job_and_version("lm-2"),
         "the cluster": client.fetch_cluster,
         "the teams": client.list_teams,
-        "a log": lambda: client.read_log(holder, 1, 0, 0),
+        "a log": lambda: client.read_log_and_offset(holder, 1, 0, 0),
         "the whole queue": client.list_jobs,
     }
     took_s: dict[str, list[float]] = {name: [] for name in reads}
@@ -248,7 +251,7 @@ def _follow(file: Path, job_id: str) -> None:
 
     def one() -> None:
         with closing(Client(login)) as client, suppress(ServiceError):
-            lines = iterate_log(client, job_id, None, 0, until_end=True)
+            lines = iterate_attempt_numbers_and_log(client, job_id, None, 0, until_end=True)
             next(lines)
             begun.wait()
             for _ in lines:

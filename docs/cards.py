@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.service.commands.hardware import select_hardware
+from orchestrator.service.commands.hardware import select_nodes_and_observations
 from orchestrator.service.commands.plan import JobPlans, plan_job
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.profile import WITHOUT_SECONDS
@@ -88,7 +88,7 @@ def card_pages(folder: Path) -> dict[Path, str]:
 
 
 def _plan(file: str, card: str) -> JobPlans:
-    nodes, _ = select_hardware(None, None, card)
+    nodes, _ = select_nodes_and_observations(None, None, card)
     return plan_job(read_job(JOBS / file, to_run=False), nodes, (), lambda spec: spec)
 
 

@@ -67,8 +67,9 @@ ON_THIS_MACHINE = (
 )
 
 
-def _print_version(shown: bool) -> None:
-    if shown:
+def _print_version(is_requested: bool) -> None:
+    """Print the version of `orc` and end the process, if `--version` was given; else do nothing."""
+    if is_requested:
         from importlib.metadata import version
 
         print(f"orc {version('orchestrator')}")
@@ -76,7 +77,7 @@ def _print_version(shown: bool) -> None:
 
 
 @app.callback()
-def before_a_command(
+def read_global_options(
     context: typer.Context,
     server: Annotated[
         str | None,
@@ -94,7 +95,10 @@ def before_a_command(
         ),
     ] = False,
 ) -> None:
-    """What stands before the command."""
+    """Read the options that stand before a command's name: `--server`, and `--version`.
+
+    Raises SpecError where `--server` is given for a command that only works on this machine.
+    """
     if server and context.invoked_subcommand in ON_THIS_MACHINE:
         raise SpecError(
             f"`orc {context.invoked_subcommand}` works on this machine alone",
@@ -105,12 +109,15 @@ def before_a_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; ends the process with its exit code."""
+    """Run the `orc` command of these arguments; None means those of the process. Ends the process
+    with the command's exit code.
+    """
     with clean_streams():
         _run_command(arguments)
 
 
 def _run_command(arguments: Sequence[str] | None) -> None:
+    """Run the `orc` command of these arguments; end the process with an error code where it raises."""
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for word in command_line:
@@ -128,6 +135,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
 
 
 def _exit_with_error(error: OrchestratorError, *, as_json: bool) -> Never:
+    """Print the error on stderr, as JSON or text, and end the process: 2 for bad input, else 1."""
     print(json.dumps(error_view(error)) if as_json else error, file=sys.stderr)
     sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 

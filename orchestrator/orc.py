@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Run one command; ends the process with its exit code."""
+    """Run the `orc` command of this process's arguments; ends the process with the command's exit
+    code.
+    """
     if sys.argv[1:2] == ["launch"] and sys.argv[2:3] not in ([], ["--help"]):
         from orchestrator.backends.local.watch import run_launch_command as launch
 

@@ -29,7 +29,7 @@ from orchestrator.service.client.client import Client as Connection
 from orchestrator.service.client.logins import Login, find_login
 from orchestrator.service.client.sending import read_and_upload_jobs
 from orchestrator.service.intake.intake import JobSource, add_time_zones
-from orchestrator.service.terminal.follow import ENDS, iterate_log
+from orchestrator.service.terminal.follow import ENDS, iterate_attempt_numbers_and_log
 from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -72,7 +72,7 @@ def plan(
     """
     from orchestrator.service.commands.plan import plan_job
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, overrides)
     return plan_job(spec, nodes, observations)
 
 
@@ -92,7 +92,7 @@ def export(
     """
     from orchestrator.service.commands.plan import export_job
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, overrides)
     return export_job(spec, nodes, observations, Path(folder))
 
 
@@ -110,7 +110,7 @@ def estimate(
     """
     from orchestrator.service.commands.plan import estimate_plan
 
-    spec, nodes, observations = _read_to_plan(job, gpu, cluster, {})
+    spec, nodes, observations = _read_job_nodes_and_observations(job, gpu, cluster, {})
     return estimate_plan(spec, _format_overrides(settings), nodes, observations)
 
 
@@ -120,22 +120,22 @@ def fit(job: JobInput, **overrides: Any) -> list[FitRow]:
 
     `hf:NAME` is a transformers model. Raises SpecError for bad input.
     """
-    from orchestrator.service.commands.fit import fit_job
+    from orchestrator.service.commands.fit import read_job_and_fit_rows
 
     source = job if isinstance(job, str) and job.startswith("hf:") else _job_source(job)
-    return fit_job(source, _format_overrides(overrides))[1]
+    return read_job_and_fit_rows(source, _format_overrides(overrides))[1]
 
 
-def _read_to_plan(
+def _read_job_nodes_and_observations(
     job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
-    """Return (job, nodes to plan for, observations made on them)."""
-    from orchestrator.service.commands.hardware import select_hardware
+    """Return (job, nodes to plan for, measurements made on them)."""
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
-    nodes, observations = select_hardware(_select_service(None), path, gpu)
+    nodes, observations = select_nodes_and_observations(_select_home_or_login(None), path, gpu)
     scope = partial(trace_scope, nodes)
     spec = read_job(_job_source(job), _format_overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
@@ -164,7 +164,7 @@ class Client:
     """
 
     def __init__(self, service: str | Path | None = None) -> None:
-        self._service = _select_service(service)
+        self._service = _select_home_or_login(service)
         self._connection = Connection(self._service)
         self._batch: list[tuple[JobSpec, Job]] | None = None
 
@@ -192,8 +192,9 @@ class Client:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Submit the jobs of the `with` block together at its end, all or none; after an exception
-        none is submitted.
+        """Open a block at whose end all jobs submitted in it are submitted together, all or none.
+
+        After an exception none is submitted.
         """
         if self._batch is not None:
             raise ServiceError("a batch is open already: end it first")
@@ -211,7 +212,7 @@ class Client:
 
     def job(self, job_id: str) -> Job:
         """Return a job that was submitted before. Raises ServiceError where there is none."""
-        self._connection.fetch_job(job_id)
+        self._connection.fetch_job_and_version(job_id)
         return Job(self._connection, job_id)
 
     def queue(self, ended: int = 100) -> list[JobView]:
@@ -278,7 +279,7 @@ class Job:
         """Return the job's record: its status, its reason, and its attempts with plan, prediction
         and measurement.
         """
-        return self._connection.fetch_job(self.id)[0]
+        return self._connection.fetch_job_and_version(self.id)[0]
 
     def status(self) -> str:
         """Return the job's status: `queued`, `running`, `succeeded`, `failed`, `refused` or
@@ -293,12 +294,14 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobView:
         """Wait until the job ends, and return its record. Raises TimeoutError after `timeout` seconds."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
-        job, version = self._connection.fetch_job(self.id)
+        job, version = self._connection.fetch_job_and_version(self.id)
         while job["status"] not in ENDS:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"{self.id} is {job['status']} after {timeout} s")
-            job, version = self._connection.fetch_job(self.id, version, min(LONG_POLL_S, left_s))
+            job, version = self._connection.fetch_job_and_version(
+                self.id, version, min(LONG_POLL_S, left_s)
+            )
         return job
 
     def result(self, timeout: float | None = None) -> JobView:
@@ -323,7 +326,7 @@ class Job:
         self._connection.change_jobs("release", [self.id])
 
     def suspend(self) -> None:
-        """Make the job save a checkpoint, release its devices, and wait for `resume`. Raises
+        """Make the job save a checkpoint, free its devices, and wait for `resume`. Raises
         ServiceError where it has ended.
         """
         self._connection.change_jobs("suspend", [self.id])
@@ -354,31 +357,37 @@ class Job:
         """
         return "".join(
             text
-            for _, text in iterate_log(self._connection, self.id, attempt, rank, until_end=False)
+            for _, text in iterate_attempt_numbers_and_log(
+                self._connection, self.id, attempt, rank, until_end=False
+            )
         )
 
     def follow(self, rank: int = 0) -> Iterator[str]:
-        """Yield the log of a rank in pieces, over all attempts, until the job ends."""
-        for _, text in iterate_log(self._connection, self.id, None, rank, until_end=True):
+        """Yield the log of a rank piece by piece as it grows, over all attempts, until the job
+        ends.
+        """
+        for _, text in iterate_attempt_numbers_and_log(
+            self._connection, self.id, None, rank, until_end=True
+        ):
             yield text
 
     def fetch(self, to: str | Path) -> Path:
         """Download the job's output to the new folder `to`, all or nothing; return that folder."""
         folder = Path(to).expanduser()
-        self._connection.fetch_output(self.id, folder)
+        self._connection.download_output_and_count(self.id, folder)
         return folder
 
 
-def _in_thread(
-    method: Callable[Concatenate[Any, Arguments], Answer], attribute: str
+def _make_thread_coroutine(
+    method: Callable[Concatenate[Any, Arguments], Answer], attribute_of_object: str
 ) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]]:
-    """Return a coroutine function that runs this method of the object in `self.<attribute>` in a
+    """Return a coroutine function that runs this method, of the object in `self.<attribute>`, in a
     thread.
     """
 
     @wraps(method)
     async def call(own: Any, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
-        return await asyncio.to_thread(method, getattr(own, attribute), *args, **keywords)
+        return await asyncio.to_thread(method, getattr(own, attribute_of_object), *args, **keywords)
 
     return call
 
@@ -386,9 +395,9 @@ def _in_thread(
 class AsyncClient:
     """The same client as `Client`, with coroutines; each request runs in a thread."""
 
-    queue = _in_thread(Client.queue, "_client")
-    report = _in_thread(Client.report, "_client")
-    close = _in_thread(Client.close, "_client")
+    queue = _make_thread_coroutine(Client.queue, "_client")
+    report = _make_thread_coroutine(Client.report, "_client")
+    close = _make_thread_coroutine(Client.close, "_client")
 
     def __init__(self, service: str | Path | None = None) -> None:
         self._client = Client(service)
@@ -435,16 +444,16 @@ class AsyncClient:
 class AsyncJob:
     """The same job as `Job`, with coroutines."""
 
-    info = _in_thread(Job.info, "_job")
-    status = _in_thread(Job.status, "_job")
-    done = _in_thread(Job.done, "_job")
-    cancel = _in_thread(Job.cancel, "_job")
-    hold = _in_thread(Job.hold, "_job")
-    release = _in_thread(Job.release, "_job")
-    suspend = _in_thread(Job.suspend, "_job")
-    resume = _in_thread(Job.resume, "_job")
-    logs = _in_thread(Job.logs, "_job")
-    fetch = _in_thread(Job.fetch, "_job")
+    info = _make_thread_coroutine(Job.info, "_job")
+    status = _make_thread_coroutine(Job.status, "_job")
+    done = _make_thread_coroutine(Job.done, "_job")
+    cancel = _make_thread_coroutine(Job.cancel, "_job")
+    hold = _make_thread_coroutine(Job.hold, "_job")
+    release = _make_thread_coroutine(Job.release, "_job")
+    suspend = _make_thread_coroutine(Job.suspend, "_job")
+    resume = _make_thread_coroutine(Job.resume, "_job")
+    logs = _make_thread_coroutine(Job.logs, "_job")
+    fetch = _make_thread_coroutine(Job.fetch, "_job")
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -480,7 +489,7 @@ class AsyncJob:
         return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
 
 
-def _select_service(service: str | Path | None) -> Path | Login:
+def _select_home_or_login(service: str | Path | None) -> Path | Login:
     """Return the home folder, or the stored login where a URL is given."""
     target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
     return (

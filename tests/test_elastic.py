@@ -53,7 +53,7 @@ class Night:
         return self.client.submit_job(read_job(file).model_dump(mode="json"))
 
     def job(self, job_id: str) -> Job:
-        return dict(self.client.fetch_job(job_id)[0])
+        return dict(self.client.fetch_job_and_version(job_id)[0])
 
     def trains(self, job_id: str, number: int) -> None:
         until(lambda: len(self.losses(job_id, number)) > 2, f"attempt {number} of {job_id}")

@@ -79,7 +79,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
         return Client(self.home)
 
     def job(self, job_id: str) -> Job:
-        return self.client().fetch_job(job_id)[0]
+        return self.client().fetch_job_and_version(job_id)[0]
 
     def steps(self, job_id: str, number: int) -> list[int]:
         """Optimizer steps that the attempt has recorded."""

@@ -11,4 +11,4 @@ class SjfPolicy(EasyPolicy):
 
     def rank(self, job: Job) -> float:
         """Return the job's remaining seconds of work, launch included."""
-        return self._index.options.remaining_work_of(job).duration_s
+        return self._index.options.find_remaining_work(job).duration_s

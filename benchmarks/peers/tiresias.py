@@ -13,7 +13,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.rigid import RigidPolicy
 from orchestrator.scheduling.queue.policy import JobStop, Preemption
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
-from orchestrator.scheduling.scheduling_pass.decide import allowed_options, find_array_wait
+from orchestrator.scheduling.scheduling_pass.decide import find_array_wait, list_allowed_options
 from orchestrator.scheduling.scheduling_pass.preemption import MovableJob, list_movable_jobs
 from orchestrator.specs.attempt import Attempt, AttemptStatus, StopCause
 from orchestrator.specs.job_record import Job
@@ -44,15 +44,15 @@ class TiresiasPolicy(RigidPolicy):
         """Yield (job, infinity) of waiting jobs that should run now: those within the devices, running jobs counted."""
         return ((waiting, inf) for waiting in self._plan().starts)
 
-    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
+    def lets_later_jobs_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
         """Return True, since a job that should run starts as soon as it can be placed."""
         return True
 
-    def preempt(
+    def decide_preemption(
         self,
         state: State,
-        waits: Sequence[tuple[WaitingJob, Reservation]],  # noqa: ARG002
-        late: Sequence[tuple[WaitingJob, float]],  # noqa: ARG002
+        jobs_with_reservations: Sequence[tuple[WaitingJob, Reservation]],  # noqa: ARG002
+        late_jobs: Sequence[tuple[WaitingJob, float]],  # noqa: ARG002
     ) -> Preemption:
         """Return the running jobs to stop for waiting jobs that come before them."""
         stops = sorted(self._plan().stops, key=lambda stop: stop.moving.from_s)
@@ -106,7 +106,7 @@ class TiresiasPolicy(RigidPolicy):
             *((self.rank(moving.job), moving.job.order, moving) for moving in able.values()),
             *(
                 (waiting.rank, waiting.job.order, waiting)
-                for waiting in self.by_rank()
+                for waiting in self.list_jobs_by_rank()
                 if may_start_at(waiting.job.spec, at_s)
             ),
         ]
@@ -123,8 +123,10 @@ class TiresiasPolicy(RigidPolicy):
                 continue
             if find_array_wait(index, entry.job, of_array) is not None:
                 continue
-            for pool, menu in index.options.options_of(entry):
-                options = allowed_options(index, pool, menu) if isinstance(menu, JobOptions) else ()
+            for pool, menu in index.options.find_options(entry):
+                options = (
+                    list_allowed_options(index, pool, menu) if isinstance(menu, JobOptions) else ()
+                )
                 if options and options[-1].devices <= left[id(pool)]:
                     left[id(pool)] -= options[-1].devices
                     of_array[entry.job.array] += 1

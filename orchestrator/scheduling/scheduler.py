@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.base.job_updates import archive_if_done
-from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.demand import record_demand
-from orchestrator.scheduling.queue.dependencies import on_dependency_ended
+from orchestrator.scheduling.policies.registry import make_index
+from orchestrator.scheduling.queue.demand import add_to_demand
+from orchestrator.scheduling.queue.dependencies import remove_ended_dependency
 from orchestrator.scheduling.scheduling_pass.dispatch import (
-    fail_unanswered,
+    fail_jobs_with_unanswered_questions,
     move_to_faster_plan,
     run_decision_round,
+    stop_jobs_over_time_limit,
     stop_leaving_jobs,
-    stop_over_time_limit,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply_event
@@ -40,21 +40,22 @@ class Scheduler:
     """The scheduler of one cluster: it takes events and returns actions. All its data are in this
     object.
 
-    The index follows from the state: a Scheduler made anew from a state decides the same. It is
-    kept because making it visits every job. A Scheduler is not safe for use by several threads at
-    once.
+    Its tables (the index) follow from the state: a Scheduler made anew from a state decides the
+    same. They are kept because making them visits every job. A Scheduler is not safe for use by
+    several threads at once.
     """
 
     def __init__(self, state: State) -> None:
-        self._index = index_of(state)
+        self._index = make_index(state)
 
     @property
     def state(self) -> State:
-        """The newest state, which is immutable."""
+        """The state after the last event; it is immutable."""
         return self._index.state
 
     def step(self, event: Event) -> tuple[Action, ...]:
-        """Apply the event, and return the actions to take; `state` is then the new state.
+        """Apply the event, and return the actions that the caller must take; `state` is then the
+        new state.
 
         Late, repeated and unknown events change nothing.
         """
@@ -62,24 +63,24 @@ class Scheduler:
         before = replace(current, at_s=event.at_s) if event.at_s > current.at_s else current
         state, immediate = apply_event(before, event)
         index = self._index = _update_index(self._index, before, state, event)
-        state = index.state = _with_demand(before, state, index, event)
+        state = index.state = _add_submitted_job_to_demand(before, state, index, event)
         if isinstance(event, Submitted) and event.more:
             return immediate
-        state, expired = stop_over_time_limit(state, index)
+        state, expired = stop_jobs_over_time_limit(state, index)
         state, stopped = stop_leaving_jobs(state, index)
         state, climbing = (
             move_to_faster_plan(state, index, event)
             if isinstance(event, PaceReported)
             else (state, ())
         )
-        state, given_up = fail_unanswered(state, index)
+        state, given_up = fail_jobs_with_unanswered_questions(state, index)
         actions = (*immediate, *expired, *stopped, *climbing, *given_up)
         news = (*immediate, *given_up)
         while True:
             state, followed = _update_dependents(state, index, news)
             state, news = run_decision_round(state, index)
             actions = (*actions, *followed, *news)
-            if not _has_any_job_left(
+            if not _has_any_job_left_queue_unstarted(
                 news
             ):  # otherwise a job was refused, or asks, for which others may wait
                 break
@@ -102,9 +103,9 @@ class Scheduler:
         ]
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
-    def expected_ends_s(self) -> dict[str, float]:
-        """Return {job id: expected end} of running attempts, in seconds since 1970; infinity where
-        nodes are gone.
+    def expected_end_s_by_job_id(self) -> dict[str, float]:
+        """Return {job id: expected end} of jobs with a running attempt, in seconds since 1970;
+        infinity where nodes are gone.
         """
         running = ((job, job.last) for job in self._index.running.values())
         return {
@@ -115,60 +116,69 @@ class Scheduler:
 
 
 def _update_index(
-    index: SchedulerIndex, before: State, after: State, event: Event
+    index: SchedulerIndex, old_state: State, new_state: State, event: Event
 ) -> SchedulerIndex:
-    """Return the index for the state after the event."""
-    index.state = after
-    if after.observations is not before.observations:
-        index.read_observations(after)
-    if after.runs is not before.runs:
-        index.read_durations(after)
-    if after.suspensions is not before.suspensions:
-        index.update_closed_nodes(after)
+    """Return the lookup tables for the state after the event: the given ones updated, or new ones."""
+    index.state = new_state
+    if new_state.observations is not old_state.observations:
+        index.read_observations(new_state)
+    if new_state.runs is not old_state.runs:
+        index.read_durations(new_state)
+    if new_state.suspensions is not old_state.suspensions:
+        index.update_closed_nodes(new_state)
     match event:
         case NodesSeen():
-            index = index.update_nodes(after)
+            index = index.update_nodes(new_state)
         case DrainRequested():
-            index.update_closed_nodes(after)
+            index.update_closed_nodes(new_state)
         case Observed():
             index.is_stale = True
         case TimerFired():
             pass
         case _:
-            old_job = before.jobs.get(event.job_id)
-            now = after.jobs.get(event.job_id)
+            old_job = old_state.jobs.get(event.job_id)
+            now = new_state.jobs.get(event.job_id)
             if old_job is not now:
                 index.update_job(old_job, now)
             # cancelled or held: no job waits for these; or it waits as another one
             if old_job is not now and isinstance(event, UpdateRequested):
                 index.is_stale = True
-            if any(reservation.job_id == event.job_id for reservation in after.reservations):
+            if any(reservation.job_id == event.job_id for reservation in new_state.reservations):
                 index.is_stale = True
-    if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
+    if new_state.reevaluate_at_s is not None and new_state.reevaluate_at_s <= new_state.at_s:
         index.is_stale = True
-    index.advance_to(after.at_s)
+    index.advance_to(new_state.at_s)
     return index
 
 
-def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
-    """Return the state with a submitted job added to the recent demand."""
+def _add_submitted_job_to_demand(
+    old_state: State, new_state: State, index: SchedulerIndex, event: Event
+) -> State:
+    """Return the new state with the submitted job added to the recent demand for devices; unchanged
+    for other events.
+    """
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
-    if waiting is None or not index.devices or state.submitted == before.submitted:
-        return state
-    _, length_s, device_s = index.options.remaining_work_of(waiting.job)
-    return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
+    if waiting is None or not index.devices or new_state.submitted == old_state.submitted:
+        return new_state
+    _, length_s, device_s = index.options.find_remaining_work(waiting.job)
+    return replace(
+        new_state, demand=add_to_demand(new_state.demand, new_state.at_s, length_s, device_s)
+    )
 
 
 def _update_dependents(
     state: State, index: SchedulerIndex, actions: Sequence[Action]
 ) -> Transition:
-    """Return (new state, actions) in which jobs stop waiting for jobs that ended, or are cancelled."""
+    """Return (new state, actions) in which jobs stop waiting for jobs that ended.
+
+    A job is cancelled where one ended in another way than required.
+    """
     done: list[Action] = []
-    ended = _ended_jobs(actions)
+    ended = _list_ended_jobs(actions)
     for predecessor in ended:
-        for job_id in index.followers_of(predecessor.id):
+        for job_id in index.list_dependent_job_ids(predecessor.id):
             dependant = state.jobs[job_id]
-            job = on_dependency_ended(dependant, predecessor)
+            job = remove_ended_dependency(dependant, predecessor)
             state, archived = archive_if_done(state, job)
             index.update_job(dependant, job)
             if job.status.ended:
@@ -177,15 +187,16 @@ def _update_dependents(
     return state, tuple(done)
 
 
-def _has_any_job_left(actions: Sequence[Action]) -> bool:
-    """Return whether a job left its place in the queue without starting: it ended, asks, or waits
-    anew.
+def _has_any_job_left_queue_unstarted(actions: Sequence[Action]) -> bool:
+    """Return whether a job left its place in the queue without starting: it ended, asks a question,
+    or waits anew.
     """
     records = [action.job for action in actions if isinstance(action, Record)]
     return any(job.status.ended or job.status is JobStatus.QUEUED for job in records)
 
 
-def _ended_jobs(actions: Sequence[Action]) -> list[Job]:
+def _list_ended_jobs(actions: Sequence[Action]) -> list[Job]:
+    """Return the jobs that have ended according to these actions."""
     return [
         action.job for action in actions if isinstance(action, Record) and action.job.status.ended
     ]

@@ -9,8 +9,9 @@ from orchestrator.specs.state import State
 
 
 def step(state: State, event: Event) -> Transition:
-    """Return (new state, actions) after the event. It visits every job; a kept `Scheduler` is
-    faster.
+    """Return (new state, actions) after the event, without keeping any tables.
+
+    It visits every job; a `Scheduler` that is kept from event to event is faster.
     """
     scheduler = Scheduler(state)
     actions = scheduler.step(event)

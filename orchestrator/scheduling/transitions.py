@@ -18,10 +18,10 @@ from orchestrator.scheduling.failures.verdict import (
     describe_missing_checkpoint,
     describe_unmatched_patterns,
 )
-from orchestrator.scheduling.options.lengths import learn_duration
-from orchestrator.scheduling.options.probe import failed_by_batch_of_one
+from orchestrator.scheduling.options.lengths import add_run_length
+from orchestrator.scheduling.options.probe import failed_because_of_single_sample
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
-from orchestrator.scheduling.queue.fair_share import charge_usage
+from orchestrator.scheduling.queue.fair_share import add_attempt_to_usage
 from orchestrator.specs.actions import Record, Stop, Transition
 from orchestrator.specs.attempt import (
     Attempt,
@@ -59,10 +59,10 @@ BACK_OFF_MAX_S = 300.0
 
 
 def apply_event(state: State, event: Event) -> Transition:
-    """Return (new state, actions) with the event applied. Actions are records and stops; nothing is
-    scheduled.
+    """Return (new state, actions) after the event, before any scheduling decision.
 
-    Late, repeated and unknown events change nothing.
+    Actions are records and stops; nothing is started. Late, repeated and unknown events change
+    nothing.
     """
     match event:
         case Submitted():
@@ -86,7 +86,7 @@ def apply_event(state: State, event: Event) -> Transition:
         case Released():
             return _apply_released(state, event)
         case Observed():
-            return _with_observations(state, event.observations), ()
+            return _add_observations(state, event.observations), ()
         case TimerFired():
             return state, ()
 
@@ -119,7 +119,7 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> Transition:
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling:
         return state, ()
-    attempt = _live_attempt(job)
+    attempt = _find_live_attempt(job)
     if attempt is None:
         reason = event.reason or _describe_cancelled(job)
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
@@ -127,15 +127,15 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> Transition:
         state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)
-    job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
+    job = _replace_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (
         Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),
     )
 
 
 def _describe_cancelled(job: Job) -> str:
-    """Return text that a waiting job was cancelled, after which attempt, with that attempt's
-    failure.
+    """Return text that a waiting job was cancelled, after which attempt, and how that attempt
+    failed.
     """
     if job.last is None:
         return "cancelled before it ran"
@@ -154,25 +154,25 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
 
 
 def _apply_started(state: State, event: Started) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
     attempt = replace(attempt, status=AttemptStatus.RUNNING, started_at_s=event.at_s)
-    job = _with_attempt(job, attempt)
+    job = _replace_attempt(job, attempt)
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
 def _apply_pace(state: State, event: PaceReported) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
         return state, ()
-    return with_job(state, _with_attempt(job, replace(attempt, pace=event.pace))), ()
+    return with_job(state, _replace_attempt(job, replace(attempt, pace=event.pace))), ()
 
 
 def _apply_released(state: State, event: Released) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if (
         job is None
         or attempt is None
@@ -180,15 +180,15 @@ def _apply_released(state: State, event: Released) -> Transition:
         or attempt.released
     ):
         return state, ()
-    state = replace(state, usage=charge_usage(state, job, attempt))
-    return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
+    state = replace(state, usage=add_attempt_to_usage(state, job, attempt))
+    return archive_if_done(state, _replace_attempt(job, replace(attempt, released=True)))
 
 
 def _apply_finished(state: State, event: Finished) -> Transition:
-    job, attempt = _find_attempt(state, event.job_id, event.number)
+    job, attempt = _find_job_and_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
-    capacity_bytes = _capacity_bytes(state, attempt)
+    capacity_bytes = _find_device_bytes(state, attempt)
     attempt = replace(
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence
     )
@@ -197,7 +197,7 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         failure = add_verdict(job, attempt, failure, state.ends, state.nodes)
     state = update_suspensions(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
-    job = _with_attempt(job, attempt)
+    job = _replace_attempt(job, attempt)
     job = (
         _apply_success(job, attempt, event.evidence)
         if failure is None
@@ -207,12 +207,12 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         over = time_limit_failure(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     if failure is not None:
-        job = _name_unread_files(job, event.evidence)
-    runs = learn_duration(state.runs, job, attempt, failure)
+        job = _add_unread_files_to_reason(job, event.evidence)
+    runs = add_run_length(state.runs, job, attempt, failure)
     if runs is not state.runs:
         state = replace(state, runs=runs)
     observed = make_observation(job, attempt, capacity_bytes)
-    state = _with_observations(state, () if observed is None else (observed,))
+    state = _add_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
@@ -231,14 +231,14 @@ def _apply_success(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{still}{lost}{doubts}")
 
 
-def _name_unread_files(job: Job, evidence: Evidence) -> Job:
-    """Return the failed job with files of its attempt that could not be read named in its reason."""
+def _add_unread_files_to_reason(job: Job, evidence: Evidence) -> Job:
+    """Return the job with its reason extended by the files of its attempt that could not be read."""
     return replace(job, reason="; not read: ".join((job.reason, *evidence.unread)))
 
 
-def _apply_failure(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
-    """Return the job after a failure: queued again while that failure's budget lasts, ended
-    otherwise.
+def _apply_failure(job: Job, attempt: Attempt, failure: Failure, now_s: float) -> Job:
+    """Return the job after a failure: queued again while the retry budget of that failure lasts,
+    ended otherwise.
     """
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
         reason = job.cancel_reason or "cancelled while it ran"
@@ -257,11 +257,11 @@ def _apply_failure(job: Job, attempt: Attempt, failure: Failure, at_s: float) ->
     if attempt.probe and (
         restart is not None
         or failure.kind is FailureKind.PROBED
-        or failed_by_batch_of_one(attempt, failure)
+        or failed_because_of_single_sample(attempt, failure)
     ):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:
-        return _apply_verdict(job, failure, verdict, at_s)
+        return _apply_verdict(job, failure, verdict, now_s)
     if restart is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     if restart.refutes_plan and job.spec.degrade.keeps_plan:
@@ -270,24 +270,28 @@ def _apply_failure(job: Job, attempt: Attempt, failure: Failure, at_s: float) ->
     used = _count_failures_of_budget(job, restart.budget)
     allowed = getattr(job.spec.retries, restart.budget)
     if used > allowed:
-        return _fail_without_budget(job, failure, restart.budget)
+        return _fail_with_budget_used_up(job, failure, restart.budget)
     wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
-    return _restart(job, failure, at_s + wait_s)
+    return _queue_again(job, failure, now_s + wait_s)
 
 
-def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
-    """Return the job after an unexplained end or a shortage, as its verdict says."""
+def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, now_s: float) -> Job:
+    """Return the job after an unexplained end or a shortage: queued again or ended, as the verdict
+    says.
+    """
     if verdict.wait_s is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     if verdict.budget and _count_failures_of_budget(job, verdict.budget) > getattr(
         job.spec.retries, verdict.budget
     ):
-        return _fail_without_budget(job, failure, verdict.budget)
-    return _restart(job, failure, at_s + verdict.wait_s)
+        return _fail_with_budget_used_up(job, failure, verdict.budget)
+    return _queue_again(job, failure, now_s + verdict.wait_s)
 
 
-def _count_failures_of_budget(job: Job, budget: str) -> int:
-    """Return how many of the job's failures have used that budget, the last one included."""
+def _count_failures_of_budget(job: Job, budget_name: str) -> int:
+    """Return how many of the job's failures have used the retry budget of this name, the last one
+    included.
+    """
     failures = [
         attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe
     ]
@@ -299,26 +303,28 @@ def _count_failures_of_budget(job: Job, budget: str) -> int:
         else ""
         for failure in failures
     )
-    return sum(used == budget for used in budgets)
+    return sum(used == budget_name for used in budgets)
 
 
-def _fail_without_budget(job: Job, failure: Failure, budget: str) -> Job:
-    allowed = getattr(job.spec.retries, budget)
+def _fail_with_budget_used_up(job: Job, failure: Failure, budget_name: str) -> Job:
+    """Return the job as failed, because the retry budget of this name is used up."""
+    allowed = getattr(job.spec.retries, budget_name)
     return replace(
         job,
         status=JobStatus.FAILED,
-        reason=f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)",
+        reason=f"{failure.kind}: {failure.reason} (retries.{budget_name} of {allowed} used up)",
     )
 
 
-def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
+def _queue_again(job: Job, failure: Failure, not_before_s: float) -> Job:
+    """Return the job queued for another attempt, not before this time in seconds since 1970."""
     reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job, job.attempts[-1])}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
 
 
 def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
-    """Return text on the steps that a restart repeats, without a checkpoint; "" where nothing is
-    repeated.
+    """Return text on how many steps a restart repeats for lack of a checkpoint; "" where it repeats
+    none.
     """
     steps = max((beat.steps_done for beat in attempt.heartbeats), default=0)
     if attempt.facts.checkpoint_step is not None or not steps:
@@ -333,33 +339,38 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
 # access
 
 
-def _find_attempt(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt | None]:
+def _find_job_and_attempt(
+    state: State, job_id: str, attempt_number: int
+) -> tuple[Job | None, Attempt | None]:
     job = state.jobs.get(job_id)
-    if job is None or not 1 <= number <= len(job.attempts):
+    if job is None or not 1 <= attempt_number <= len(job.attempts):
         return job, None
-    return job, job.attempts[number - 1]
+    return job, job.attempts[attempt_number - 1]
 
 
-def _live_attempt(job: Job) -> Attempt | None:
+def _find_live_attempt(job: Job) -> Attempt | None:
     return job.last if job.last and job.last.status is not AttemptStatus.ENDED else None
 
 
-def _with_observations(state: State, observed: Sequence[Observation]) -> State:
+def _add_observations(state: State, new_observations: Sequence[Observation]) -> State:
     return (
-        replace(state, observations=select_observations_to_keep((*state.observations, *observed)))
-        if observed
+        replace(
+            state,
+            observations=select_observations_to_keep((*state.observations, *new_observations)),
+        )
+        if new_observations
         else state
     )
 
 
-def _with_attempt(job: Job, attempt: Attempt) -> Job:
+def _replace_attempt(job: Job, attempt: Attempt) -> Job:
     attempts: Sequence[Attempt] = job.attempts
     return replace(
         job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :])
     )
 
 
-def _capacity_bytes(state: State, attempt: Attempt) -> int | None:
+def _find_device_bytes(state: State, attempt: Attempt) -> int | None:
     return next(
         (node.device.memory for node in state.nodes if node.device.name == attempt.device), None
     )

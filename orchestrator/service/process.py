@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.service.server.own_environment import hide_own_environment
+from orchestrator.service.server.own_environment import reexecute_without_secret_variables
 
 if __name__ == "__main__":
-    hide_own_environment()
+    reexecute_without_secret_variables()
     from orchestrator.service.pages.routes import (
         PAGES_OF_SERVICE,
     )  # seconds: once, not before and after

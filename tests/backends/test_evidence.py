@@ -15,8 +15,8 @@ from orchestrator.backends.attempts.evidence import Ending, collect_evidence, sc
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify_end
-from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.failures.out_of_memory import list_best_oom_reports, oom_needed_bytes
+from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.specs.attempt import (
     Cause,
     ErrorReport,
@@ -139,7 +139,7 @@ def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
 def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     """The message becomes the attempt's account, as the guard would have reported it."""
     evidence = left_behind(tmp_path, OOM)
-    (report,) = list_oom_reports(evidence)
+    (report,) = list_best_oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
     assert oom_needed_bytes(report) == 4 * 2**30
@@ -159,7 +159,9 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
         (folder / "model.bin").write_text(written)
     evidence = left_behind(tmp_path, "killed", spec)
     assert evidence.checkpoint_step == 4
-    assert steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
+    assert (
+        count_steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
+    )
     jobs = JobFolder(tmp_path, "lm-1")
     assert (
         collect_evidence(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step

@@ -227,7 +227,9 @@ class Cluster:
         """Return the job once it has ended."""
 
         def job() -> Any:
-            record = self.ask(lambda client: client.fetch_job(job_id)[0], f"news of {job_id}")
+            record = self.ask(
+                lambda client: client.fetch_job_and_version(job_id)[0], f"news of {job_id}"
+            )
             return record if record["status"] not in ("queued", "running") else None
 
         return until(job, f"the end of {job_id}", patience_s, 0.5)

@@ -334,7 +334,8 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
         assert (
             overlaps(
                 journalled_spans(
-                    list(journal.list_ended_jobs(1000)), list(journal.iterate_events())
+                    list(journal.list_ended_jobs(1000)),
+                    list(journal.iterate_events()),
                 )
             )
             == []

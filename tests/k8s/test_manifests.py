@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.cli import app
-from orchestrator.service.client.endpoint import parse_listen
+from orchestrator.service.client.endpoint import parse_host_and_port
 from orchestrator.service.server.access.gate import OPEN
 from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
@@ -460,7 +460,7 @@ def test_the_service_is_told_names_and_ports_that_are_there(overlay: str) -> Non
         f"orc.{NAMESPACE}.svc.cluster.local",
     }
     assert set(options["allowed_hosts"]) == names
-    assert parse_listen(options["listen"])[1] == container["ports"][0]["containerPort"]
+    assert parse_host_and_port(options["listen"])[1] == container["ports"][0]["containerPort"]
     assert options["foreground"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {str(options["tls_cert"]), str(options["tls_key"])} <= mounts

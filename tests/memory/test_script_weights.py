@@ -90,7 +90,7 @@ def answer_of_folder(
     def scope(spec: JobSpec) -> TraceScope:
         return TraceScope(cuda=(True,), plan=parse_plan(spec, list(plan.items())))
 
-    spec = read_job(file, home=folder, to_run=False, trace_scope=scope)
+    spec = read_job(file, cache_home=folder, to_run=False, trace_scope=scope)
     node = {"name": "node", "devices": 1, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
     return estimate_plan(spec, list(plan.items()), make_idle_nodes(cluster))
@@ -121,7 +121,7 @@ def test_a_script_completes_the_configuration_of_its_published_model(tmp_path: P
         "data": {"sequence_length": 8},
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
-    trains = read_job(tmp_path / "job.yaml", home=tmp_path, to_run=False).trains
+    trains = read_job(tmp_path / "job.yaml", cache_home=tmp_path, to_run=False).trains
     assert trains is not None
     assert trains.config == LLAMA | config
 

@@ -34,8 +34,8 @@ from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.fit import iterate_fit_rows
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.terminal.fit_table import fit_panel
-from orchestrator.service.terminal.plan_tables import plan_panel
+from orchestrator.service.terminal.fit_table import make_fit_panel
+from orchestrator.service.terminal.plan_tables import make_plan_panel
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -471,7 +471,7 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
     assert (row["step_s"] is not None) == is_timed
     nodes = make_idle_nodes(parse_cards("rtx4090"))
     output = io.StringIO()
-    Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
+    Console(file=output, width=120).print(make_plan_panel(plan_job(spec, nodes)))
     assert ("time not known until the first attempt" in output.getvalue()) != is_timed
 
 
@@ -487,7 +487,7 @@ def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(
     ]
     assert (rows[0]["devices"] or 0) > 2
     output = io.StringIO()
-    Console(file=output, width=200).print(fit_panel(spec, rows, is_assumed=False))
+    Console(file=output, width=200).print(make_fit_panel(spec, rows, is_memory_assumed=False))
     assert ("The job allows 2" in output.getvalue()) == is_noted
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.memory.calibration.correction import corrected_device_bytes
 from orchestrator.scheduling.base.time_limits import total_run_time_s
-from orchestrator.scheduling.options.job_options import calibration_for
+from orchestrator.scheduling.options.job_options import make_calibration_for_job
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
@@ -135,7 +135,9 @@ def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
             if kind in OUT_OF_MEMORY and earlier.plan == launch.attempt.plan:
                 yield f"{launch.attempt.name} repeats the plan that ran out of memory in {earlier.name}"
             if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device:
-                correction = calibration_for(t.after, launch.job, earlier.device).correction
+                correction = make_calibration_for_job(
+                    t.after, launch.job, earlier.device
+                ).correction
                 needed = corrected_device_bytes(launch.attempt.estimate, launch.attempt.correction)
                 if needed >= corrected_device_bytes(earlier.estimate, correction):
                     yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"

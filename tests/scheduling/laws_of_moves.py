@@ -12,7 +12,7 @@ from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, StopCause
 from orchestrator.specs.cluster import Node
@@ -149,7 +149,7 @@ def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A job that meets its deadline makes way only for an earlier one, and still meets its own after that."""
-    index, at_s = index_of(t.after), t.after.at_s
+    index, at_s = make_index(t.after), t.after.at_s
     end_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
@@ -159,7 +159,7 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
         return
     menus = [
         menu
-        for _, menu in index.options.options_of(index.make_queue_entry(other))
+        for _, menu in index.options.find_options(index.make_queue_entry(other))
         if isinstance(menu, JobOptions)
     ]
     shortest_s = min(entry.seconds for menu in menus for entry in menu.entries)
@@ -196,7 +196,7 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     for job, attempt in (
         (job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling
     ):
-        index = index_of(t.after)
+        index = make_index(t.after)
         pool, claimed = (
             index.pool_of(attempt),
             {(part.node, i) for part in attempt.held_placement for i in part.devices},
@@ -205,7 +205,7 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
         left_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
         entries = [
             entry
-            for entry in index.options.options_of_running(job, pool)
+            for entry in index.options.find_options_of_running_job(job, pool)
             if entry.devices == len(claimed)
         ]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
@@ -248,7 +248,7 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     nodes = {node.name: node for node in t.after.nodes}
     launches = [launch.attempt for launch in of(Launch, t.actions)]
     if any(node.maintenance for node in t.after.nodes) and launches:
-        index = index_of(t.after)
+        index = make_index(t.after)
         for attempt in launches:
             job = t.after.jobs[attempt.job_id]
             length = index.predict_duration(job, attempt)

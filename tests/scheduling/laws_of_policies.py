@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.peers import Peer, tiresias
 from orchestrator.scheduling.options.job_options import JobOptions
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.job_record import Job, JobStatus
@@ -98,7 +98,7 @@ def deadline(job: Job, _state: State) -> float:
 
 
 def length(job: Job, state: State) -> float:
-    return index_of(state).options.remaining_work_of(job).duration_s
+    return make_index(state).options.find_remaining_work(job).duration_s
 
 
 def attained(job: Job, state: State) -> float:
@@ -120,7 +120,7 @@ def _place(key: Key, job: Job, state: State) -> tuple[float, int]:
 
 def _eligible(state: State) -> list[Job]:
     """Queued jobs that wait for devices only: no dependency, back-off, closed window or full array holds them."""
-    index, at_s = index_of(state), state.at_s
+    index, at_s = make_index(state), state.at_s
     promised = Counter(state.jobs[reservation.job_id].array for reservation in state.reservations)
     return [
         waiting.job
@@ -136,10 +136,10 @@ def _eligible(state: State) -> list[Job]:
 
 
 def _widths(state: State, job: Job) -> list[int]:
-    index = index_of(state)
+    index = make_index(state)
     menus = [
         menu
-        for _, menu in index.options.options_of(index.make_queue_entry(job))
+        for _, menu in index.options.find_options(index.make_queue_entry(job))
         if isinstance(menu, JobOptions)
     ]
     return [menu.entries[-1].devices for menu in menus]
@@ -147,10 +147,10 @@ def _widths(state: State, job: Job) -> list[int]:
 
 def _could_run(state: State, job: Job) -> bool:
     """Return whether present nodes, open for ever, could hold the job at the width that it requests."""
-    index = index_of(state)
+    index = make_index(state)
     return any(
-        pool.can_ever_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
-        for pool, menu in index.options.options_of(index.make_queue_entry(job))
+        pool.has_enough_devices_when_idle(menu.entries[-1].shape, menu.entries[-1].least_bytes)
+        for pool, menu in index.options.find_options(index.make_queue_entry(job))
         if isinstance(menu, JobOptions) and not index.closed
     )
 

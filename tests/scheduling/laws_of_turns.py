@@ -10,9 +10,9 @@ from itertools import combinations
 from zoneinfo import ZoneInfo
 
 from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
-from orchestrator.scheduling.base.migration import held_placement_of
+from orchestrator.scheduling.base.migration import placement_kept_for_next_attempt
 from orchestrator.scheduling.options.job_options import JobOptions
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
@@ -144,13 +144,13 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Return whether a job is due: a due job passes the quotas once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
-    return has_quotas and index_of(t.after).make_queue_entry(launch.job).rank <= t.after.at_s
+    return has_quotas and make_index(t.after).make_queue_entry(launch.job).rank <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
     """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
     tree = make_fair_tree(state.policy, decayed_device_s_by_user(state, state.jobs.values()))
-    return lambda job: (-priority_of(state, job), *tree.place_of_user(job.user), job.order)
+    return lambda job: (-priority_of(state, job), *tree.fair_share_key_of_user(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
     launches = list(of(Launch, t.actions))
     if not promised or not launches:
         return
-    index = index_of(t.after)
+    index = make_index(t.after)
     for launch in launches:
         end_s = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt)
         for reservation in promised:
@@ -192,8 +192,8 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     ]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
     index, idle = (
-        index_of(t.after),
-        index_of(replace(t.after, jobs=jobs, reservations=())),
+        make_index(t.after),
+        make_index(replace(t.after, jobs=jobs, reservations=())),
     )  # `idle`: before they started
     promised = {reservation.job_id for reservation in t.after.reservations}
     ahead = {
@@ -225,7 +225,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             if (
                 alike
                 and job.order < launch.job.order
-                and not (held_placement_of(launch.job) or launch.job.id in ahead)
+                and not (placement_kept_for_next_attempt(launch.job) or launch.job.id in ahead)
             ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
@@ -257,10 +257,10 @@ def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
 def _could_be_held(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
-        pool.can_ever_hold(entry.shape, entry.least_bytes)
+        pool.has_enough_devices_when_idle(entry.shape, entry.least_bytes)
         and pool.find_earliest_slot(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
         is not None
-        for pool, menu in index.options.options_of(waiting)
+        for pool, menu in index.options.find_options(waiting)
         for entry in (menu.entries if isinstance(menu, JobOptions) else ())
     )
 
@@ -317,7 +317,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
     ]
     if not launches:
         return
-    index = index_of(t.after)
+    index = make_index(t.after)
     for launch in launches:
         window, begin_s = launch.job.spec.start_window, launch.attempt.launched_at_s
         assert window is not None

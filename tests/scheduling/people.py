@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.verbs import VERBS, make_update
+from orchestrator.service.server.verbs import VERBS, make_update_change
 from orchestrator.specs.errors import ServiceError, SpecError
 from tests.scheduling.world import HOUR_S, Scenario
 
@@ -49,7 +49,7 @@ def changed(job_id: str, verb: str) -> Callable[[Controller], object]:
 
     def change(controller: Controller) -> None:
         wanted = (
-            make_update([UPDATES[verb]], controller.state.policy)
+            make_update_change([UPDATES[verb]], controller.state.policy)
             if verb in UPDATES
             else VERBS[verb]("ada")
         )

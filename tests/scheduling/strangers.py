@@ -90,7 +90,7 @@ def failure_of(case: dict[str, Any]) -> Failure | None:
     """Return the failure of a case's first attempt with its verdict; None where it counts as a success."""
     evidence = Evidence(ranks=ends_of(case), host_oom_kills=case.get("oom_kills", 0))
     record, ended = job(script_spec()), replace(attempt(), ended_at_s=ELAPSED_S)
-    failure = classify_end(record, ended, evidence, capacity_bytes=case.get("capacity"))
+    failure = classify_end(record, ended, evidence, device_bytes=case.get("capacity"))
     if failure is None:
         return None
     return add_verdict(record, replace(ended, evidence=evidence), failure, (), NODES)

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import quotas
-from orchestrator.scheduling.scheduling_pass.decide import has_no_startable_option
+from orchestrator.scheduling.scheduling_pass.decide import fits_no_idle_devices
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import LOOKED_AT_MAX
 from orchestrator.specs.actions import Action, Launch
@@ -33,10 +33,10 @@ def counted() -> Iterator[Callable[[], int]]:
     def count_looks(index: SchedulerIndex, waiting: quotas.WaitingJob) -> bool:
         nonlocal count
         count += 1
-        return has_no_startable_option(index, waiting)
+        return fits_no_idle_devices(index, waiting)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quotas, "has_no_startable_option", count_looks)
+        patch.setattr(quotas, "fits_no_idle_devices", count_looks)
         yield lambda: count
 
 

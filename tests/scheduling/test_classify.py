@@ -338,7 +338,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
 )
 def test_evidence_means(kind: FailureKind | None, evidence: Evidence) -> None:
     failure = classify_end(
-        job(), attempt(allocated_bytes=100 * MIB), evidence, capacity_bytes=256 * MIB
+        job(), attempt(allocated_bytes=100 * MIB), evidence, device_bytes=256 * MIB
     )
     assert (failure.kind if failure else None) == kind
 

@@ -9,9 +9,9 @@ import pytest
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.degrade import (
     bytes_per_parameter,
-    candidates_for_oom,
     find_lowerable_phase,
-    phase_batch_sizes,
+    halved_batch_size_by_phase,
+    select_candidates_after_oom,
 )
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch
@@ -78,14 +78,16 @@ MENU = [candidate(plan) for plan in (DDP, CHECKPOINTED, SHARDED, OFFLOADED, EIGH
 def test_trap_16_in_the_optimizer_step_only_sharding_offload_and_8_bit_help() -> None:
     left = [
         candidate.plan
-        for candidate in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)
+        for candidate in select_candidates_after_oom(
+            script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU
+        )
     ]
     assert left == [SHARDED, OFFLOADED, EIGHT_BIT]
 
 
 def test_trap_16_a_smaller_batch_is_no_answer_at_micro_batch_1() -> None:
     assert (
-        candidates_for_oom(
+        select_candidates_after_oom(
             script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)]
         )
         == []
@@ -94,9 +96,11 @@ def test_trap_16_a_smaller_batch_is_no_answer_at_micro_batch_1() -> None:
 
 def test_a_smaller_batch_is_the_last_resort_in_the_optimizer_step() -> None:
     wide, narrow = replace(DDP, micro_batch_size=4), [candidate(replace(DDP, micro_batch_size=2))]
-    assert candidates_for_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
     assert (
-        candidates_for_oom(
+        select_candidates_after_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
+    )
+    assert (
+        select_candidates_after_oom(
             script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)]
         )[0].plan
         == SHARDED
@@ -105,12 +109,14 @@ def test_a_smaller_batch_is_the_last_resort_in_the_optimizer_step() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.STARTUP, Phase.CHECKPOINTING, None])
 def test_elsewhere_every_plan_may_help(phase: Phase | None) -> None:
-    assert candidates_for_oom(script_spec(), [burst(DDP, phase)], MENU) == MENU
+    assert select_candidates_after_oom(script_spec(), [burst(DDP, phase)], MENU) == MENU
 
 
 def test_the_hosts_memory_is_not_the_optimizers() -> None:
     assert (
-        candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU)
+        select_candidates_after_oom(
+            script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU
+        )
         == MENU
     )
 
@@ -118,9 +124,9 @@ def test_the_hosts_memory_is_not_the_optimizers() -> None:
 def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing_else() -> None:
     once = burst(DDP, Phase.ENCODING)
     again = burst(replace(DDP, phase_batch_sizes=(("encoding", 4),)), Phase.ENCODING)
-    assert phase_batch_sizes(PARLER, [once]) == (("encoding", 4),)
-    assert phase_batch_sizes(PARLER, [once, again]) == (("encoding", 2),)
-    answer = candidates_for_oom(PARLER, [once], MENU)
+    assert halved_batch_size_by_phase(PARLER, [once]) == (("encoding", 4),)
+    assert halved_batch_size_by_phase(PARLER, [once, again]) == (("encoding", 2),)
+    answer = select_candidates_after_oom(PARLER, [once], MENU)
     assert [replace(candidate.plan, phase_batch_sizes=()) for candidate in answer] == [
         candidate.plan for candidate in MENU
     ]
@@ -131,7 +137,7 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
     assert find_lowerable_phase(PARLER, burst(DDP, Phase.ENCODING)) is Phase.ENCODING
     assert find_lowerable_phase(PARLER, burst(DDP, Phase.EVALUATION)) is None
     assert find_lowerable_phase(script_spec(), burst(DDP, Phase.EVALUATION)) is None
-    assert candidates_for_oom(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
+    assert select_candidates_after_oom(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.sentences import describe_status
-from orchestrator.scheduling.queue.demand import devices_used_by_shorter_jobs, record_demand
+from orchestrator.scheduling.queue.demand import add_to_demand, average_devices_by_duration_class
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
@@ -31,16 +31,19 @@ def shorts(first: int, count: int, at_s: float) -> list[Event]:
 def test_what_is_remembered_is_the_mean_and_fades() -> None:
     demand = None
     for hour in range(100):
-        demand = record_demand(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
-    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
-    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0)[9] == 0.0
-    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1] < 0.1
+        demand = add_to_demand(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
+    assert average_devices_by_duration_class(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
+    assert average_devices_by_duration_class(demand, 99 * 3600.0)[9] == 0.0
+    assert (
+        average_devices_by_duration_class(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1]
+        < 0.1
+    )
 
 
 def test_a_first_burst_is_no_rate() -> None:
     """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
     assert (
-        devices_used_by_shorter_jobs(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
+        average_devices_by_duration_class(add_to_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
         < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
     )
 

@@ -124,7 +124,7 @@ def test_many_may_come_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events += [submitted(number, after("job-1")) for number in (2, 3, 4)]
     _, launches = played(*events, *gone(1, 50.0))
     assert set(launches) == {"job-1", "job-2", "job-3", "job-4"}
-    monkeypatch.setattr(desks.SchedulerIndex, "followers_of", lambda *_: [])
+    monkeypatch.setattr(desks.SchedulerIndex, "list_dependent_job_ids", lambda *_: [])
     assert set(played(*events, *gone(1, 50.0))[1]) == {"job-1"}
 
 

@@ -353,6 +353,6 @@ def test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs() -
 
 
 def test_a_loss_that_is_not_priced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "expected_loss_s", lambda *_: 0.0)
+    monkeypatch.setattr(preemption, "expected_lost_training_s", lambda *_: 0.0)
     with pytest.raises(AssertionError):
         test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs()

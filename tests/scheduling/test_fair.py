@@ -36,7 +36,9 @@ def seen(devices: int, policy: PolicySpec = POLICY) -> NodesSeen:
 
 
 def ranked(used: dict[str, float], policy: PolicySpec = POLICY) -> list[str]:
-    return sorted(("ada", "bob", "cyd", "dan"), key=make_fair_tree(policy, used).place_of_user)
+    return sorted(
+        ("ada", "bob", "cyd", "dan"), key=make_fair_tree(policy, used).fair_share_key_of_user
+    )
 
 
 def test_teams_are_ranked_before_their_users() -> None:

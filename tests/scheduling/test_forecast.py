@@ -13,15 +13,15 @@ from benchmarks.measured import Arrival, MeasuredBackend, misjudge
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
     QueueSimulation,
-    _duration_beyond,
+    _remaining_duration_quantile_s,
+    add_measured_paces,
     duration_log_spread,
     make_forecast,
     make_quick_forecast,
-    with_measured_paces,
 )
 from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, list_outcomes
 from orchestrator.service.server.controller import Controller
@@ -123,7 +123,7 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
         state, _ = played(*queue)
         forecasts = make_quick_forecast(state)
         plays = QueueSimulation(
-            state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0
+            state, make_index(state), dict.fromkeys(state.jobs, 0.0), 0
         ).run_until_ended([*forecasts])
         off_h += [
             abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()
@@ -214,7 +214,7 @@ def test_on_virtual_devices_no_end_is_told_before_a_step_was_measured_and_then_f
     pace = Pace(steps_done=20, step_s=1.0, at_s=25.0)
     queue.append(PaceReported(job_id="job-1", number=1, pace=pace, at_s=25.0))
     state, _ = played(*queue)
-    paced = make_forecast(with_measured_paces(state))
+    paced = make_forecast(add_measured_paces(state))
     assert [paced[job_id].knows_end for job_id in ("job-1", "job-2")] == [True, True]
     steps = spec.optimizer_steps
     assert steps is not None
@@ -240,8 +240,10 @@ def test_what_runs_is_expected_to_end_later_than_now() -> None:
 
 
 def test_the_shares_of_a_length_are_those_of_its_distribution() -> None:
-    assert _duration_beyond(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
-    assert _duration_beyond(100.0, 0.0, 0.2, 0.1) == pytest.approx(
+    assert _remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
+    assert _remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.1) == pytest.approx(
         100.0 * exp(-1.2816 * 0.2), rel=1e-3
     )
-    assert _duration_beyond(100.0, 110.0, 0.2, 0.001) == pytest.approx(110.0, rel=1e-2)
+    assert _remaining_duration_quantile_s(100.0, 110.0, 0.2, 0.001) == pytest.approx(
+        110.0, rel=1e-2
+    )

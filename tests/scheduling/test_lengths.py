@@ -7,10 +7,10 @@ from math import inf
 import pytest
 
 from orchestrator.scheduling import transitions
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.forecasts import expected_jobs
+from orchestrator.service.server.forecasts import list_expected_jobs
 from orchestrator.specs.attempt import Evidence, Heartbeat, RankEnd
 from orchestrator.specs.events import Finished, Released, Started
 from orchestrator.specs.job.spec import JobSpec
@@ -119,7 +119,7 @@ def test_an_end_that_nothing_tells_is_not_known_on_any_surface() -> None:
     )
     assert "job-1" in {job.id for job in state.jobs.values() if job.status is JobStatus.RUNNING}
     for ranged in (True, False):
-        rows = {row["id"]: row for row in expected_jobs(state, 2.0, with_ranges=ranged)}
+        rows = {row["id"]: row for row in list_expected_jobs(state, 2.0, with_ranges=ranged)}
         assert (rows["job-1"]["end_s"], rows["job-3"]["start_s"]) == (None, None)
         assert (rows["job-1"]["end_range_s"], rows["job-3"]["end_s"]) == (None, None)
         assert rows["job-2"]["end_s"] == pytest.approx(1.0 + LAUNCH_S + 100.0)
@@ -167,14 +167,17 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
     for event in events:
         scheduler.step(event)
     assert scheduler.state.runs
-    assert scheduler.expected_ends_s() == Scheduler(scheduler.state).expected_ends_s()
+    assert (
+        scheduler.expected_end_s_by_job_id()
+        == Scheduler(scheduler.state).expected_end_s_by_job_id()
+    )
     assert make_quick_forecast(scheduler.state)["job-2"].knows_end
 
 
 def test_a_length_that_is_never_learned_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transitions, "learn_duration", lambda runs, *_: runs)
+    monkeypatch.setattr(transitions, "add_run_length", lambda runs, *_: runs)
     with pytest.raises(AssertionError):
         test_a_script_takes_as_long_for_a_step_as_its_last_run()
 
@@ -207,7 +210,7 @@ def test_so_is_the_parent_of_the_parent() -> None:
     grandchild = script({1: 60.0}, priority="high", depends_on=["job-4"])
     state, launches = played(*family("normal"), submitted(5, grandchild, 5.0), *gone(1, 200.0))
     assert "job-3" in launches
-    assert index_of(state).priority_of(state.jobs["job-3"]) == 100
+    assert make_index(state).priority_of(state.jobs["job-3"]) == 100
 
 
 def test_a_running_parent_of_an_urgent_job_is_not_stopped_for_less() -> None:

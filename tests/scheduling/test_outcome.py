@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.failures.observation import (
+    find_needed_peak_bytes,
     list_record_warnings,
     make_observation,
-    measured_peak_bytes,
 )
 from orchestrator.specs.attempt import (
     Attempt,
@@ -59,7 +59,8 @@ def test_a_message_without_a_guards_report_is_an_observation() -> None:
 
 def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
     assert (
-        measured_peak_bytes(ended_attempt(Phase.TRAINING, report=None), 256 * MIB) == 256 * MIB + 1
+        find_needed_peak_bytes(ended_attempt(Phase.TRAINING, report=None), 256 * MIB)
+        == 256 * MIB + 1
     )
 
 

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduling.failures.log_scan import LogScan, find_log_findings
-from orchestrator.scheduling.failures.phases import PhaseMarkers, TracebackFrame, phase_of_frames
+from orchestrator.scheduling.failures.phases import (
+    PhaseMarkers,
+    TracebackFrame,
+    find_phase_of_frames,
+)
 from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
 
@@ -97,7 +101,7 @@ def test_the_innermost_telling_frame_decides(
         "c": Phase.CHECKPOINTING,
         "s": "startup",
     }
-    assert phase_of_frames(TracebackFrame(file, function) for file, function in frames) == (
+    assert find_phase_of_frames(TracebackFrame(file, function) for file, function in frames) == (
         letters[phase] if phase else None
     )
 
@@ -120,7 +124,7 @@ def test_a_programs_own_words_tell_its_phase() -> None:
 
 
 def test_frames_know_more_than_the_programs_words() -> None:
-    scan = LogScan(markers=PARLER)
+    scan = LogScan(pattern_by_phase=PARLER)
     for line in (
         "***** Running training *****",
         '  File ".../torch/optim/adamw.py", line 1, in step',

@@ -23,7 +23,9 @@ def pool(idle: dict[str, list[int]]) -> AvailabilityProfile:
     (group,) = group_equal_nodes([node(name, devices=8) for name in idle])
     made = AvailabilityProfile(group)
     for name, devices in idle.items():
-        made.occupy(name, [device for device in range(8) if device not in devices], until_s=100.0)
+        made.occupy(
+            name, [device for device in range(8) if device not in devices], expected_end_s=100.0
+        )
     return made
 
 
@@ -71,7 +73,9 @@ def test_a_gang_of_several_nodes_spans_as_few_racks_as_it_can(
     )
     made = AvailabilityProfile(group)
     for name, devices in idle.items():
-        made.occupy(name, [device for device in range(2) if device not in devices], until_s=100.0)
+        made.occupy(
+            name, [device for device in range(2) if device not in devices], expected_end_s=100.0
+        )
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2 * nodes), micro_batch_size=1)
     shape = find_gang_shape(plan, 2, len(racks))
     placement = made.find_devices_now(shape, 10.0, 0) if shape is not None else None

@@ -23,7 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import equal_fair_share_place
+from orchestrator.scheduling.queue.fair_share import equal_fair_share_key
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -105,13 +105,13 @@ def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     for kind in FailureKind:
         patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
     patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
 
@@ -187,10 +187,10 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     true_finished = core._apply_finished
 
     def again(state: Any, event: Finished) -> Any:
-        job, attempt = core._find_attempt(state, event.job_id, event.number)
+        job, attempt = core._find_job_and_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
             state = with_job(
-                state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
+                state, core._replace_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
             )
             event = replace(event, evidence=replace(event.evidence, ranks=()))
         return true_finished(state, event)
@@ -256,10 +256,10 @@ def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
     """A job starts however the job that it depends on ended."""
-    true_answer = scheduler.on_dependency_ended
+    true_answer = scheduler.remove_ended_dependency
     patch.setattr(
         scheduler,
-        "on_dependency_ended",
+        "remove_ended_dependency",
         lambda job, ended: true_answer(job, replace(ended, status=JobStatus.SUCCEEDED)),
     )
 
@@ -286,9 +286,9 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
-        "_unreserved_from_s",
+        "_first_unreserved_s",
         lambda self, number, device, start_s, _: max(
-            start_s, self._device_free_times(number)[device]
+            start_s, self._list_device_free_times(number)[device]
         ),
     )
 
@@ -298,7 +298,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_place)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_key)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "charge_usage", lambda state, *_: state.usage)
+    patch.setattr(core, "add_attempt_to_usage", lambda state, *_: state.usage)
 
 
 def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "leave_time_by_job", lambda *_: {})
+    patch.setattr(index, "leave_time_s_by_job_id", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
@@ -541,7 +541,7 @@ class Watched(service.Controller):
     forgotten: ClassVar[list[str]] = []
 
     def __init__(self, journal: Any, *others: Any) -> None:
-        super().__init__(journal, *others, scheduler=transition.Scheduler)
+        super().__init__(journal, *others, make_scheduler=transition.Scheduler)
         if (
             0 < len(journal.events) <= FOLDED_MAX
             and history(journal.events)[-1].state != self.state

@@ -60,7 +60,7 @@ def test_the_general_laws_and_its_own_hold_under_every_policy(order: str, seed: 
 
 
 def overtaking_is_allowed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FifoPolicy, "may_overtake", lambda *_: True, raising=False)
+    patch.setattr(FifoPolicy, "lets_later_jobs_overtake", lambda *_: True, raising=False)
 
 
 def the_newest_job_is_first(patch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def lengths_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
-    def preempt(
+    def decide_preemption(
         policy: EasyPolicy, state: State, waits: Sequence[object], _late: object
     ) -> Preemption:
         running = [
@@ -91,11 +91,13 @@ def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
         )
         return Preemption(moves)
 
-    patch.setattr(EasyPolicy, "preempt", preempt, raising=False)
+    patch.setattr(EasyPolicy, "decide_preemption", decide_preemption, raising=False)
 
 
 def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
-    def preempt(policy: TiresiasPolicy, state: State, _waits: object, _late: object) -> Preemption:
+    def decide_preemption(
+        policy: TiresiasPolicy, state: State, _waits: object, _late: object
+    ) -> Preemption:
         running = [
             job
             for job in policy._index.running.values()
@@ -109,7 +111,7 @@ def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
         )
         return Preemption(moves)
 
-    patch.setattr(TiresiasPolicy, "preempt", preempt)
+    patch.setattr(TiresiasPolicy, "decide_preemption", decide_preemption)
 
 
 def service_is_not_counted(patch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
     """Return the decisions of `step` where no job is put off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quotas, "has_no_startable_option", lambda *_: False)
+        patch.setattr(quotas, "fits_no_idle_devices", lambda *_: False)
         return step(state, event)[1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.step import step
-from orchestrator.service.views.teams import teams_view
+from orchestrator.service.views.teams import make_teams_view
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.policy import PolicySpec
@@ -33,7 +33,7 @@ def test_idle_devices_are_lent() -> None:
     flood = [submitted(number, script({1: 100.0}, user="cyd"), 1.0) for number in range(1, 6)]
     state, launches = played(seen(4), *flood)
     assert len(launches) == 4
-    (text,) = (team for team in teams_view(state, 1.0) if team["name"] == "text")
+    (text,) = (team for team in make_teams_view(state, 1.0) if team["name"] == "text")
     assert (text["held_devices"], text["borrowed"], text["running"], text["waiting"]) == (
         4,
         4,

@@ -107,7 +107,9 @@ def test_what_nobody_owns_is_not_taken_back() -> None:
 
 def test_owners_that_take_all_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: all devices are the quiet team's own."""
-    monkeypatch.setattr(reclaim, "_own_devices_by_team", lambda _: {"quiet": 4, "flood": -4})
+    monkeypatch.setattr(
+        reclaim, "_count_owned_devices_by_team", lambda _: {"quiet": 4, "flood": -4}
+    )
     with pytest.raises(AssertionError):
         test_nobody_gives_back_what_is_not_owed(
             SHARED, [FLOOD] * 2 + [elastic({1: 20_000.0}, user="bob")] * 2

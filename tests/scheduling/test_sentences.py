@@ -12,12 +12,12 @@ import pytest
 
 from orchestrator.scheduling.base import sentences
 from orchestrator.scheduling.base.sentences import SENTENCES, describe_status, waiting_sentence
-from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_by_batch_of_one
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_because_of_single_sample
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.views.records import job_view
+from orchestrator.service.views.records import make_job_view
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -90,7 +90,7 @@ def night(
 
     def step_on(self: Scheduler, event: Any) -> Any:
         actions = step(self, event)
-        self._index = index_of(between(self.state))
+        self._index = make_index(between(self.state))
         return actions
 
     draw, journal = random.Random(seed), MemoryJournal()
@@ -114,7 +114,7 @@ def reports_of(state: State) -> Mapping[str, Any]:
     waits = WaitExplainer(state)
     return {
         "morning": asdict(make_morning_report(state, (), 0.0, state.at_s)),
-        "jobs": [job_view(job) for job in state.jobs.values()],
+        "jobs": [make_job_view(job) for job in state.jobs.values()],
         "waits": [
             waits.explain_wait(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED
         ],
@@ -174,9 +174,11 @@ def test_a_probe_that_one_sample_cannot_train_is_known_by_what_the_program_said(
     _, launches = played(seen(node()), submitted(1, script({1: 10.0})))
     attempt = replace(launches["job-1"], evidence=evidence)
     attempt = replace(attempt, plan=replace(attempt.plan, micro_batch_size=1))
-    assert failed_by_batch_of_one(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
+    assert failed_because_of_single_sample(
+        attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD)
+    )
     empty = replace(attempt, evidence=Evidence())
-    assert not failed_by_batch_of_one(
+    assert not failed_because_of_single_sample(
         empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE)
     )
 

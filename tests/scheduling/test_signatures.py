@@ -20,8 +20,8 @@ from orchestrator.scheduling.failures.signatures import (
     NEEDLES,
     RULES,
     TELLING,
-    broken_extent,
-    find_catalogue_cause,
+    find_cause_in_catalogue,
+    find_extent_of_hardware_error,
     may_name_failure,
 )
 from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
@@ -142,8 +142,8 @@ def test_pinned_memory_is_the_hosts_and_pytorchs_allocator_is_the_devices(
     ],
 )
 def test_a_driver_serves_its_whole_node(line: str, extent: Extent) -> None:
-    assert find_catalogue_cause(line) is Cause.HARDWARE
-    assert broken_extent(line) is extent
+    assert find_cause_in_catalogue(line) is Cause.HARDWARE
+    assert find_extent_of_hardware_error(line) is extent
 
 
 @pytest.mark.skipif(

@@ -195,8 +195,8 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
 
 def test_a_deadline_presses_when_nothing_else_happens() -> None:
     """An idle device is promised to a wide job; a job that would delay it starts once its own deadline presses."""
-    presses_s, length_s = 5000.0, LAUNCH_S + 25_000.0
-    deadline_s = presses_s + (1 + tuning.TUNING.slack) * length_s
+    urgent_from_s, length_s = 5000.0, LAUNCH_S + 25_000.0
+    deadline_s = urgent_from_s + (1 + tuning.TUNING.slack) * length_s
     jobs = (
         Arrival(at_s=0.0, spec=still(job_spec_from_trace("runs", {1: 1.0}, 20_000))),
         Arrival(at_s=1.0, spec=still(job_spec_from_trace("wide", {2: 1.0}, 1000))),
@@ -207,7 +207,7 @@ def test_a_deadline_presses_when_nothing_else_happens() -> None:
         ),
     )
     outcomes = simulate(Trace(name="press", arrivals=jobs), cluster_of(1, 2)).outcomes
-    assert outcomes[2].started_at_s == pytest.approx(presses_s, abs=1e-3)
+    assert outcomes[2].started_at_s == pytest.approx(urgent_from_s, abs=1e-3)
 
 
 def still(spec: JobSpec) -> JobSpec:
@@ -224,7 +224,7 @@ def test_without_aging_the_wide_would_starve(
     """A planted bug."""
     monkeypatch.setattr(WaitQueue, "_count_overdue", lambda *_: 0)
     monkeypatch.setattr(
-        AdaptivePolicy, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0
+        AdaptivePolicy, "urgent_from_s", lambda _, job: inf if job.deadline_s is None else -1.0
     )
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))

@@ -37,7 +37,7 @@ NOTE = "CUDA out of memory. Tried to allocate"
 def read(
     text: str, *, command: tuple[str, ...] = (), markers: dict[Phase, str] | None = None
 ) -> LogScan:
-    scan = LogScan(command=command, markers=markers)
+    scan = LogScan(command=command, pattern_by_phase=markers)
     for offset, line in enumerate(text.splitlines()):
         scan.read_line(line, offset)
     return scan
@@ -60,7 +60,7 @@ def judged(
 ) -> Failure:
     evidence = Evidence(ranks=ends, **fields)  # type: ignore[arg-type]
     failure = classify_end(
-        job_ or job(script_spec()), attempt_ or attempt(), evidence, capacity_bytes=24 * GIB
+        job_ or job(script_spec()), attempt_ or attempt(), evidence, device_bytes=24 * GIB
     )
     assert failure is not None
     return failure

@@ -101,9 +101,9 @@ def test_devices_that_nobody_can_use_are_not_devices_that_others_hold() -> None:
     (group,) = group_equal_nodes([broken("a", LOST, "")])
     pool = AvailabilityProfile(group)
     pool.occupy("a", (0,), inf)
-    assert pool.held_at_most_from_s(0) == -inf
+    assert pool.held_count_at_most_from_s(0) == -inf
     pool.occupy("a", (1,), 50.0)
-    assert (pool.held_at_most_from_s(0), pool.held_at_most_from_s(1)) == (50.0, -inf)
+    assert (pool.held_count_at_most_from_s(0), pool.held_count_at_most_from_s(1)) == (50.0, -inf)
 
 
 def test_since_when_a_device_cannot_be_read_is_kept_until_a_reading_shows_otherwise() -> None:

@@ -16,7 +16,7 @@ from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import index
-from orchestrator.service.server.verbs import UPDATABLE, make_hold, make_update
+from orchestrator.service.server.verbs import UPDATABLE, make_hold_change, make_update_change
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import Evidence, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -219,13 +219,13 @@ def test_what_cannot_be_done_with_a_job_is_one_error_that_says_what_can() -> Non
     begun = [ONE, submitted(1, script({1: 500.0})), Started(job_id="job-1", number=1, at_s=20.0)]
     job = played(*begun)[0].jobs["job-1"]
     with pytest.raises(ServiceError, match="`orc suspend job-1`"):
-        make_hold("ada")(job, 30.0)
+        make_hold_change("ada")(job, 30.0)
     with pytest.raises(SpecError, match="cannot change") as unknown:
-        make_update([("gpus", "4")], UNSHARED)
+        make_update_change([("gpus", "4")], UNSHARED)
     assert unknown.value.allowed == ", ".join(UPDATABLE)
     with pytest.raises(SpecError, match="run for longer"):
-        make_update([("time_limit", "5s")], UNSHARED)(job, 30.0)
-    assert make_update([("priority", "normal")], UNSHARED)(job, 30.0) is None
+        make_update_change([("time_limit", "5s")], UNSHARED)(job, 30.0)
+    assert make_update_change([("priority", "normal")], UNSHARED)(job, 30.0) is None
 
 
 def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
@@ -248,7 +248,7 @@ def held_jobs_start(patch: pytest.MonkeyPatch) -> None:
 
 
 def limits_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "stop_over_time_limit", lambda state, _index: (state, ()))
+    patch.setattr(scheduler, "stop_jobs_over_time_limit", lambda state, _index: (state, ()))
 
 
 def tried_again_past_the_limit(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.failures.endings import make_ending
-from orchestrator.scheduling.failures.places import device_sets_to_avoid, update_suspensions
+from orchestrator.scheduling.failures.places import list_device_sets_to_avoid, update_suspensions
 from orchestrator.scheduling.failures.verdict import add_verdict
 from orchestrator.specs.attempt import (
     Attempt,
@@ -150,7 +150,7 @@ def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_ali
     again = judged(first, ended_attempt(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
-    assert device_sets_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+    assert list_device_sets_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
@@ -237,7 +237,7 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert not list_active_suspensions(
         state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
     )
-    assert device_sets_to_avoid(
+    assert list_device_sets_to_avoid(
         replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0
     )
     alone = State(nodes=NODES[:1], at_s=1000.0)

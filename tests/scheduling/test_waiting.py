@@ -14,9 +14,9 @@ import pytest
 from benchmarks.peers import Peer
 from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.waiting import WaitExplainer
-from orchestrator.scheduling.scheduling_pass.decide import has_no_startable_option
+from orchestrator.scheduling.scheduling_pass.decide import fits_no_idle_devices
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job_record import Job, JobStatus
@@ -118,8 +118,8 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
     if named and not any(
         phrase in reason for phrase in ("not together", "other processes", "it ended on")
     ):
-        index = index_of(unhindered(state))
-        if has_no_startable_option(index, index.make_queue_entry(job)):
+        index = make_index(unhindered(state))
+        if fits_no_idle_devices(index, index.make_queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"
 
 
@@ -190,7 +190,7 @@ def test_a_reservation_is_named_with_its_job_and_time() -> None:
 def sooner(events: list[Event], job_id: str) -> tuple[str, ...]:
     state, launches = played(*events)
     assert job_id not in launches
-    return WaitExplainer(state).list_remedies(state.jobs[job_id])
+    return WaitExplainer(state).describe_start_and_remedies(state.jobs[job_id])
 
 
 def test_the_start_of_a_job_is_told_with_the_ends_that_it_waits_for() -> None:

@@ -212,7 +212,7 @@ def test_hours_that_end_are_awaited() -> None:
 def test_an_end_that_is_not_foreseen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: a job that starts within its hours may end at any time."""
     monkeypatch.setattr(
-        decide, "start_hours_of", lambda spec, *_, **__: StartHours(spec.start_window)
+        decide, "make_start_hours", lambda spec, *_, **__: StartHours(spec.start_window)
     )
     with pytest.raises(AssertionError, match="could end within it"):
         test_it_ends_within_its_hours_if_it_can(3.0, 22.0)

@@ -12,5 +12,5 @@ def decide(*_: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    first_decision.decide_job = decide
+    first_decision.try_decision = decide
     first_decision.serve_first_decisions()

@@ -14,20 +14,20 @@ from rich.console import Console
 
 from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.routes import job_routes
-from orchestrator.service.terminal.expected import expected_table
-from orchestrator.service.terminal.plan_tables import explanation_panel
+from orchestrator.service.terminal.expected import make_expected_table
+from orchestrator.service.terminal.plan_tables import make_explanation_panel
 from orchestrator.service.terminal.tables import (
-    attempts_table,
     describe_guarantee,
-    job_panel,
-    queue_table,
-    teams_table,
+    make_attempts_table,
+    make_job_panel,
+    make_queue_table,
+    make_teams_table,
 )
 from orchestrator.service.views.records import (
+    make_observations_view,
     node_from_view,
     observations_from_view,
-    observations_view,
-    sort_jobs,
+    sort_jobs_for_display,
 )
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
@@ -210,7 +210,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
         answer = world.client.get(f"/jobs{after and f'?after={after}'}").json()
         pages.append([job["id"] for job in answer["jobs"]])
         after = answer["next"]
-    live = [job.id for job in sort_jobs(world.controller.state.jobs.values())]
+    live = [job.id for job in sort_jobs_for_display(world.controller.state.jobs.values())]
     assert len(live) == len(priorities)
     assert pages == [["lm-1", *live[:3]], live[3:6], live[6:]]
     for other in ("", "1,2", "3,0,1", "0,0,x", "1,0,1'"):
@@ -307,7 +307,7 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
     assert marks.count("chosen") == 1
     assert explanation["picture"]["capacity_bytes"] == 256 * 2**20
     shown = io.StringIO()
-    Console(file=shown, width=80).print(explanation_panel(explanation))
+    Console(file=shown, width=80).print(make_explanation_panel(explanation))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for label in (
@@ -331,7 +331,7 @@ def test_a_waiting_job_is_explained_and_forecast_by_the_state_of_the_moment(worl
     explanation = world.client.get(f"/jobs/{waiting['id']}/explanation").json()
     assert explanation["job"]["reason"] == waiting["reason"]
     assert any("after the end of" in line for line in explanation["sooner"])
-    assert explanation["sooner"][0].split()[0] in drawn(explanation_panel(explanation))
+    assert explanation["sooner"][0].split()[0] in drawn(make_explanation_panel(explanation))
     rows = world.client.get("/forecast").json()["jobs"]
     assert {row["id"] for row in rows} == {*ids}
     assert rows[-1]["id"] == waiting["id"]
@@ -367,8 +367,8 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
         1,
         1,
     )
-    assert "others/bob" in drawn(queue_table(jobs))
-    assert "vision" in drawn(teams_table([vision, others]))
+    assert "others/bob" in drawn(make_queue_table(jobs))
+    assert "vision" in drawn(make_teams_table([vision, others]))
     world.journal.close()
 
 
@@ -387,11 +387,11 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
         "is refused: cannot be promised the speed of 1 device: 0 of the 0 devices"
     )
     job = world.client.get("/jobs/lm-1").json()["job"]
-    assert "guarantee" in drawn(job_panel(job))
+    assert "guarantee" in drawn(make_job_panel(job))
     assert "It is promised at least" in drawn(
-        explanation_panel(world.client.get("/jobs/lm-1/explanation").json())
+        make_explanation_panel(world.client.get("/jobs/lm-1/explanation").json())
     )
-    assert "starts by" in drawn(queue_table([job | {"status": "queued"}]))
+    assert "starts by" in drawn(make_queue_table([job | {"status": "queued"}]))
     assert world.client.get("/jobs/lm-3").json()["job"]["promise"] is None
     world.journal.close()
 
@@ -414,7 +414,7 @@ def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:
     assert world.client.get("/teams").json() == {"teams": []}
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["team"] for job in jobs] == [None]
-    assert "USER" not in drawn(queue_table(jobs))
+    assert "USER" not in drawn(make_queue_table(jobs))
 
 
 def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) -> None:
@@ -428,15 +428,17 @@ def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) 
     jobs = world.client.get("/jobs").json()["jobs"]
     ids = [job["id"] for job in jobs]
     for width in (60, 80, 99):
-        lines = drawn(queue_table(jobs, width), width).splitlines()
+        lines = drawn(make_queue_table(jobs, width), width).splitlines()
         assert [line.split()[0][:20] for line in lines] == ["JOB", *(job_id[:20] for job_id in ids)]
         assert [line.split()[1] for line in lines[1:]] == [job["status"] for job in jobs]
         assert max(map(len, lines)) <= width
     attempts = drawn(
-        attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80
+        make_attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80
     ).splitlines()
     assert [line.split()[0] for line in attempts] == ["ATTEMPT", f"{ids[0]}-1"]
-    forecast = drawn(expected_table(world.client.get("/forecast").json()["jobs"]), 80).splitlines()
+    forecast = drawn(
+        make_expected_table(world.client.get("/forecast").json()["jobs"]), 80
+    ).splitlines()
     assert [line.split()[0][:20] for line in forecast if line[:1].strip()][1:5] == [
         job_id[:20] for job_id in ids
     ]
@@ -449,7 +451,7 @@ def drawn(table: Any, width: int = 160) -> str:
 
 
 def test_observations_of_another_home_are_stored_once(world: World) -> None:
-    body = {"observations": observations_view([observation(), observation(number=2)])}
+    body = {"observations": make_observations_view([observation(), observation(number=2)])}
     assert world.client.post("/observations", json=body).json() == {"count": 2}
     assert world.client.post("/observations", json=body).json() == {"count": 0}
     observations = observations_from_view(world.client.get("/cluster").json()["observations"])

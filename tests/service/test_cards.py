@@ -12,7 +12,7 @@ from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.terminal.output import make_console
-from orchestrator.service.terminal.plan_tables import plan_panel
+from orchestrator.service.terminal.plan_tables import make_plan_panel
 from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from tests.commands import run_orc
@@ -77,7 +77,7 @@ def test_a_plan_says_its_hardware_and_what_each_number_of_devices_takes(tmp_path
     spec = read_job(JOB, [("gpus", "1-16")], to_run=False)
     plans = plan_job(spec, make_idle_nodes(parse_cards("16xh100-80gb@400Gb")))
     with (tmp_path / "text").open("w") as file:
-        make_console(file).print(plan_panel(plans))
+        make_console(file).print(make_plan_panel(plans))
     text = (tmp_path / "text").read_text()
     assert "2 nodes of 8, 50 GB/s between nodes" in text
     begin = text.index("DEVICE-HOURS")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from orchestrator.service.terminal import access, tables, watch
 from orchestrator.service.views import columns
-from orchestrator.service.views.columns import Column, columns_of
+from orchestrator.service.views.columns import Column, select_columns
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
@@ -70,7 +70,7 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ooms"] for job in jobs] == [0]
-    for table in (tables.queue_table(jobs), watch._jobs_table(jobs)):
+    for table in (tables.make_queue_table(jobs), watch._jobs_table(jobs)):
         heading, row = lines(table)
         assert (heading.split()[-1], row.split()[-1]) == ("OOMS", "0")
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
@@ -83,8 +83,8 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
 def test_a_long_queue_is_lines_of_the_same_cells(world: World) -> None:
     world.submit()
     (job,) = world.client.get("/jobs").json()["jobs"]
-    few = lines(tables.queue_table([job]), width=400)
-    many = tables.queue_table([job] * (tables.STYLED_MAX + 1))
+    few = lines(tables.make_queue_table([job]), width=400)
+    many = tables.make_queue_table([job] * (tables.STYLED_MAX + 1))
     assert isinstance(many, str)
     heading, first, *others = many.splitlines()
     assert [heading.split(), first.split()] == [few[0].split(), few[1].split()]
@@ -93,8 +93,10 @@ def test_a_long_queue_is_lines_of_the_same_cells(world: World) -> None:
 
 def test_a_rare_column_stands_in_a_terminal_only_where_a_row_has_a_value() -> None:
     rows = [{"priority": 0, "team": None}]
-    assert "priority" not in [column.key for column in columns_of("queue", rows)]
-    assert "priority" in [column.key for column in columns_of("queue", [*rows, {"priority": 3}])]
+    assert "priority" not in [column.key for column in select_columns("queue", rows)]
+    assert "priority" in [
+        column.key for column in select_columns("queue", [*rows, {"priority": 3}])
+    ]
 
 
 def test_a_column_of_attempts_reaches_the_terminal_the_page_of_the_job_and_json(
@@ -112,7 +114,7 @@ def test_a_column_of_attempts_reaches_the_terminal_the_page_of_the_job_and_json(
     job = world.client.get(f"/jobs/{job_id}").json()["job"]
     (attempt,) = job["attempts"]
     assert attempt["name_length"] == len(f"{job_id}-1")
-    heading, row = lines(tables.attempts_table([job]))
+    heading, row = lines(tables.make_attempts_table([job]))
     assert (heading.split()[-1], row.split()[-1]) == ("LETTERS", str(attempt["name_length"]))
     page = world.client.get(f"/ui/jobs/{job_id}").text
     assert re.search(
@@ -133,7 +135,7 @@ def test_a_column_of_nodes_reaches_the_terminal_the_page_of_the_cluster_and_json
     nodes = world.client.get("/cluster").json()["nodes"]
     (count,) = [node["devices"] for node in nodes]
     assert count >= 1000
-    for table in (tables.nodes_table(nodes, []), watch._nodes_table(nodes)):
+    for table in (tables.make_nodes_table(nodes, []), watch._nodes_table(nodes)):
         heading, row = lines(table)
         assert "DEVICES IN ALL" in heading
         assert str(count) in row
@@ -152,7 +154,7 @@ def test_a_number_that_json_cannot_write_is_unknown(
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ratio"] for job in jobs] == [None]
-    assert lines(tables.queue_table(jobs))[1].split()[-1] == "-"
+    assert lines(tables.make_queue_table(jobs))[1].split()[-1] == "-"
     assert cells_of(world.client.get("/ui/queue").text, "Ratio") == ["–"]
 
 

@@ -25,15 +25,15 @@ from orchestrator.scheduling.reports.comparison_rows import LossCurve
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.commands.compare import STEPS, choose_strategies, make_comparison_jobs
-from orchestrator.service.pages.compare import comparison_rows
+from orchestrator.service.pages.compare import make_comparison_rows
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.terminal import comparing
-from orchestrator.service.terminal.comparing import PICTURES, draw_picture
+from orchestrator.service.terminal.comparing import PICTURES, write_picture_or_explain
 from orchestrator.service.terminal.comparison_files import WRITERS, format_with_error
-from orchestrator.service.terminal.comparison_tables import comparison_panel
-from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.terminal.comparison_tables import make_comparison_panel
+from orchestrator.service.views.comparison import ComparisonView, make_comparison_view
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import MicroBatchChoice, ZeroStage
@@ -199,7 +199,7 @@ def compared_view() -> ComparisonView:
         job.id: LossCurve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,))
         for job in jobs[:6]
     }
-    return comparison_view(of(*jobs, curves=curves), None)
+    return make_comparison_view(of(*jobs, curves=curves), None)
 
 
 def test_a_csv_has_raw_numbers_with_their_units_in_the_names() -> None:
@@ -289,7 +289,7 @@ def test_every_table_fits_eighty_columns_and_no_cell_is_cut() -> None:
             "money": 1234.5,
         }
     text = StringIO()
-    Console(file=text, width=80).print(comparison_panel(view))
+    Console(file=text, width=80).print(make_comparison_panel(view))
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
     columns = (
@@ -322,7 +322,7 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
         :3
     ]
     assert len(drawn.axes[0].containers) == 2, "an error bar for each strategy with repeats"
-    draw_picture(view, tmp_path / f"picture{suffix}")
+    write_picture_or_explain(view, tmp_path / f"picture{suffix}")
     written = (tmp_path / f"picture{suffix}").read_bytes()
     assert len(written) > 1000
     assert b"/Type3" not in written, "publishers refuse such fonts"
@@ -334,7 +334,7 @@ def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> No
         replace(job(spec, f"lm-{order}", order), array="lm-1")
         for order, spec in enumerate(specs, 1)
     ]
-    assert [row["strategies"] for row in comparison_rows(jobs)] == [2]
+    assert [row["strategies"] for row in make_comparison_rows(jobs)] == [2]
     assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
 
 
@@ -525,9 +525,9 @@ def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_m
 def test_a_cancelled_comparison_leaves_the_files_of_the_last_one(tmp_path: Path) -> None:
     view = compared_view()
     table = tmp_path / "rows.csv"
-    comparing._write_files(view, [table])
+    comparing._write_tables_and_pictures(view, [table])
     before = table.read_text()
     view["rows"][1]["outcome"] = "cancelled"
     view["rows"][0]["step_s"] = 99.0
-    comparing._write_files(view, [table])
+    comparing._write_tables_and_pictures(view, [table])
     assert table.read_text() == before

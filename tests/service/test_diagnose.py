@@ -168,7 +168,7 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
             "\n" + draw.choice(fillers) * draw.choice((1, 3, CALM_LINES, CALM_LINES + 5, 2000)),
         )
     path = write(tmp_path / "log", "".join(map(str, parts)))
-    scan = LogScan(log=path.name)
+    scan = LogScan(log_name=path.name)
     for offset, line in left_files.iterate_log_lines(path):
         scan.read_line(line, offset)
     expected = rank_end(path, 0, 1, scan, scan.findings)

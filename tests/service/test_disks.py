@@ -105,7 +105,7 @@ class Night:
 
     def job(self, job_id: str) -> Any:
         with closing(Client(self.home)) as client:
-            return client.fetch_job(job_id)[0]
+            return client.fetch_job_and_version(job_id)[0]
 
     def problems(self) -> list[str]:
         """Return the problems that the service answers anybody in time. A service that takes no jobs is not ready."""

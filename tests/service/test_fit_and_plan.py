@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from orchestrator.service.commands.cards import parse_cards
-from orchestrator.service.commands.fit import iterate_fit_rows, list_training_ways
+from orchestrator.service.commands.fit import iterate_fit_rows, list_jobs_by_training_way
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.terminal.plan_tables import plan_panel
+from orchestrator.service.terminal.plan_tables import make_plan_panel
 from orchestrator.specs.cluster import make_idle_nodes
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -43,7 +43,7 @@ def job_of(layers: int) -> JobSpec:
 
 @pytest.mark.parametrize("layers", [8, 32])
 def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int) -> None:
-    for way, spec in list_training_ways(job_of(layers))[:2]:
+    for way, spec in list_jobs_by_training_way(job_of(layers))[:2]:
         for row in iterate_fit_rows([(way, spec)]):
             if row["device"] not in CARDS or row["devices"] is None:
                 continue
@@ -85,7 +85,7 @@ def test_a_whole_training_costs_its_device_hours_where_a_device_has_a_price(
     answer = plan_job(job_of(8), nodes)
     assert answer["price_per_hour"] == price
     output = io.StringIO()
-    Console(file=output, width=200).print(plan_panel(answer))
+    Console(file=output, width=200).print(make_plan_panel(answer))
     lines = output.getvalue().splitlines()
     (head,) = (line for line in lines if "DEVICE-HOURS" in line)
     assert ("COST" in head) == (price is not None)

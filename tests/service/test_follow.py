@@ -189,6 +189,6 @@ def test_a_line_of_progress_that_says_nothing_new_is_not_printed(
                     "loss": None,
                 },
             }
-            follow._show_progress(job, bar, task, console, 0.0)  # type: ignore[arg-type]
+            follow._update_bar_or_print_line(job, bar, task, console, 0.0)  # type: ignore[arg-type]
     steps = re.findall(r"step (\d)/3", printed.getvalue())
     assert steps == ["1", "2", "1"]

@@ -22,7 +22,7 @@ from orchestrator.service.client.client import Client, process_is_alive, user_na
 from orchestrator.service.client.lifecycle import prepare_home, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import load_attempt_curves
-from orchestrator.service.server.routes.attempt_files import read_masked
+from orchestrator.service.server.routes.attempt_files import read_with_secrets_masked
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until
@@ -95,7 +95,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
 
 def show(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.fetch_job(job_id)[0]
+        return client.fetch_job_and_version(job_id)[0]
 
 
 def rank_of(home: Path, job_id: str) -> int | None:
@@ -145,7 +145,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     assert show(home, bob)["status"] == "succeeded"
     assert (attempt_folder / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
-        client.read_log(bob, 1, 1, 0)
+        client.read_log_and_offset(bob, 1, 1, 0)
     prepare_home(home)  # as every `orc up` does
     with pytest.raises(SpecError, match="the user has no user id here"):
         submit(home, folder, "eve", python, SCRIPT, str(go))
@@ -194,7 +194,7 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
             file.symlink_to(secret) if planted is link else os.mkfifo(file)
         assert load_attempt_curves(tmp_path, "lm-1", 1).loss == []
         assert read_exit_code(folder, 0) is None
-        assert read_masked(planted, 0, ()) == b""
+        assert read_with_secrets_masked(planted, 0, ()) == b""
         assert read_log_tail(planted) == ""
         with pytest.raises(OSError, match=r"Too many levels|No such device"):
             open_to_append(planted)

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models.hf import find_decoder_shape
 from orchestrator.memory.profiles import find_rank_profile
-from orchestrator.service.intake.hub import hint_for_unknown_model
+from orchestrator.service.intake.hub import make_hint_for_unknown_model
 from orchestrator.service.intake.intake import (
     EMBEDDED_CLUSTER,
     read_cluster,
@@ -109,7 +109,7 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
     if config is not None:
         (tmp_path / "jobs" / "model" / "config.json").write_text(config)
     with pytest.raises(SpecError) as caught:
-        read_job(path, home=tmp_path / "home")
+        read_job(path, cache_home=tmp_path / "home")
     assert [message for message in messages if message not in str(caught.value)] == [], str(
         caught.value
     )
@@ -157,7 +157,7 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
-    spec = read_job(path, home=home)
+    spec = read_job(path, cache_home=home)
     profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
@@ -169,11 +169,11 @@ def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) ->
         is not None
     )
     stamps = stamps_of(home)
-    assert read_job(path, home=home) == spec
+    assert read_job(path, cache_home=home) == spec
     assert stamps_of(home) == stamps, "a stored profile is not made again"
     (tmp_path / "jobs" / "own.py").write_text(FACTORY.replace("WIDTH", "6"))
     changed = find_rank_profile(
-        read_model_request(read_job(path, home=home)),
+        read_model_request(read_job(path, cache_home=home)),
         RankShare(precision=spec.precision),
     )
     assert changed is not None
@@ -188,12 +188,14 @@ def stamps_of(home: Path) -> dict[Path, int]:
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
     path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"
-    spec = read_job(path, home=home, trace_scope=lambda _: TraceScope(cuda=(True,), numeric=False))
+    spec = read_job(
+        path, cache_home=home, trace_scope=lambda _: TraceScope(cuda=(True,), numeric=False)
+    )
     assert [(entry.profile.precision, entry.autocast) for entry in spec.traced] == [
         (Precision.FP32, False)
     ]
     stamps = stamps_of(home)
-    every = read_job(path, home=home, trace_scope=lambda _: TraceScope(cuda=(True,)))
+    every = read_job(path, cache_home=home, trace_scope=lambda _: TraceScope(cuda=(True,)))
     assert {entry.profile.precision for entry in every.traced} == {Precision.FP32, Precision.BF16}
     assert every.traced[0] == spec.traced[0]
     assert stamps.items() < stamps_of(home).items(), "what was traced before is not traced again"
@@ -201,7 +203,7 @@ def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Pa
 
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) -> None:
-    spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), home=home)
+    spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), cache_home=home)
     assert spec.traced
     text = spec.model_dump_json()
     again = parse_job_data(json.loads(text), "the journal")
@@ -216,7 +218,7 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
 def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: Path) -> None:
     code = FACTORY.replace("WIDTH", "5").replace("module(*batch).sum()", "1 / 0")
     with pytest.raises(SpecError) as caught:
-        read_job(own_job(tmp_path, code), home=tmp_path / "home")
+        read_job(own_job(tmp_path, code), cache_home=tmp_path / "home")
     message = str(caught.value)
     assert [
         part for part in ("job.yaml", "ZeroDivisionError", "give its costs") if part not in message
@@ -230,7 +232,7 @@ def test_an_error_of_transformers_names_its_line_and_the_factory(tmp_path: Path)
     model = f"{{hf: {{model_type: olmo_hybrid, vocab_size: 99, pad_token_id: 500, {sizes}}}}}"
     text = f"name: own\nglobal_batch_size: 8\nmodel: {model}\ndata: {{text: [corpus.txt]}}\n"
     with pytest.raises(SpecError) as caught:
-        read_job(job_file(tmp_path, text), home=tmp_path / "home")
+        read_job(job_file(tmp_path, text), cache_home=tmp_path / "home")
     message = str(caught.value)
     assert "(transformers/models/olmo_hybrid/modeling_olmo_hybrid.py, line " in message
     assert "write a `factory`" in message
@@ -249,7 +251,7 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
     path = own_job(
         tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}"
     )
-    spec = read_job(path, home=tmp_path / "home")
+    spec = read_job(path, cache_home=tmp_path / "home")
     profile = find_rank_profile(read_model_request(spec), RankShare(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
@@ -277,7 +279,7 @@ def test_a_mistake_in_what_a_script_trains_is_one_clear_error(
     path = own_job(tmp_path, FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
     (tmp_path / "jobs" / "train.py").touch()
     with pytest.raises(SpecError, match=message):
-        read_job(path, home=tmp_path / "home")
+        read_job(path, cache_home=tmp_path / "home")
 
 
 def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(
@@ -300,10 +302,10 @@ def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(
 
 def test_a_job_file_cannot_set_traced_profiles(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
-    traced = read_job(path, home=home).model_dump(mode="json")["traced"]
+    traced = read_job(path, cache_home=home).model_dump(mode="json")["traced"]
     path.write_text(f"{OWN}traced: {json.dumps(traced)}\n")
     with pytest.raises(SpecError, match="no setting"):
-        read_job(path, home=home)
+        read_job(path, cache_home=home)
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "llama3_8b_lora"])
@@ -448,12 +450,14 @@ def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_t
 
 
 def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table() -> None:
-    hint = hint_for_unknown_model("facebook/musicgen-medium")
+    hint = make_hint_for_unknown_model("facebook/musicgen-medium")
     assert PROJECT_JOBS["musicgen"] in hint
     for path in PROJECT_JOBS.values():
         assert (Path(__file__).parents[2] / path).is_file()
     assert str(len(load_published())) in hint
-    assert "meta-llama/Llama-3.2-1B" in hint_for_unknown_model("meta-llama/Llama-3.2-11B-Vision")
+    assert "meta-llama/Llama-3.2-1B" in make_hint_for_unknown_model(
+        "meta-llama/Llama-3.2-11B-Vision"
+    )
 
 
 def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:

@@ -12,9 +12,9 @@ from orchestrator.service.pages.job import (
     Curves,
     add_failure_memory,
     draw_charts,
-    job_facts,
-    list_artifacts,
-    memory_rows,
+    list_artifact_names_and_bytes,
+    list_job_facts,
+    make_memory_rows,
 )
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
@@ -56,12 +56,12 @@ def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(
     text = f"name: a\ncommand: [python, train.py, a b]\nglobal_batch_size: 8\nworkdir: {tmp_path}\n"
     spec = parse_job(text, "job.yaml")
     job = Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0)
-    assert job_facts(job) == {"Command": "python train.py 'a b'", "Folder": str(tmp_path)}
+    assert list_job_facts(job) == {"Command": "python train.py 'a b'", "Folder": str(tmp_path)}
     source = SimpleNamespace(commit="0123456789abcdef" * 3, dirty=True)
     saved = Job(
         id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0
     )
-    assert job_facts(saved)["Commit"] == "0123456789ab with changes"
+    assert list_job_facts(saved)["Commit"] == "0123456789ab with changes"
 
 
 def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out() -> None:
@@ -74,23 +74,23 @@ def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out()
     job: Any = {"attempts": [view("device_oom")["attempts"][0] | attempt], "progress": None}
     meter = load_macros("charts").meter
     for capacities, end in (({"d": 256 * MIB}, f'class="end" x="{99 * 256 / 300:.1f}"'), ({}, "")):
-        (row,) = memory_rows(job, capacities)
+        (row,) = make_memory_rows(job, capacities)
         bar = meter("measured", row["peak"], row["most"], row["tone"], row["capacity"])
         assert 'class="bar over"' in bar
         assert end in bar if end else 'class="end"' not in bar
 
 
 def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_path: Path) -> None:
-    assert list_artifacts(tmp_path, "a-1") == []
+    assert list_artifact_names_and_bytes(tmp_path, "a-1") == []
     folder = JobFolder(tmp_path, "a-1").output
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "link").symlink_to("/etc/passwd")
     (folder / "model.bin").write_bytes(b"123")
-    shown = dict(list_artifacts(tmp_path, "a-1"))
+    shown = dict(list_artifact_names_and_bytes(tmp_path, "a-1"))
     assert (shown["checkpoint"], shown["model.bin"], shown["link"]) == (None, 3, len("/etc/passwd"))
     for number in range(2 * FILES_MAX):
         (folder / f"{number}").touch()
-    assert len(list_artifacts(tmp_path, "a-1")) == FILES_MAX
+    assert len(list_artifact_names_and_bytes(tmp_path, "a-1")) == FILES_MAX
 
 
 def test_facts_name_variables_and_say_no_value_of_one() -> None:
@@ -98,7 +98,7 @@ def test_facts_name_variables_and_say_no_value_of_one() -> None:
         "name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n",
         "job.yaml",
     )
-    assert job_facts(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
+    assert list_job_facts(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
 
 
 def test_a_running_job_of_ours_says_that_its_curves_are_yet_to_come(world: World) -> None:

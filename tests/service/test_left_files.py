@@ -16,7 +16,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.threads import ThreadFaults
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.routes import attempt_files
-from orchestrator.service.views.records import JobView, job_view
+from orchestrator.service.views.records import JobView, make_job_view
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from tests.backends.test_ends_despite_faults import GOOD, POISONS
@@ -112,9 +112,9 @@ def test_a_row_that_cannot_be_made_costs_one_row(
     def fail_for_one(job: Job, *arguments: Any, **named: Any) -> JobView:
         if job.id == broken and job.attempts:
             raise LookupError("planted")
-        return job_view(job, *arguments, **named)
+        return make_job_view(job, *arguments, **named)
 
-    monkeypatch.setattr(attempt_files, "job_view", fail_for_one)
+    monkeypatch.setattr(attempt_files, "make_job_view", fail_for_one)
     assert other_view(world, other)["status"] == "running"
     assert "cannot be shown: LookupError: planted" in other_view(world, broken)["reason"]
 
@@ -129,7 +129,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
         jobs = [*controller.state.jobs.values(), *controller.list_ended_jobs(100)]
         assert len(jobs) == 10
         for job in jobs:
-            json.dumps(job_view(job), allow_nan=False)
+            json.dumps(make_job_view(job), allow_nan=False)
             beats = [
                 beat
                 for attempt in job.attempts

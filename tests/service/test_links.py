@@ -19,12 +19,12 @@ def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
 
     links = MlflowLinks(look)
     began_s = time.perf_counter()
-    assert [links.find_cached("http://mlflow", "a", 2) for _ in range(50)] == [None] * 50
+    assert [links.find_cached_url("http://mlflow", "a", 2) for _ in range(50)] == [None] * 50
     assert time.perf_counter() - began_s < 30.0, "each lookup waits 60 s"
     may.set()
     deadline_s = time.monotonic() + 60.0
     while (
-        links.find_cached("http://mlflow", "a", 2) != "http://mlflow/a"
+        links.find_cached_url("http://mlflow", "a", 2) != "http://mlflow/a"
     ):  # there was no page at first: it is sought again
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -41,7 +41,7 @@ def test_a_look_that_fails_is_repeated() -> None:
         return "http://mlflow/x"
 
     links, deadline_s = MlflowLinks(look), time.monotonic() + 60.0
-    while links.find_cached("u", "k", 1) is None:
+    while links.find_cached_url("u", "k", 1) is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert len(tries) == 2

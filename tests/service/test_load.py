@@ -16,7 +16,7 @@ from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes import waits
-from orchestrator.service.terminal.follow import iterate_log
+from orchestrator.service.terminal.follow import iterate_attempt_numbers_and_log
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN
 from tests.service.worlds import World, job_spec
@@ -92,7 +92,7 @@ def test_a_followed_log_is_whole_and_in_order_and_ends_with_its_attempt(world: W
     with serve_http(world.app) as port:
         write_service_file(world.home, port)
         with closing(Client(world.home)) as client, file.open("w", buffering=1) as log:
-            pieces = iterate_log(client, job_id, None, 0, until_end=True)
+            pieces = iterate_attempt_numbers_and_log(client, job_id, None, 0, until_end=True)
             for number in range(5):
                 log.write(f"line {number}\n")
                 read.append(next(pieces)[1])

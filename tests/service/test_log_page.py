@@ -14,8 +14,8 @@ from orchestrator.service.pages.log import (
     MATCHES_MAX,
     SEARCH_BYTES,
     WINDOW_BYTES,
-    find_lines,
-    read_window,
+    find_line_offsets_and_texts,
+    read_text_from,
 )
 from orchestrator.specs.access import Role
 from orchestrator.specs.policy import UNSHARED, PolicySpec
@@ -34,10 +34,10 @@ def test_a_search_finds_every_line_with_the_text_however_the_log_is_read(
 ) -> None:
     log = "\n".join(lines).encode()
     read = reader(log, chunk_bytes)
-    matches = find_lines(read, len(log), "b")
+    matches = find_line_offsets_and_texts(read, len(log), "b")
     assert [line for _, line in matches] == [line for line in lines if "b" in line.lower()]
     for offset, line in matches:
-        assert read_window(reader(log, len(log) + 1), offset).split("\n")[0] == line
+        assert read_text_from(reader(log, len(log) + 1), offset).split("\n")[0] == line
 
 
 def test_a_search_reads_a_bounded_part_and_returns_the_last_lines() -> None:
@@ -48,14 +48,14 @@ def test_a_search_reads_a_bounded_part_and_returns_the_last_lines() -> None:
         reads.append(len(log[offset : offset + 2**18]))
         return log[offset : offset + 2**18]
 
-    assert {line for _, line in find_lines(read, len(log), "x")} == {"late x"}
-    assert len(find_lines(read, len(log), "x")) == MATCHES_MAX
+    assert {line for _, line in find_line_offsets_and_texts(read, len(log), "x")} == {"late x"}
+    assert len(find_line_offsets_and_texts(read, len(log), "x")) == MATCHES_MAX
     assert sum(reads) <= 2 * SEARCH_BYTES
 
 
 def test_a_log_of_one_endless_line_is_searched_in_bounded_memory() -> None:
     log = b"z" * 2**20 + b"needle"
-    assert find_lines(reader(log, 2**16), len(log), "needle")
+    assert find_line_offsets_and_texts(reader(log, 2**16), len(log), "needle")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.service.client.join_token import FILE, split_secret_and_fingerprint
-from orchestrator.service.intake.cluster_file import load_cluster, select_local_nodes
+from orchestrator.service.intake.cluster_file import load_cluster, select_nodes_of_this_machine
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import (
     MachineProperties,
@@ -98,14 +98,14 @@ def test_on_the_loopback_no_machine_joins(tmp_path: Path) -> None:
 
 def test_of_nodes_with_gpus_the_one_of_this_name_is_here_and_members_are_not() -> None:
     two = parse_cluster(TWO, "two")
-    assert names(select_local_nodes(two, (), "n1")) == ["n1"]
+    assert names(select_nodes_of_this_machine(two, (), "n1")) == ["n1"]
     with pytest.raises(SpecError, match="no node is this machine"):
-        select_local_nodes(two, (), "elsewhere")
+        select_nodes_of_this_machine(two, (), "elsewhere")
     away = two.nodes[0].model_copy(update={"name": "n1", "count": 1})
-    assert names(select_local_nodes(two, (away,), "elsewhere")) == ["n0"], (
+    assert names(select_nodes_of_this_machine(two, (away,), "elsewhere")) == ["n0"], (
         "the only one that is left"
     )
-    assert names(select_local_nodes(read_cluster(None), (), "any")) == ["virtual"]
+    assert names(select_nodes_of_this_machine(read_cluster(None), (), "any")) == ["virtual"]
 
 
 @pytest.mark.parametrize("name", ["python", "interpreter", "ray", "orchestrator", "home"])

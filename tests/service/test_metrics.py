@@ -141,7 +141,7 @@ def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) 
         raise ServiceError("taken over")
 
     metrics = Metrics(world.controller.read_figures, lost, lambda _: [])
-    values = samples(metrics.scrape_text().decode())
+    values = samples(metrics.make_scrape_answer().decode())
     assert value(values, "orc_journal_lease_held") == 0
     assert {name for name, _ in values if name.startswith("orc_")} == {
         "orc_journal_lease_held",
@@ -220,7 +220,7 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
         took_s = []
         for _ in range(10):
             began_s = time.process_time()
-            text = metrics.scrape_text().decode()
+            text = metrics.make_scrape_answer().decode()
             took_s.append(time.process_time() - began_s)
         values = samples(text)
     assert value(values, "orc_jobs", status="succeeded") == ENDED

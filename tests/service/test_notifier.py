@@ -108,7 +108,9 @@ def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(
     tmp_path: Path, zone: str
 ) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S, report_at=f"07:00 {zone}")).journal):
-        due = {watched.notifier._last_due_s(SEVEN_S + hour * 3600) for hour in range(365 * 24)}
+        due = {
+            watched.notifier._last_report_due_s(SEVEN_S + hour * 3600) for hour in range(365 * 24)
+        }
     gaps = [later - earlier for earlier, later in zip(sorted(due), sorted(due)[1:], strict=False)]
     assert len(due) in (365, 366)
     assert {round(gap / 3600) for gap in gaps} <= {23, 24, 25}
@@ -172,13 +174,13 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
     notifier = Notifier(
         spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
     )
-    assert notifier.test_targets([]) == {"hook": None}
+    assert notifier.send_test_notices([]) == {"hook": None}
     (_, body), *_ = hook.got
     assert json.loads(body)["type"] == "orc.test"
     hook.status = 404
-    assert notifier.test_targets(["hook"]) == {"hook": "it answered 404"}
+    assert notifier.send_test_notices(["hook"]) == {"hook": "it answered 404"}
     with pytest.raises(SpecError, match="no such target"):
-        notifier.test_targets(["hok"])
+        notifier.send_test_notices(["hok"])
     assert world.by(Role.MEMBER).post("/notify/test", json={}).status_code == 403
     assert world.by(Role.OPERATOR, "ben").post("/notify/test", json={}).json() == {"problems": {}}
     world.journal.close()
@@ -221,7 +223,11 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
             bug = client.submit_job(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
-            until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)
+            until(
+                lambda: client.fetch_job_and_version(bug)[0]["status"] == "failed",
+                "the job's end",
+                60,
+            )
         assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
         pid = int(read_service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)

@@ -7,10 +7,10 @@ import html
 from orchestrator.service.pages.overview import (
     FAILURES_MAX,
     FAILURES_S,
-    last_line,
-    overview_data,
+    find_last_line_of_excerpt,
+    make_overview_data,
 )
-from orchestrator.service.views.records import job_view
+from orchestrator.service.views.records import make_job_view
 from orchestrator.specs.attempt import Failure, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
@@ -34,7 +34,7 @@ def failed_job(
 
 def shown(world: World, jobs: list[Job], now_s: float) -> list[tuple[str, int, str]]:
     state = replace(world.controller.state, jobs=Jobs({}))
-    data = overview_data(state, jobs, job_view, {}, now_s)
+    data = make_overview_data(state, jobs, make_job_view, {}, now_s)
     return [(row["job"]["id"], row["more"], row["line"]) for row in data["failures"]]
 
 
@@ -52,7 +52,7 @@ def test_members_of_an_array_that_failed_alike_are_one_row(world: World) -> None
     other = failed_job(world, "a-9", array="a-1", kind=FailureKind.HUNG)
     alone = [replace(alike, id=f"b-{number}", array=None) for number in range(2)]
     state = replace(world.controller.state, jobs=Jobs({}))
-    rows = overview_data(state, [*jobs, other, *alone], job_view, {}, 2000.0)["failures"]
+    rows = make_overview_data(state, [*jobs, other, *alone], make_job_view, {}, 2000.0)["failures"]
     assert [(row["job"]["id"], row["more"]) for row in rows] == [
         ("a-1", 3),
         ("a-9", 0),
@@ -65,7 +65,7 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
     job = failed_job(world, "a-1")
     jobs = [replace(job, id=f"a-{number}") for number in range(FAILURES_MAX + 5)]
     state = replace(world.controller.state, jobs=Jobs({}))
-    data = overview_data(state, jobs, job_view, {}, 2000.0)
+    data = make_overview_data(state, jobs, make_job_view, {}, 2000.0)
     assert (len(data["failures"]), data["more_failures"], data["counts"]["failed"]) == (
         FAILURES_MAX,
         5,
@@ -74,7 +74,7 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
 
 
 def test_the_telling_line_of_an_empty_excerpt_is_empty() -> None:
-    assert last_line(" \n\n") == ""
+    assert find_last_line_of_excerpt(" \n\n") == ""
 
 
 def test_a_question_stands_on_the_page_with_a_button_that_answers_it(world: World) -> None:

@@ -581,7 +581,7 @@ def test_a_session_ends(world: World, ends: str) -> None:
             accounts=world.accounts,
             clock=lambda: time.time() - LIFETIME_S,
         )
-        _become(client, old.make_cookie(_token(world, Role.VIEWER)))
+        _become(client, old.make_session_cookie(_token(world, Role.VIEWER)))
     else:
         _become(client, next(iter(client.cookies.values())).replace("1.", "0.", 1))
     assert client.get(f"{PAGES}/queue").status_code == 303
@@ -720,11 +720,11 @@ def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_
 def test_no_page_waits_for_a_forecast_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second page finds what is known, and the first one is not held up for long."""
     is_over = threading.Event()
-    monkeypatch.setattr(forecasts, "expected_jobs", lambda *_, **__: is_over.wait(60.0) and [])
+    monkeypatch.setattr(forecasts, "list_expected_jobs", lambda *_, **__: is_over.wait(60.0) and [])
     newest = forecasts.Forecasts(State)
     try:
         began_s = time.perf_counter()
-        assert [newest.find_newest() for _ in range(200)] == [{}] * 200
+        assert [newest.find_newest_forecast() for _ in range(200)] == [{}] * 200
         assert time.perf_counter() - began_s < 20 * forecasts.PATIENCE_S
     finally:
         is_over.set()

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import RenderedCommand, render_script_command
 from orchestrator.planning.request import read_script_request
-from orchestrator.service.commands.init.meanings import find_meaning
+from orchestrator.service.commands.init.meanings import find_quantity_and_count
 from orchestrator.service.commands.init.named_files import read_settings_file
 from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.plan import plan_job
@@ -348,7 +348,7 @@ def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
         )
     )
     for name, value in typed.items():
-        meaning = (find_meaning(name) or ("",))[0]
+        meaning = (find_quantity_and_count(name) or ("",))[0]
         if (
             meaning == "output_dir"
             or value == "x123"

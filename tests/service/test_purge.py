@@ -413,7 +413,9 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
         with closing(Client(home)) as client:
             names = [client.submit_job(read_job(job).model_dump(mode="json")) for _ in range(2)]
             until(
-                lambda: all(client.fetch_job(name)[0]["status"] == "succeeded" for name in names),
+                lambda: all(
+                    client.fetch_job_and_version(name)[0]["status"] == "succeeded" for name in names
+                ),
                 "both ends",
                 120.0,
             )
@@ -422,7 +424,7 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
                 "the records have left",
                 60.0,
             )
-            assert client.read_log(names[0], 1, 0, 0)[0]
+            assert client.read_log_and_offset(names[0], 1, 0, 0)[0]
             with pytest.raises(SystemExit) as ended:
                 main(["purge", "--home", str(home), "--json"])
             answer = json.loads(capsys.readouterr().out)
@@ -432,11 +434,13 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
             assert "nothing more may go" in service.found
             assert [part["job"] for part in answer["goes"]] == names
             with pytest.raises(ServiceError, match="attempts was removed on"):
-                client.read_log(names[0], 1, 0, 0)
+                client.read_log_and_offset(names[0], 1, 0, 0)
             until(lambda: not [*(home / TRASH).iterdir()], "the trash is empty", 60.0)
             again = client.submit_job(read_job(job).model_dump(mode="json"))
             until(
-                lambda: client.fetch_job(again)[0]["status"] == "succeeded", "the third end", 120.0
+                lambda: client.fetch_job_and_version(again)[0]["status"] == "succeeded",
+                "the third end",
+                120.0,
             )
     finally:
         stop_service(home, force=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.service.pages.queue import MEMBERS_MAX, Filter, queue_data
-from orchestrator.service.views.records import job_view
+from orchestrator.service.pages.queue import MEMBERS_MAX, Filter, make_queue_data
+from orchestrator.service.views.records import make_job_view
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
@@ -36,7 +36,7 @@ def array(name: str, statuses: Sequence[JobStatus]) -> list[Job]:
 
 
 def queue(jobs: Sequence[Job], criteria: Filter) -> Mapping[str, Any]:
-    return queue_data(State(jobs=Jobs(jobs)), [], job_view, {}, criteria, 1)
+    return make_queue_data(State(jobs=Jobs(jobs)), [], make_job_view, {}, criteria, 1)
 
 
 def test_members_of_an_array_are_one_row_where_its_liveliest_job_is() -> None:
@@ -93,7 +93,7 @@ def test_a_script_with_steps_shows_how_many_there_are() -> None:
         "job.yaml",
     )
     beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.5, peak_bytes=1, phase="step", at_s=1.0)
-    progress = job_view(
+    progress = make_job_view(
         Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0, continues_step=10), [beat]
     )["progress"]
     assert progress is not None

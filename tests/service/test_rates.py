@@ -10,7 +10,12 @@ from orchestrator.planning.collectives import find_ring
 from orchestrator.planning.hardware import Hardware
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.service.intake.rates import CpuRates, measure_cluster, recall_cluster, set_rates
+from orchestrator.service.intake.rates import (
+    CpuRates,
+    add_cached_rates,
+    add_measured_rates,
+    replace_rates,
+)
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 
@@ -28,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
-    rank = device(set_rates(read_cluster(None), RATES))
+    rank = device(replace_rates(read_cluster(None), RATES))
     assert product_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
     assert product_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
     assert rank.memory_bandwidth * BANDWIDTH_EFFICIENCY == pytest.approx(RATES.memory_bandwidth)
@@ -38,8 +43,8 @@ def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
 
 def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:
     cluster = read_cluster(Path(__file__).parents[2] / "clusters" / "1x8-h100-80gb.yaml")
-    assert set_rates(cluster, RATES) == cluster
-    assert measure_cluster(cluster) == cluster
+    assert replace_rates(cluster, RATES) == cluster
+    assert add_measured_rates(cluster) == cluster
     assert not cache.exists()
 
 
@@ -47,27 +52,27 @@ def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:
 def test_a_machine_is_measured_once_for_all_homes_of_a_user(cache: Path) -> None:
     """A real measurement; its cache file is reused, and rewritten if it cannot be read."""
     declared = read_cluster(None)
-    assert recall_cluster(declared) == declared, "to look is not to measure"
-    first = measure_cluster(declared)
+    assert add_cached_rates(declared) == declared, "to look is not to measure"
+    first = add_measured_rates(declared)
     rank = device(first)
     assert 1e9 < product_flops(rank, Precision.FP32) < 1e14
     assert 1e8 < rank.memory_bandwidth < 1e13
     assert 1e7 < rank.link_bandwidth < 1e12
-    assert recall_cluster(declared) == first
+    assert add_cached_rates(declared) == first
     (file,) = cache.iterdir()
     file.write_text(RATES.model_dump_json())
-    assert measure_cluster(declared) == set_rates(declared, RATES)
+    assert add_measured_rates(declared) == replace_rates(declared, RATES)
     file.write_text("{}")
-    assert recall_cluster(declared) == declared
-    assert measure_cluster(declared) not in (declared, set_rates(declared, RATES))
+    assert add_cached_rates(declared) == declared
+    assert add_measured_rates(declared) not in (declared, replace_rates(declared, RATES))
     assert list(cache.iterdir()) == [file]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_and_nothing_else(cache: Path) -> None:
     cache.parent.write_text("no folder")
     declared = read_cluster(None)
-    assert measure_cluster(declared) != declared
-    assert recall_cluster(declared) == declared
+    assert add_measured_rates(declared) != declared
+    assert add_cached_rates(declared) == declared
 
 
 def test_a_user_without_a_home_directory_is_planned_with_measured_rates(
@@ -78,5 +83,5 @@ def test_a_user_without_a_home_directory_is_planned_with_measured_rates(
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: 4_000_000)
     declared = read_cluster(None)
-    assert measure_cluster(declared) != declared
-    assert recall_cluster(declared) == declared
+    assert add_measured_rates(declared) != declared
+    assert add_cached_rates(declared) == declared

@@ -49,7 +49,7 @@ def submit(home: Path, go: Path) -> tuple[str, float]:
 
 def job_of(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.fetch_job(job_id)[0]
+        return client.fetch_job_and_version(job_id)[0]
 
 
 def ready(home: Path) -> tuple[int, list[str]]:

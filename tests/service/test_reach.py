@@ -16,7 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.service.client.endpoint import fingerprint_of, make_endpoint, parse_listen
+from orchestrator.service.client.endpoint import (
+    fingerprint_of_certificate,
+    make_endpoint,
+    parse_host_and_port,
+)
 from orchestrator.service.client.logins import normalise_url
 from orchestrator.specs.errors import SpecError
 from tests.commands import COMMAND_S, run_orc
@@ -228,7 +232,7 @@ def test_commands_about_the_home_folder_are_refused_elsewhere(reached: Reached) 
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="not an address"):
-        parse_listen(text)
+        parse_host_and_port(text)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_a_service_makes_its_certificate_once_and_its_key_is_private(tmp_path: P
         == first.fingerprint()
     )
     assert Path(first.key).stat().st_mode & 0o077 == 0
-    assert first.fingerprint() == fingerprint_of(Path(first.certificate).read_text())
+    assert first.fingerprint() == fingerprint_of_certificate(Path(first.certificate).read_text())
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:

@@ -19,16 +19,20 @@ from orchestrator.cli import main
 from orchestrator.service.commands.replay import iterate_events, replay_history
 from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.forecasts import expected_jobs
-from orchestrator.service.server.verbs import make_suspension
+from orchestrator.service.server.forecasts import list_expected_jobs
+from orchestrator.service.server.verbs import make_suspension_change
 from orchestrator.service.terminal import gantt
 from orchestrator.service.terminal.comparison_tables import _make_table as strategies_table
-from orchestrator.service.terminal.expected import expected_table
+from orchestrator.service.terminal.expected import make_expected_table
 from orchestrator.service.terminal.simulation_tables import (
-    replay_table,
-    simulated_table,
+    make_replay_table,
+    make_simulated_table,
 )
-from orchestrator.service.terminal.tables import attempts_table, nodes_table, queue_table
+from orchestrator.service.terminal.tables import (
+    make_attempts_table,
+    make_nodes_table,
+    make_queue_table,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -139,12 +143,12 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     (tmp_path / "other.yaml").write_text(
         "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
     )
-    first, second, third = expected_jobs(controller.state, 60.0)
+    first, second, third = list_expected_jobs(controller.state, 60.0)
     assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], (
         "one device, one after the other"
     )
-    Console().print(expected_table([first, second, third]))
+    Console().print(make_expected_table([first, second, third]))
     output = capsys.readouterr().out
     assert third["id"] in output
     assert "not known" not in output
@@ -165,7 +169,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     endless = controller.submit(
         spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()})
     )
-    Console().print(expected_table(expected_jobs(controller.state, 60.0)))
+    Console().print(make_expected_table(list_expected_jobs(controller.state, 60.0)))
     assert "not known" in capsys.readouterr().out
     assert exit_code(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
     assert "no service is up" in capsys.readouterr().err
@@ -209,7 +213,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         (tmp_path / "other.yaml").write_text(text)
         (tmp_path / "cluster.yaml").write_text(text)
         waiting = controller.submit(spec)
-        controller.change_jobs([waiting], make_suspension("ann"))
+        controller.change_jobs([waiting], make_suspension_change("ann"))
         only_held = [
             "simulate",
             "--queue",
@@ -240,13 +244,13 @@ def test_a_table_of_nothing_is_a_table() -> None:
     )
     console = Console(file=io.StringIO())
     for table in (
-        simulated_table(nothing),
-        replay_table(()),
+        make_simulated_table(nothing),
+        make_replay_table(()),
         gantt.draw_gantt((), spec),
-        queue_table([]),
-        attempts_table([]),
-        nodes_table([], []),
-        expected_table([]),
+        make_queue_table([]),
+        make_attempts_table([]),
+        make_nodes_table([], []),
+        make_expected_table([]),
         strategies_table((), {}),
     ):
         console.print(table)

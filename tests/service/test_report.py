@@ -18,8 +18,8 @@ from orchestrator.service.views.report import (
     SHOWN_MAX,
     format_html,
     format_markdown,
+    make_report_sections,
     parse_since,
-    report_sections,
 )
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -92,14 +92,14 @@ def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -
 
     reports = Reports(report)
     with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(lambda _: reports.find_report(1, 100.0), range(400))]
+        answers = [*pool.map(lambda _: reports.find_or_make_report(1, 100.0), range(400))]
     assert {answer["since_s"] for answer in answers} == {100.0}
     assert 1 <= len(made) <= 2  # 400 calls may stand on both sides of one boundary of REPORT_S
     for version in range(2, 50):
-        reports.find_report(version, 100.0)
+        reports.find_or_make_report(version, 100.0)
     assert len(made) >= 49, "a report of an earlier state is not shown"
     for number in range(10 * REPORTS_MAX):
-        reports.find_report(50, number * REPORT_S)
+        reports.find_or_make_report(50, number * REPORT_S)
         assert len(reports._reports) <= REPORTS_MAX
 
 
@@ -142,7 +142,7 @@ def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: Morn
         for number in range(SHOWN_MAX + 5)
     ]
     long = replace(view, waiting=tuple(many))
-    for heading, _ in report_sections(long):
+    for heading, _ in make_report_sections(long):
         assert f"## {heading}\n" in format_markdown(long)
         assert f"<h2>{heading} (" in format_html(long)
     assert "`...`: 5 more" in format_markdown(long)

@@ -20,7 +20,7 @@ from orchestrator.backends.redaction import make_hider, mask_secrets, without_se
 from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
-from orchestrator.service.server.routes.attempt_files import read_masked
+from orchestrator.service.server.routes.attempt_files import read_with_secrets_masked
 from orchestrator.specs.attempt import Evidence
 from tests.backends.ray_jobs import until
 from tests.scheduling.world import script
@@ -65,8 +65,8 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 HIDES = """\
 import os, sys
-from orchestrator.service.server.own_environment import hide_own_environment
-hide_own_environment()
+from orchestrator.service.server.own_environment import reexecute_without_secret_variables
+reexecute_without_secret_variables()
 print(os.environ["HF_TOKEN"], flush=True)
 sys.stdin.read()
 """
@@ -114,12 +114,14 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             with closing(Client(home)) as client:
                 job_id = client.submit_job(read_job(file).model_dump(mode="json"))
                 until(
-                    lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
+                    lambda job_id=job_id: (
+                        client.fetch_job_and_version(job_id)[0]["status"] == "succeeded"
+                    ),
                     f"the end of {name}",
                     120.0,
                 )
                 log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
-                texts[name] = log, client.read_log(job_id, 1, 0, 0)[0]
+                texts[name] = log, client.read_log_and_offset(job_id, 1, 0, 0)[0]
         log, shown = texts["sees"]
         assert "('PATH', " in log
         assert "('MY_SETTING', 'passed-on')" in log
@@ -177,9 +179,12 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     path, secret = tmp_path / "rank0.log", b"planted-of-the-hub-4712"
     text = b"before " + secret + b" after " + secret[:9]
     path.write_bytes(text)
-    whole = read_masked(path, 0, [secret])
+    whole = read_with_secrets_masked(path, 0, [secret])
     assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
-    assert all(read_masked(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
+    assert all(
+        read_with_secrets_masked(path, offset, [secret]) == whole[offset:]
+        for offset in range(len(text))
+    )
     assert mask_secrets(b"plan", [secret]) == b"****"
     assert mask_secrets(b"pla", [secret]) == b"pla"
 

@@ -61,12 +61,12 @@ def test_guesses_of_one_address_are_bounded(world: World) -> None:
 def test_a_link_ends_after_its_lifetime_and_the_oldest_of_too_many_goes() -> None:
     now_s = [0.0]
     links = SignInLinks(clock=lambda: now_s[0])
-    first, late = links.add_session("first"), links.add_session("late")
-    assert links.claim_session(first) == "first"
+    first, late = links.add_session_and_make_code("first"), links.add_session_and_make_code("late")
+    assert links.claim_session_cookie(first) == "first"
     now_s[0] = LIFETIME_S
-    assert links.claim_session(late) is None
-    codes = [links.add_session(str(number)) for number in range(LINKS_MAX + 1)]
-    assert [links.claim_session(code) for code in (codes[0], codes[1], codes[-1])] == [
+    assert links.claim_session_cookie(late) is None
+    codes = [links.add_session_and_make_code(str(number)) for number in range(LINKS_MAX + 1)]
+    assert [links.claim_session_cookie(code) for code in (codes[0], codes[1], codes[-1])] == [
         None,
         "1",
         str(LINKS_MAX),

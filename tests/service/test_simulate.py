@@ -26,7 +26,7 @@ from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import simulate_queue
 from orchestrator.service.commands.simulate import Outcome, Simulated, quantile, simulate_on
 from orchestrator.service.terminal.gantt import draw_gantt
-from orchestrator.service.terminal.simulation_tables import simulated_table
+from orchestrator.service.terminal.simulation_tables import make_simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, make_idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -275,7 +275,7 @@ def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
         3,
     ]
     shown = Console(record=True, file=StringIO())
-    shown.print(simulated_table(run))
+    shown.print(make_simulated_table(run))
     assert "1 of 2, 1 refused" in shown.export_text()
 
 

@@ -390,15 +390,15 @@ def test_a_study_that_is_made_anew_from_its_trials_asks_for_the_same_ones(method
 
     whole, proposals = Study("s", make_sweep(method=method), 10), list[dict[str, Any]]()
     for number in range(15):
-        proposals.append(whole.propose_trial())
+        proposals.append(whole.propose_or_register_trial())
         whole.record_end(number, value(proposals[-1]))
     for split in (1, 12):
         again = Study("s", make_sweep(method=method), 10)
         for number in range(split):
-            again.propose_trial(proposals[number])
+            again.propose_or_register_trial(proposals[number])
             again.record_end(number, value(proposals[number]))
         for number in range(split, 15):
-            assert again.propose_trial() == proposals[number], (split, number)
+            assert again.propose_or_register_trial() == proposals[number], (split, number)
             again.record_end(number, value(proposals[number]))
     for proposal in proposals:
         assert 1e-5 <= proposal["lr"] <= 1e-2
@@ -411,7 +411,7 @@ def test_bayes_comes_closer_than_chance() -> None:
         study = Study("s", make_sweep(method=method, max_trials=60), None)
         losses = []
         for number in range(60):
-            parameters = study.propose_trial()
+            parameters = study.propose_or_register_trial()
             losses.append(
                 (float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2
             )
@@ -425,7 +425,7 @@ def test_no_trial_is_stopped_at_its_last_step() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median", "startup_trials": 1}), 10)
     stopped = []
     for number in range(3):
-        study.propose_trial()
+        study.propose_or_register_trial()
         stopped += [step for step in (9, 10) if study.report_value(number, step, float(number))]
         study.record_end(number, float(number))
     assert stopped == [9, 9]
@@ -436,9 +436,9 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
     study = Study("s", make_sweep(early_terminate=early), 27)
     whole = []
     for number in range(20):
-        study.propose_trial()
+        study.propose_or_register_trial()
         stopped = any(study.report_value(number, step, float(number % 7)) for step in range(1, 28))
-        study.record_end(number, None if stopped else float(number % 7), stopped=stopped)
+        study.record_end(number, None if stopped else float(number % 7), was_stopped_early=stopped)
         whole += [] if stopped else [number % 7]
     assert 0 < len(whole) < 20
     assert min(whole) == 0
@@ -446,7 +446,7 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
 
 def test_values_that_are_no_numbers_are_failures_and_steps_between_are_not_compared() -> None:
     study = Study("s", make_sweep(early_terminate={"type": "median"}), 1000)
-    study.propose_trial()
+    study.propose_or_register_trial()
     assert not study.report_value(0, 1, 5.0)
     study.record_end(0, float("nan"))
     assert study_module.REPORTS == 100

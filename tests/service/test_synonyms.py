@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from orchestrator.cli import app, main
 from orchestrator.service.terminal.command_group import OTHERS, PANELS
-from orchestrator.service.terminal.synonyms import load_commands
+from orchestrator.service.terminal.synonyms import load_our_command_by_foreign_words
 from tests.service.worlds import World
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/coming-from.md").read_text()
@@ -19,7 +19,7 @@ GUIDE = (Path(__file__).parents[2] / "docs/guides/coming-from.md").read_text()
 
 def test_each_word_of_another_tool_is_no_command_of_ours_and_leads_to_one() -> None:
     group = typer.main.get_command(app)
-    for word, (command, _) in load_commands().items():
+    for word, (command, _) in load_our_command_by_foreign_words().items():
         first = command.split()[0]
         assert word not in group.commands, word  # type: ignore[attr-defined]
         assert first in group.commands or first.startswith("--"), (word, command)  # type: ignore[attr-defined]
@@ -64,7 +64,8 @@ def test_an_unknown_job_is_answered_with_the_newest_ids_of_that_name(world: Worl
 
 
 @pytest.mark.parametrize(
-    ("word", "command", "tool"), [(word, *answer) for word, answer in load_commands().items()]
+    ("word", "command", "tool"),
+    [(word, *answer) for word, answer in load_our_command_by_foreign_words().items()],
 )
 def test_the_guide_for_users_of_a_tool_has_its_words_and_ours(
     word: str, command: str, tool: str

@@ -34,7 +34,7 @@ from orchestrator.service.terminal.output import (
     make_console,
     print_answer,
     show_spinner,
-    write_log,
+    write_log_piece,
 )
 from tests.scheduling.factories import DEVICE
 from tests.service.worlds import World
@@ -287,7 +287,7 @@ def test_a_log_steers_no_terminal_and_reaches_a_file_as_it_is(
         screen = Screen(is_terminal=is_terminal)
         monkeypatch.setattr(sys, "stdout", screen)
         with clean_streams():
-            write_log(coloured + POISON)
+            write_log_piece(coloured + POISON)
         text = screen.getvalue()
         assert text.startswith(coloured)
         assert ("\x1b]" in text) == (not is_terminal)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from orchestrator.service.client.sending import upload_files
 from orchestrator.service.intake.intake import read_jobs_for_service
 from orchestrator.service.transfer import store
-from orchestrator.service.transfer.archive import Limits, list_files, unpack_archive
-from orchestrator.service.transfer.ignore import read_ignore
+from orchestrator.service.transfer.archive import Limits, list_files, unpack_and_hash_archive
+from orchestrator.service.transfer.ignore import make_ignore_check
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -70,7 +70,9 @@ def test_what_is_unpacked_is_what_was_packed_and_its_digest_depends_on_nothing_e
     project: Path, tmp_path: Path
 ) -> None:
     listing = list_files(project, LIMITS)
-    digest = unpack_archive(reader(b"".join(listing.iterate_bytes())), tmp_path / "copy", LIMITS)
+    digest = unpack_and_hash_archive(
+        reader(b"".join(listing.iterate_bytes())), tmp_path / "copy", LIMITS
+    )
     assert tree(tmp_path / "copy") == tree(project)
     assert digest == listing.digest()
     os.utime(project / "train.py", (0, 0))
@@ -82,7 +84,9 @@ def test_what_is_unpacked_is_what_was_packed_and_its_digest_depends_on_nothing_e
 
 def test_what_git_and_python_make_and_what_orcignore_names_is_left_out(project: Path) -> None:
     (project / ".orcignore").write_text("runs/\n*.sh\n!.venv/\n")
-    paths = {entry.path for entry in list_files(project, LIMITS, read_ignore(project)).entries}
+    paths = {
+        entry.path for entry in list_files(project, LIMITS, make_ignore_check(project)).entries
+    }
     assert paths == {".orcignore", ".venv", ".venv/file", "current", "src", "src/file", "train.py"}
 
 
@@ -160,7 +164,7 @@ def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) 
     (tmp_path / "in").mkdir()
     message = "archive: no size" if name in ("negative", "a fraction", "truth") else "archive: "
     with pytest.raises(SpecError, match=message):
-        unpack_archive(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
+        unpack_and_hash_archive(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
     assert tree(tmp_path) == {"in": None}
 
 
@@ -173,7 +177,7 @@ def test_any_bytes_are_an_archive_or_one_clear_error(
 ) -> None:
     target = tmp_path_factory.mktemp("any") / "copy"
     try:
-        unpack_archive(reader(data), target, LIMITS)
+        unpack_and_hash_archive(reader(data), target, LIMITS)
     except SpecError:
         assert list(target.parent.iterdir()) == []
 
@@ -195,7 +199,7 @@ def pack_folder(folder: Path) -> tuple[str, bytes]:
 
 def store_upload(uploads: Uploads, folder: Path) -> str:
     digest, data = pack_folder(folder)
-    with uploads.incoming_path() as file:
+    with uploads.make_temporary_file_path() as file:
         file.write_bytes(data)
         uploads.store_upload(digest, file)
     return digest
@@ -246,7 +250,7 @@ def test_a_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
         archive(("a", "file", 1, ""), content=b"\0" * 10**7),
     )
     for bomb in bombs:
-        with uploads.incoming_path() as file:
+        with uploads.make_temporary_file_path() as file:
             file.write_bytes(gzip.compress(bomb))
             with pytest.raises(SpecError):
                 uploads.store_upload("0" * 64, file)
@@ -320,7 +324,7 @@ class Carrier:
     def __init__(self, client: Any) -> None:
         self.client, self.sent = client, list[str]()
 
-    def missing_uploads(self, digests: list[str]) -> list[str]:
+    def list_missing_uploads(self, digests: list[str]) -> list[str]:
         return list(
             self.client.post("/uploads/missing", json={"digests": digests}).json()["missing"]
         )
@@ -398,7 +402,7 @@ def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(
     assert (operator.status_code, viewer.status_code) == (200, 403)
     headers = answers["ada"].headers
     assert (headers["x-output-bytes"], headers["x-output-left-out"]) == ("7", "1")
-    unpack_archive(reader(answers["bob"].content), tmp_path / "got", LIMITS)
+    unpack_and_hash_archive(reader(answers["bob"].content), tmp_path / "got", LIMITS)
     assert tree(tmp_path / "got") == {"model.pt": (b"weights", False), "latest": "model.pt"}
 
 
@@ -424,7 +428,9 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     copy_upload(job, world.home)
     assert (folder.workdir / "src" / "model.pt").exists(), "a restart keeps what the job wrote"
     assert not (world.home / "uploads" / digest / "files" / "src" / "model.pt").exists()
-    unpack_archive(reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS)
+    unpack_and_hash_archive(
+        reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS
+    )
     written = {
         path: content for path, content in tree(tmp_path / "got").items() if content is not None
     }

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestrator.backends.devices import nvml
 from orchestrator.service.commands import doctor
 from orchestrator.service.commands.doctor import BAD
-from orchestrator.service.terminal.tables import nodes_table
+from orchestrator.service.terminal.tables import make_nodes_table
 from orchestrator.service.views.records import node_from_view
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.replace import replace
@@ -51,7 +51,7 @@ def test_a_driver_that_cannot_be_read_is_told_everywhere_and_no_more_once_it_is_
     assert node_from_view(cluster["nodes"][0]).free_bytes == (2**28, 2**28), (
         "as if the driver were back"
     )
-    (takes,) = nodes_table(cluster["nodes"], []).columns[1].cells
+    (takes,) = make_nodes_table(cluster["nodes"], []).columns[1].cells
     assert WHY in str(takes)
     assert devices_by_state(world)["unreadable"] == count
     assert devices_by_state(world)["free"] == 2 - count

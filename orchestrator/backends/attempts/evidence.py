@@ -360,7 +360,7 @@ def scan_log(spec: JobSpec, log_path: Path) -> LogScan:
     log.
     """
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
-    scan = LogScan(log=log_path.name, command=spec.command or (), markers=markers)
+    scan = LogScan(log_name=log_path.name, command=spec.command or (), pattern_by_phase=markers)
     feed_log(scan, log_path)
     return scan
 

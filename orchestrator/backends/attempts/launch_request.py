@@ -19,7 +19,7 @@ from orchestrator.planning.render import (
     render_script_command,
 )
 from orchestrator.planning.request import read_script_request
-from orchestrator.scheduling.failures.done_steps import steps_before
+from orchestrator.scheduling.failures.done_steps import count_steps_before_attempt
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
@@ -210,7 +210,7 @@ def _find_interpreter(spec: JobSpec, default: str) -> str:
 
 def _last_step(job: Job, attempt: Attempt) -> int:
     """Return the number of the training's last step in the attempt's own count; 0 where unknown."""
-    before = steps_before(job, attempt)
+    before = count_steps_before_attempt(job, attempt)
     steps = job.spec.optimizer_steps
     return 0 if before is None or steps is None else steps - before
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.left_files import read_heartbeats
 from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, last_saved_s
-from orchestrator.scheduling.failures.meeting import count_lone_ranks
+from orchestrator.scheduling.failures.meeting import count_unconnected_ranks
 from orchestrator.specs.attempt import LEARNED_STEPS, PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern, parse_count
@@ -146,7 +146,7 @@ class Progress:
 
     def has_lone_ranks(self) -> bool:
         """Return whether ranks trained without a process group at the last hang check."""
-        return count_lone_ranks(self._beats) > 0
+        return count_unconnected_ranks(self._beats) > 0
 
     def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
         """Return the seconds without a training step or a checkpoint if they exceed the job's

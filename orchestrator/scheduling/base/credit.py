@@ -16,15 +16,21 @@ from orchestrator.specs.state import Credit, State
 
 @frozen
 class CreditFund:
-    """A credit's share of the cluster's device-seconds; it fills up to those of `span_s` seconds."""
+    """A budget of device-seconds from which a kind of start or stop is paid, such as urgent starts.
+
+    Its credit fills by `share` of the cluster's device-seconds, and at most to what `share` of the
+    cluster yields in `span_s` seconds.
+    """
 
     name: str
     share: float
     span_s: float
 
-    def full_device_s(self, devices: int) -> float:
-        """Return the device-seconds of this fund's full credit on a cluster of `devices` devices."""
-        return self.share * devices * self.span_s
+    def full_device_s(self, cluster_device_count: int) -> float:
+        """Return the most device-seconds that this fund's credit can hold, on a cluster of so many
+        devices.
+        """
+        return self.share * cluster_device_count * self.span_s
 
 
 STOPS = CreditFund(name="stops", share=0.02, span_s=6 * 3600.0)
@@ -38,35 +44,40 @@ AGED = CreditFund(name="aged", share=0.25, span_s=3600.0)
 PRESSING = CreditFund(name="pressing", share=0.5, span_s=4 * 3600.0)
 
 
-def credit_device_s(state: State, fund: CreditFund, devices: int) -> float:
-    """Return the device-seconds that the fund's credit holds at the state's time; below zero in
-    debt.
+def credit_device_s(state: State, fund: CreditFund, cluster_device_count: int) -> float:
+    """Return the device-seconds in the fund's credit at the state's time; below zero where too much
+    was spent.
     """
-    full_device_s = fund.full_device_s(devices)
+    full_device_s = fund.full_device_s(cluster_device_count)
     credit = next((credit for credit in state.credits if credit.fund == fund.name), None)
     if credit is None:
         return full_device_s
-    filled_device_s = fund.share * devices * (state.at_s - credit.at_s)
+    filled_device_s = fund.share * cluster_device_count * (state.at_s - credit.at_s)
     return min(full_device_s, credit.device_s + filled_device_s)
 
 
-def credit_suffices_from_s(state: State, fund: CreditFund, devices: int, device_s: float) -> float:
-    """Return when the fund's credit will cover `device_s` device-seconds, in seconds since 1970.
+def credit_suffices_at_s(
+    state: State, fund: CreditFund, cluster_device_count: int, needed_device_s: float
+) -> float:
+    """Return the first time at which the fund's credit covers `needed_device_s`, in seconds since
+    1970.
 
-    Infinity means that even a full credit is too small.
+    It may be now. Infinity means that even a full credit is too small.
     """
-    if device_s > fund.full_device_s(devices):
+    if needed_device_s > fund.full_device_s(cluster_device_count):
         return inf
-    missing_device_s = max(0.0, device_s - credit_device_s(state, fund, devices))
-    return state.at_s + missing_device_s / (fund.share * devices)
+    missing_device_s = max(
+        0.0, needed_device_s - credit_device_s(state, fund, cluster_device_count)
+    )
+    return state.at_s + missing_device_s / (fund.share * cluster_device_count)
 
 
-def spend_credit(state: State, fund: CreditFund, devices: int, device_s: float) -> State:
-    """Return the state with `device_s` device-seconds taken from the fund's credit; unchanged for
-    0.
-    """
-    if not device_s:
+def spend_credit(
+    state: State, fund: CreditFund, cluster_device_count: int, spent_device_s: float
+) -> State:
+    """Return the state with `spent_device_s` device-seconds subtracted from the fund's credit."""
+    if not spent_device_s:
         return state
-    left = credit_device_s(state, fund, devices) - device_s
+    left = credit_device_s(state, fund, cluster_device_count) - spent_device_s
     others = (credit for credit in state.credits if credit.fund != fund.name)
     return replace(state, credits=(*others, Credit(fund=fund.name, device_s=left, at_s=state.at_s)))

@@ -18,9 +18,9 @@ ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 
 
 def apply_drain(state: State, event: DrainRequested) -> State:
-    """Return the state with the event's node drained: no attempt starts there any more.
+    """Return the state in which no new attempt starts on the event's node (a drain).
 
-    With `undo` the node is open again, and its suspensions are lifted.
+    With `event.undo` the drain ends, and the node's suspensions are lifted.
     """
     others = set(state.drained) - {event.node}
     if not event.undo:
@@ -61,11 +61,11 @@ def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
 
 
 def suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
-    """Return {(node, device index): when a new attempt may start there again}, in seconds since
-    1970.
+    """Return {(node, device index): first time at which a new attempt may start there}, in seconds
+    since 1970.
 
-    The keys are suspended devices, and devices that the driver cannot read. Of these no time is
-    known: it is infinity.
+    The keys are the suspended devices, and those that the driver cannot read. An unreadable device
+    has infinity, since nobody knows when it can be read again.
     """
     suspended = {
         (entry.node, entry.device): entry.until_s
@@ -78,11 +78,11 @@ def suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
 
 
 def apply_nodes(state: State, event: NodesSeen) -> State:
-    """Return the state with the event's nodes and policy, and an updated list of unreadable
-    devices.
+    """Return the state with the nodes and the policy of the event, and with its list of unreadable
+    devices updated.
 
-    A device of a lost node stays in that list until its node comes back and shows that it can be
-    read.
+    A device of a lost node stays in that list until the node comes back and shows that the device
+    can be read.
     """
     alive = {node.name: node for node in event.nodes}
     declared = {node.name for node in event.declared}
@@ -112,12 +112,12 @@ def list_active_suspensions(state: State) -> list[Suspension]:
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
+def leave_time_s_by_job_id(state: State, running_jobs: Iterable[Job]) -> dict[str, float]:
     """Return {job id: when the job must leave its nodes for their next maintenance}, in seconds
     since 1970.
 
-    `running` are the running jobs. Jobs of one node leave one after another, so that they do not
-    all save at once.
+    Only jobs of `running_jobs` on such nodes are keys. Jobs of one node leave one after another, so
+    that they do not all save at once.
     """
     windows = {
         node.name: ahead[0]
@@ -126,7 +126,7 @@ def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
     }
     times: dict[str, float] = {}
     before: Counter[str] = Counter()
-    for job in sorted(running, key=lambda job: job.order) if windows else ():
+    for job in sorted(running_jobs, key=lambda job: job.order) if windows else ():
         names = [part.node for part in job.attempts[-1].placement if part.node in windows]
         if names and can_move(job):
             first = min(names, key=lambda name: windows[name])
@@ -136,8 +136,9 @@ def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
 
 
 def next_closing_or_opening_s(state: State) -> float:
-    """Return when the next node or device closes or opens, in seconds since 1970; infinity if none
-    will.
+    """Return the next time at which any node or device closes to new attempts, or opens again.
+
+    It is in seconds since 1970; infinity if none will.
     """
     times_s = [
         time_s for node in state.nodes for window in _maintenance_windows(node) for time_s in window
@@ -149,7 +150,8 @@ def next_closing_or_opening_s(state: State) -> float:
 
 
 def _maintenance_windows(node: Node) -> tuple[Window, ...]:
-    """Return the node's maintenance windows; each begins earlier by the time that stopping a job
-    takes.
+    """Return the node's maintenance times (begin, end) in seconds since 1970.
+
+    Each begin is earlier than declared, by the time that stopping a job takes.
     """
     return tuple((start_s - MOVE_GRACE_S, end_s) for start_s, end_s in node.maintenance)

@@ -9,9 +9,9 @@ from orchestrator.specs.state import State
 
 
 def job_id_by_held_device(state: State) -> Mapping[Device, str]:
-    """Return {device: id of the job whose attempt holds it}.
+    """Return {device: id of the job whose attempt occupies it}.
 
-    A running attempt holds its devices, and an ended one does until their memory is reported free
+    A running attempt occupies its devices. An ended one does until their memory is reported free
     again.
     """
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.migration import can_move, request_migration
+from orchestrator.scheduling.base.migration import can_move, make_migration
 from orchestrator.scheduling.base.sentences import describe_holder
 from orchestrator.specs.actions import Transition
 from orchestrator.specs.attempt import StopCause
@@ -13,11 +13,10 @@ from orchestrator.specs.state import State
 
 
 def apply_update(state: State, event: UpdateRequested) -> Transition:
-    """Return (new state, actions) after a person changed a job's spec, or put it on hold or
-    released it.
+    """Return (new state, actions) after a person changed a job's spec, or held or released the job.
 
-    A hold stops the job's running attempt and gives up its `guarantee`. An ended job stays
-    unchanged.
+    A held job gets no devices. A hold stops the job's running attempt and gives up its `guarantee`.
+    An ended job stays unchanged.
     """
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling or job.unreadable:
@@ -43,7 +42,7 @@ def apply_update(state: State, event: UpdateRequested) -> Transition:
     job = replace(job, starts_by_s=None, reason="", pending=None, facts=())
     if can_move(job):
         why = describe_holder(job)
-        job, stop = request_migration(job, StopCause.PERSON, why, event.at_s)
+        job, stop = make_migration(job, StopCause.PERSON, why, event.at_s)
         return with_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))

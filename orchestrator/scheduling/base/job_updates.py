@@ -14,10 +14,10 @@ def with_job(state: State, job: Job) -> State:
 
 
 def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
-    """Return (state with the job, actions).
+    """Return (state with this version of the job, actions).
 
     A job that has ended and freed all its devices is removed from the state, and an Archive action
-    stores it.
+    stores it. Otherwise there is no action.
     """
     if job.status.ended and all(attempt.released for attempt in job.attempts):
         return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)

@@ -30,7 +30,7 @@ FILL_LAUNCHES = (
 
 
 def can_move(job: Job) -> bool:
-    """Return whether the job's last attempt launches or runs, and was not yet asked to end."""
+    """Return whether the job's last attempt launches or runs, and was not asked to end yet."""
     if job.last is None or job.unreadable:
         return False
     return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
@@ -63,32 +63,36 @@ def saves_on_request(spec: JobSpec) -> bool:
     return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
 
 
-def required_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
-    """Return the seconds for which the nodes of a new attempt of `seconds` seconds must stay open.
+def required_open_node_s(job: Job, attempt_duration_s: float, launch_cost_s: float) -> float:
+    """Return for how many seconds the nodes of a new attempt must stay open to attempts.
 
-    A job that saves when it is stopped needs only a few launches' time. All others need the whole
-    time, and so does a job with a deadline, a start window or a guaranteed speed.
+    A job that saves when it is stopped needs only a few launches' time. All others need
+    `attempt_duration_s`, and so does a job with a deadline, a start window or a guaranteed speed.
     """
     fills = can_be_stopped(job) and saves_on_request(job.spec) and job.deadline_s is None
-    return min(seconds, FILL_LAUNCHES * launch_cost_s) if fills else seconds
+    return min(attempt_duration_s, FILL_LAUNCHES * launch_cost_s) if fills else attempt_duration_s
 
 
-def expected_loss_s(job: Job, stop_at_s: float) -> float:
-    """Return the seconds of training that a stop at `stop_at_s` would lose, since the last
-    checkpoint.
+def expected_lost_training_s(job: Job, stop_at_s: float) -> float:
+    """Return how many seconds of training are expected to be lost if the job stops at `stop_at_s`.
 
-    The value is the largest loss of the job's earlier attempts. Where no attempt has shown one, it
-    is the time since the running attempt began. A job that saves on request loses 0.
+    Lost is what was trained since the last checkpoint. The value is the largest such loss of the
+    job's earlier attempts. Where no attempt has shown one, it is the time since the running attempt
+    began. A job that saves on request loses 0.
     """
     attempt = job.last
     if attempt is None or saves_on_request(job.spec):
         return 0.0
     began_s = attempt.launched_at_s if attempt.started_at_s is None else attempt.started_at_s
-    lost_s = [loss_s for earlier in job.attempts[:-1] if (loss_s := _lost_s(earlier)) is not None]
+    lost_s = [
+        loss_s
+        for earlier in job.attempts[:-1]
+        if (loss_s := _unsaved_training_s(earlier)) is not None
+    ]
     return min(max(lost_s, default=inf), max(0.0, stop_at_s - began_s))
 
 
-def _lost_s(attempt: Attempt) -> float | None:
+def _unsaved_training_s(attempt: Attempt) -> float | None:
     """Return the seconds between the last checkpoint of an ended attempt and its last step; None where unknown."""
     saved = attempt.facts.checkpoint_step
     step_s = attempt.measured_step_s
@@ -98,9 +102,9 @@ def _lost_s(attempt: Attempt) -> float | None:
     return steps * step_s if steps >= 0 else None
 
 
-def stopped_at_s(job: Job) -> float:
-    """Return when an attempt of the job last ended because the scheduler moved it; minus infinity
-    if never.
+def last_moved_at_s(job: Job) -> float:
+    """Return when the scheduler last ended an attempt of the job to move it, in seconds since 1970;
+    minus infinity if never.
     """
     ends_s = (
         attempt.ended_at_s
@@ -123,10 +127,8 @@ def may_move_to_more_devices(job: Job) -> bool:
     )
 
 
-def held_placement_of(job: Job) -> Placement:
-    """Return the devices kept for the job's next attempt during a migration; () where none are
-    kept.
-    """
+def placement_kept_for_next_attempt(job: Job) -> Placement:
+    """Return the devices that a migrating job keeps for its next attempt; () where none are kept."""
     attempt = job.last
     if attempt is None or (
         attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED
@@ -135,16 +137,16 @@ def held_placement_of(job: Job) -> Placement:
     return attempt.held_placement
 
 
-def request_migration(
+def make_migration(
     job: Job,
     cause: StopCause,
-    why: str,
+    reason: str,
     at_s: float,
     held_placement: Placement = (),
     next_plan: Plan | None = None,
 ) -> tuple[Job, Stop]:
-    """Return (job, Stop) that end the job's running attempt, so that the job resumes elsewhere or
-    later.
+    """Return (job, Stop action) that end the job's running attempt, so that the job resumes
+    elsewhere or later.
 
     This uses up no retry budget. `held_placement` are devices kept for the next attempt; other jobs
     cannot use them. `next_plan` is the plan of the next attempt, if it is already chosen.
@@ -154,11 +156,11 @@ def request_migration(
     leaving = replace(
         attempt,
         status=AttemptStatus.STOPPING,
-        moved_for=why,
+        moved_for=reason,
         stop_cause=cause,
         leaves_by_s=at_s + MOVE_GRACE_S,
         held_placement=held_placement,
         climbs_to=next_plan,
     )
-    job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
+    job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=reason)
     return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

@@ -26,9 +26,11 @@ class NodeGroup:
 
 
 def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
-    """Return the nodes in groups of equal device kind and device count, fastest devices first."""
+    """Return the nodes in groups of the same device kind and device count, fastest device kind
+    first.
+    """
 
-    def kind(node: Node) -> tuple[float, int, str]:
+    def sort_key(node: Node) -> tuple[float, int, str]:
         return (
             -node.device.peak_flops(Precision.FP16),
             -node.devices,
@@ -37,22 +39,27 @@ def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
 
     return [
         _make_node_group(tuple(members))
-        for _, members in groupby(sorted(nodes, key=kind), key=kind)
+        for _, members in groupby(sorted(nodes, key=sort_key), key=sort_key)
     ]
 
 
-def find_node_group(state: State, device: str | None) -> NodeGroup | None:
-    """Return the group of live nodes whose devices have this name, else that of declared nodes.
+def find_node_group(state: State, device_kind: str | None) -> NodeGroup | None:
+    """Return the group of live nodes with this kind of device; without one, of the nodes in the
+    cluster file.
 
-    None as `device` means the fastest kind. Returns None where the cluster has no such nodes.
+    None as `device_kind` means the fastest kind. Returns None where the cluster has no such nodes.
     """
     groups = (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared))
-    return next((group for group in groups if device in (None, group.hardware.device.name)), None)
+    return next(
+        (group for group in groups if device_kind in (None, group.hardware.device.name)), None
+    )
 
 
-def find_device_spec(state: State, name: str) -> DeviceSpec | None:
-    """Return the spec of the cluster's device kind with this name; None where the cluster has none."""
-    group = find_node_group(state, name)
+def find_device_spec(state: State, device_kind: str) -> DeviceSpec | None:
+    """Return the spec of this kind of device (a name such as `a100-80gb`); None where the cluster
+    has none.
+    """
+    group = find_node_group(state, device_kind)
     return None if group is None else group.hardware.device
 
 

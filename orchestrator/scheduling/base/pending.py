@@ -7,7 +7,9 @@ from orchestrator.specs.pending import Pending
 
 
 def pending_code(job: Job, at_s: float) -> Pending:
-    """Return the code for why a queued job waits at `at_s`; DEVICES where no decision has set one."""
+    """Return the code of the reason for which a queued job waits at `at_s`; DEVICES where no
+    decision has set one.
+    """
     if job.held_by is not None:
         return Pending.HELD
     if job.waits_for:

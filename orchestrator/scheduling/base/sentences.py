@@ -21,14 +21,16 @@ SENTENCES: Mapping[str, str] = load_table(__package__, "sentences")
 
 
 def _fill_sentence(code: str, **facts: object) -> str:
-    """Return the text of a code with its facts filled in; the code itself where the table has no
-    such text.
+    """Return the sentence for a code, with these facts filled in; the code as words where the table
+    has no sentence.
     """
     return SENTENCES.get(" ".join((code, *facts)), code.replace("_", " ")).format(**facts)
 
 
 def waiting_sentence(code: Pending, facts: Facts) -> str:
-    """Return the sentence that tells why a job waits, from the stored code and facts."""
+    """Return the sentence that tells why a job waits, made from the stored code of the reason and
+    its facts.
+    """
     values = dict(facts)
     avoided = values.pop("avoided", None)
     sentence = _fill_sentence(code, **values)
@@ -37,15 +39,13 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
     return _fill_sentence("elsewhere", sentence=sentence, avoided=avoided)
 
 
-def too_late_sentence(facts: Facts) -> str:
+def too_late_for_maintenance_clause(facts: Facts) -> str:
     """Return a clause that says that a job would end too late for a node's maintenance."""
     return _fill_sentence("too_late", **dict(facts))
 
 
 def describe_status(job: Job) -> str:
-    """Return why the job waits, runs or ended: its stored reason, else the sentence of its waiting
-    code.
-    """
+    """Return why the job waits, runs or ended, as text; "" where no reason is stored."""
     if job.status.ended:
         return job.reason
     if job.waits_for:
@@ -58,6 +58,9 @@ def describe_status(job: Job) -> str:
 
 
 def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
+    """Return the sentence that names the jobs for whose ends a job waits, at most NAMED_MAX of
+    them.
+    """
     names = []
     for dependency in waits_for[:NAMED_MAX]:
         names.append(_fill_sentence(f"after_{dependency.when}", job=dependency.job))
@@ -68,7 +71,10 @@ def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
 
 
 def describe_status_with_holder(job: Job) -> str:
-    """Return `describe_status`; for a held job also who holds it, and the command that releases it."""
+    """Return why the job waits, runs or ended, as `describe_status`.
+
+    For a job on hold the text also says who holds it, and which command releases it.
+    """
     if job.held_by is None or job.status.ended:
         return describe_status(job)
     command = _fill_sentence("resume" if job.attempts else "release", job=job.id)

@@ -15,8 +15,9 @@ SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would ra
 
 @frozen
 class GangShape:
-    """A number of devices on equal nodes. `shares` are the possible devices per node, fewest nodes
-    first.
+    """A number of devices, and how they may be split over equal nodes.
+
+    `shares` are the possible numbers of devices per node; the first one uses the fewest nodes.
     """
 
     devices: int
@@ -24,17 +25,18 @@ class GangShape:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether the devices need more than one node."""
+        """Whether the devices need more than one node even if they use as few nodes as possible."""
         return self.shares[0] < self.devices
 
 
 @lru_cache(maxsize=4096)
-def find_gang_shape(plan: Plan, devices_per_node: int, nodes: int) -> GangShape | None:
-    """Return how a plan's ranks can spread over `nodes` equal nodes; None where they cannot.
+def find_gang_shape(plan: Plan, devices_per_node: int, node_count: int) -> GangShape | None:
+    """Return how a plan's ranks can be split over at most `node_count` equal nodes; None where they
+    cannot.
 
-    Every node holds equally many ranks, since they form a regular mesh. Tensor-parallel ranks stay
-    inside a node. So do context-parallel ones where the node is large enough, except those of a
-    script, which splits its work itself.
+    Each used node gets equally many ranks, since they form a regular mesh. Tensor-parallel ranks
+    stay inside a node. So do context-parallel ones where the node is large enough. For a script no
+    rank has to, since it splits its work itself.
     """
     devices = plan.world_size
     layout = plan.layout
@@ -44,7 +46,7 @@ def find_gang_shape(plan: Plan, devices_per_node: int, nodes: int) -> GangShape 
     shares = [
         share
         for share in range(min(devices, devices_per_node), 0, -1)
-        if devices % share == 0 and share % inside == 0 and devices // share <= nodes
+        if devices % share == 0 and share % inside == 0 and devices // share <= node_count
     ]
     fewest_nodes = -(-devices // devices_per_node)
     tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[

@@ -31,59 +31,67 @@ class StartHours:
     by_s: float = inf  # latest end
     needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
 
-    def start_s(self, from_s: float, seconds: float) -> float:
-        """Return the first time from `from_s` on at which an attempt of `seconds` seconds may
+    def first_start_s(self, earliest_s: float, attempt_duration_s: float) -> float:
+        """Return the first time, `earliest_s` or later, at which an attempt of this duration may
         start.
 
         Times are seconds since 1970; infinity means that it may never start.
         """
-        start_s = self._open_s(from_s, seconds)
-        return start_s if start_s + seconds <= self.by_s else inf
+        start_s = self._first_open_s(earliest_s, attempt_duration_s)
+        return start_s if start_s + attempt_duration_s <= self.by_s else inf
 
-    def _open_s(self, from_s: float, seconds: float) -> float:
+    def _first_open_s(self, earliest_s: float, attempt_duration_s: float) -> float:
+        """Return the first time, `earliest_s` or later, at which the start window is open for an
+        attempt of this duration.
+        """
         if self.window is None:
-            return from_s
+            return earliest_s
         for _ in range(SPANS):
-            opens_s, closes_s = self.window.span(from_s)
-            start_s = max(opens_s, from_s)
-            if not self.must_end or start_s + min(seconds, self.needs_s) <= closes_s:
+            opens_s, closes_s = self.window.span(earliest_s)
+            start_s = max(opens_s, earliest_s)
+            if not self.must_end or start_s + min(attempt_duration_s, self.needs_s) <= closes_s:
                 return start_s
-            from_s = closes_s
+            earliest_s = closes_s
         return inf
 
 
 ALWAYS = StartHours(None)
 
 
-def start_hours_of(
-    spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf, fill_s: float = inf
+def make_start_hours(
+    spec: JobSpec,
+    durations_s: Iterable[float],
+    now_s: float,
+    end_by_s: float = inf,
+    least_left_s: float = inf,
 ) -> StartHours:
-    """Return the times at which an attempt may start that takes one of `lengths_s` and must end by
-    `by_s`.
+    """Return the times at which an attempt may start that takes one of `durations_s` and must end
+    by `end_by_s`.
 
-    A job that is saved when its window closes may start if at least `fill_s` seconds of the window
-    are left.
+    A job that is saved when its window closes may start if at least `least_left_s` seconds of the
+    window are left.
     """
     if spec.start_window is None:
-        return ALWAYS if by_s == inf else StartHours(None, by_s=by_s)
+        return ALWAYS if end_by_s == inf else StartHours(None, by_s=end_by_s)
     within = StartHours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(
-        within.start_s(now_s, length_s) < inf for length_s in lengths_s
+        within.first_start_s(now_s, length_s) < inf for length_s in durations_s
     )
     if not ends and leaves_at_close(spec):
-        return StartHours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
-    return StartHours(spec.start_window, must_end=ends, by_s=by_s)
+        return StartHours(spec.start_window, must_end=True, by_s=end_by_s, needs_s=least_left_s)
+    return StartHours(spec.start_window, must_end=ends, by_s=end_by_s)
 
 
 def leaves_at_close(spec: JobSpec) -> bool:
-    """Return whether the job is saved and stopped when its start window closes, and resumes at the
-    next one.
+    """Return whether the job is saved and stopped when its start window closes; it resumes when the
+    window next opens.
     """
     return spec.start_window is not None and not spec.stays and saves_on_request(spec)
 
 
-def leave_at_closing_s(spec: JobSpec, launched_s: float) -> float:
-    """Return when a job launched at `launched_s` must leave because its start window closes.
+def leave_for_window_close_at_s(spec: JobSpec, launched_s: float) -> float:
+    """Return when a job launched at `launched_s` must leave its devices because its start window
+    closes.
 
     The time is in seconds since 1970; infinity for a job that runs on.
     """
@@ -92,8 +100,10 @@ def leave_at_closing_s(spec: JobSpec, launched_s: float) -> float:
     return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
 
 
-def next_opening_s(spec: JobSpec, after_s: float) -> float:
-    """Return when the job's start window next opens, in seconds since 1970; infinity without a window."""
+def next_window_opening_s(spec: JobSpec, after_s: float) -> float:
+    """Return when the job's start window next opens after `after_s`, in seconds since 1970;
+    infinity without a window.
+    """
     if spec.start_window is None:
         return inf
     opens_s, closes_s = spec.start_window.span(after_s)
@@ -105,8 +115,10 @@ def may_start_at(spec: JobSpec, at_s: float) -> bool:
     return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
 
 
-def window_facts(spec: JobSpec, start_s: float) -> Facts:
-    """Return the facts (start time, window) for the sentence why a job waits for its start window."""
+def start_window_facts(spec: JobSpec, start_s: float) -> Facts:
+    """Return the facts (start time, window) for the sentence that says why a job waits for its
+    start window.
+    """
     assert spec.start_window is not None, spec.name
     start = local_text(start_s, spec.start_window.zone)
     return (("start", start), ("window", str(spec.start_window)))

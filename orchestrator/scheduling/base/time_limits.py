@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import inf
 
-from orchestrator.scheduling.base.migration import can_move, request_migration
+from orchestrator.scheduling.base.migration import can_move, make_migration
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import (
     Attempt,
@@ -26,22 +26,23 @@ from orchestrator.specs.units import DURATION_PATTERN, format_in_largest_unit, f
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
 
-def total_run_time_s(job: Job, at_s: float) -> float:
+def total_run_time_s(job: Job, until_s: float) -> float:
     """Return the seconds that the job's attempts have run in all; a running one counts up to
-    `at_s`.
+    `until_s`.
     """
-    return sum(_ran_s(attempt, at_s) for attempt in job.attempts)
+    return sum(_run_time_s(attempt, until_s) for attempt in job.attempts)
 
 
 def time_limit_left_s(job: Job) -> float:
-    """Return the seconds of the time limit that ended attempts have left: at least 1, infinity if
-    unlimited.
+    """Return how many seconds of the job's time limit are left after its ended attempts.
+
+    It is at least 1, and infinity for a job without a limit.
     """
     limit_s = job.spec.time_limit
     return (
         inf
         if limit_s is None
-        else max(1.0, limit_s - sum(_ran_s(attempt, 0.0) for attempt in job.attempts))
+        else max(1.0, limit_s - sum(_run_time_s(attempt, 0.0) for attempt in job.attempts))
     )
 
 
@@ -57,16 +58,18 @@ def time_limit_reached_at_s(job: Job) -> float:
 
 
 def time_limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
-    """Return when the time limit ends the attempt, in seconds since 1970; infinity without a limit.
+    """Return when the job's time limit ends this attempt, in seconds since 1970; infinity without a
+    limit.
 
-    An attempt that has not started yet is assumed to start `launch_cost_s` after its launch.
+    An attempt that has not started yet is assumed to start `launch_cost_s` seconds after its
+    launch.
     """
     if job.spec.time_limit is None:
         return inf
-    begin_s = _began_s(attempt)
+    begin_s = _start_time_s(attempt)
     if begin_s is None:
         begin_s = attempt.launched_at_s + launch_cost_s
-    earlier_s = sum(_ran_s(earlier, begin_s) for earlier in job.attempts[: attempt.number - 1])
+    earlier_s = sum(_run_time_s(earlier, begin_s) for earlier in job.attempts[: attempt.number - 1])
     return begin_s + job.spec.time_limit - earlier_s
 
 
@@ -79,11 +82,11 @@ def is_over_time_limit(job: Job, at_s: float) -> bool:
 
 
 def stop_at_time_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
-    """Return (job, Stop) that make the running attempt save and end, because its time limit is
-    over.
+    """Return (job, Stop action) that make the running attempt save and end, because its time limit
+    is used up.
     """
     why = f"stopped: {_describe_used_limit(job.spec)}"
-    job, stop = request_migration(job, StopCause.TIME_LIMIT, why, at_s)
+    job, stop = make_migration(job, StopCause.TIME_LIMIT, why, at_s)
     attempt = job.attempts[-1]
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 
@@ -131,21 +134,25 @@ def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
 
 
 def _describe_used_limit(spec: JobSpec) -> str:
+    """Return a clause that says which time limit is used up."""
     assert spec.time_limit is not None, spec.name
     return f"its time limit of {format_seconds(spec.time_limit)} is over"
 
 
-def _began_s(attempt: Attempt) -> float | None:
-    """Return when the attempt started; None where it has not.
+def _start_time_s(attempt: Attempt) -> float | None:
+    """Return when the attempt started, in seconds since 1970; None where it has not.
 
-    For a running attempt whose start an older version did not store, it is the launch.
+    A running attempt of an older version may have no stored start: then it is the launch.
     """
     if attempt.started_at_s is None and attempt.status is AttemptStatus.RUNNING:
         return attempt.launched_at_s
     return attempt.started_at_s
 
 
-def _ran_s(attempt: Attempt, at_s: float) -> float:
-    begin_s = _began_s(attempt)
-    end_s = at_s if attempt.ended_at_s is None else attempt.ended_at_s
+def _run_time_s(attempt: Attempt, until_s: float) -> float:
+    """Return the seconds from the attempt's start to its end, or to `until_s` if it runs; 0 if it
+    never started.
+    """
+    begin_s = _start_time_s(attempt)
+    end_s = until_s if attempt.ended_at_s is None else attempt.ended_at_s
     return 0.0 if begin_s is None else max(0.0, end_s - begin_s)

@@ -73,23 +73,23 @@ class Tuning:
 TUNING = Tuning()  # for the mean completion
 
 
+# Ten shaken inputs, makespan and mean completion: 61,326 and 1,094 s as TUNING, 61,142 and
+# 1,718 s with aging 3, 59,812 and 1,588 s with both. Around it, 60,529 and 1,522 s (aging 3.5),
+# 60,807 and 1,670 s (2.5); on five inputs 58,940 and 3,717 s (aging 1), 60,638 and 1,668 s
+# (price 4), 61,085 and 1,441 s (price 16). Tried on top and left out, as the gain is less than
+# what neighbouring numbers differ by: a job goes first, and is not stopped, once it alone takes
+# as long as 1 / factor of what the cluster needs for all that is left. Factors 1, 1.25, 1.5,
+# 1.75: 60,291, 59,786, 59,356, 60,852 s at 1,562 to 2,323 s; 59,145 and 1,754 s with 1.5 and
+# price 4. What limits it: two jobs of 32 devices hold the last 10,000 s, and a quarter of the
+# devices is idle while they wait for 32 at once. Where no job can be moved both are worse:
+# 66,266 and 2,154 s (TUNING: 62,563 and 1,424 s). The price does it: who starts narrow cannot
+# grow. It is 59,344 and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
 def select_tuning(objective: Objective) -> Tuning:
     """Return the scheduler's tuning constants for this objective of the queue.
 
-    For the makespan a device-second costs more, so that a job takes the devices that waste least.
-    Long jobs do not wait for the end, as they are overdue after three times their duration.
-
-    Ten shaken inputs, makespan and mean completion: 61,326 and 1,094 s as TUNING, 61,142 and 1,718
-    s with aging 3, 59,812 and 1,588 s with both. Around it, 60,529 and 1,522 s (aging 3.5), 60,807
-    and 1,670 s (2.5); on five inputs 58,940 and 3,717 s (aging 1), 60,638 and 1,668 s (price 4),
-    61,085 and 1,441 s (price 16). Tried on top and left out, as the gain is less than what
-    neighbouring numbers differ by: a job goes first, and is not stopped, once it alone takes as
-    long as 1 / factor of what the cluster needs for all that is left. Factors 1, 1.25, 1.5, 1.75:
-    60,291, 59,786, 59,356, 60,852 s at 1,562 to 2,323 s; 59,145 and 1,754 s with 1.5 and price 4.
-    What limits it: two jobs of 32 devices hold the last 10,000 s, and a quarter of the devices is
-    idle while they wait for 32 at once. Where no job can be moved both are worse: 66,266 and 2,154
-    s (TUNING: 62,563 and 1,424 s). The price does it: who starts narrow cannot grow. It is 59,344
-    and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
+    For the shortest makespan a device-second has a higher price, so that each job takes the devices
+    that waste least. Long jobs do not wait until the end: they are overdue after three times their
+    duration. The comment above has the measurements.
     """
     return (
         TUNING

@@ -9,7 +9,7 @@ from orchestrator.scheduling.failures.device_memory import is_nearly_full, make_
 from orchestrator.scheduling.failures.done_steps import (
     describe_done_steps,
     is_before_last_step,
-    made_all_steps,
+    made_all_declared_steps,
 )
 from orchestrator.scheduling.failures.exit_codes import (
     FROM_OUTSIDE,
@@ -17,13 +17,16 @@ from orchestrator.scheduling.failures.exit_codes import (
     signal_name,
 )
 from orchestrator.scheduling.failures.log_scan import find_log_findings
-from orchestrator.scheduling.failures.meeting import count_lone_ranks, describe_lone_ranks
+from orchestrator.scheduling.failures.meeting import (
+    count_unconnected_ranks,
+    describe_unconnected_ranks,
+)
 from orchestrator.scheduling.failures.out_of_memory import (
     describe_caught_errors,
     find_refuting_report,
 )
 from orchestrator.scheduling.failures.ranks import (
-    blame_oom_killer,
+    blame_oom_killer_if_active,
     diagnose_ranks,
     list_log_findings,
     make_finding_failure,
@@ -62,15 +65,15 @@ HOW_TO_BE_WATCHED = (
 
 
 def classify_end(
-    job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None
+    job: Job, attempt: Attempt, evidence: Evidence, device_bytes: int | None = None
 ) -> Failure | None:
     """Return the diagnosed failure of an ended attempt; None where it succeeded.
 
-    `capacity_bytes` is the device's memory, None where unknown. An ambiguous log line counts as out
-    of memory only if the device was nearly full.
+    `device_bytes` is the memory of one of its devices, None where unknown. An ambiguous log line
+    counts as out of memory only if the device was nearly full.
     """
-    failure = _classify_end(job, attempt, evidence, capacity_bytes)
-    if failure is not None and _may_be_memory(attempt, evidence, failure, capacity_bytes):
+    failure = _classify_end(job, attempt, evidence, device_bytes)
+    if failure is not None and _may_be_memory_shortage(attempt, evidence, failure, device_bytes):
         failure = replace(failure, near_limit=True)
     if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
         reason = f"it ran past the cap of its virtual device: {evidence.unwatched[0]}; {HOW_TO_BE_WATCHED}"
@@ -82,13 +85,13 @@ def classify_end(
     return failure
 
 
-def _may_be_memory(
-    attempt: Attempt, evidence: Evidence, failure: Failure, capacity_bytes: int | None
+def _may_be_memory_shortage(
+    attempt: Attempt, evidence: Evidence, failure: Failure, device_bytes: int | None
 ) -> bool:
-    """Return whether an unexplained end may be a lack of device memory.
+    """Return whether device memory may have run out in an attempt whose end nothing else explains.
 
-    Either its devices were nearly full, or the script had caught an out-of-memory error in the step
-    in which it ended. A mistake of the program counts only in the second case.
+    It may if its devices were nearly full, or if the script had caught an out-of-memory error in
+    the step in which it ended. A mistake of the program counts only in the second case.
     """
     if failure.ending is None:
         return False
@@ -96,14 +99,17 @@ def _may_be_memory(
     if any(report.steps_done == done.get(report.rank) for report in evidence.caught):
         return True
     return not (failure.ending.is_own or failure.ending.may_pass) and is_nearly_full(
-        attempt, evidence, capacity_bytes
+        attempt, evidence, device_bytes
     )
 
 
 def _classify_end(
-    job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None
+    job: Job, attempt: Attempt, evidence: Evidence, device_bytes: int | None
 ) -> Failure | None:
-    if (failure := _launch_failure(job, evidence)) is not None:
+    """Return the failure of an ended attempt, without the checks of memory that `classify_end`
+    adds; None where it succeeded.
+    """
+    if (failure := _find_launch_failure(job, evidence)) is not None:
         return failure
     swallowed = _find_caught_oom(job, evidence)
     ran_out = bool(evidence.ooms) or swallowed is not None
@@ -111,11 +117,11 @@ def _classify_end(
         attempt.probe
         and evidence.stopped
         and not ran_out
-        and (not job.cancelling or _has_done_probe_steps(evidence))
+        and (not job.cancelling or _has_finished_probe_steps(evidence))
     ):
-        return _probe_failure(attempt)
+        return _make_probed_failure(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    succeeded = succeeded or _stood_still_at_its_end(job, attempt, evidence)
+    succeeded = succeeded or _hung_after_last_step(job, attempt, evidence)
     interruption = _find_interruption(job, attempt, evidence) if succeeded else None
     is_short = job.spec.success.steps == "all" and is_before_last_step(job, attempt, evidence)
     # a probe writes into a folder of its own
@@ -123,7 +129,7 @@ def _classify_end(
     if swallowed is None and (
         evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)
     ):
-        return _probe_failure(attempt) if attempt.probe else None
+        return _make_probed_failure(attempt) if attempt.probe else None
     if evidence.stopped and job.cancelling:
         return Failure(
             kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for"
@@ -139,20 +145,22 @@ def _classify_end(
             attempt, swallowed, _find_oom_finding(evidence, swallowed, command)
         )
         return replace(failure, reason=f"{failure.reason}; {describe_caught_errors(evidence)}")
-    if (failure := _outside_failure(job, attempt, evidence)) is not None:
+    if (failure := _find_outside_failure(job, attempt, evidence)) is not None:
         return failure
     if interruption is not None:
         return interruption
     if evidence.hung_for_s is not None:
-        return _hang_failure(job, attempt, evidence, capacity_bytes)
+        return _make_hang_failure(job, attempt, evidence, device_bytes)
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return blame_oom_killer(evidence, diagnose_ranks(attempt, evidence, command, capacity_bytes))
+    return blame_oom_killer_if_active(
+        evidence, diagnose_ranks(attempt, evidence, command, device_bytes)
+    )
 
 
-def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
-    """Return the failure of an attempt that could not start, or whose ranks trained apart; None
-    otherwise.
+def _find_launch_failure(job: Job, evidence: Evidence) -> Failure | None:
+    """Return the failure of an attempt that could not start, or whose ranks never joined each
+    other; None otherwise.
     """
     if (
         evidence.collect_error is not None and not job.cancelling
@@ -170,13 +178,13 @@ def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
         return Failure(
             kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}"
         )
-    lone = count_lone_ranks(evidence.heartbeats)
+    lone = count_unconnected_ranks(evidence.heartbeats)
     if lone and not job.cancelling:  # no other plan and no other place would make it right
-        return Failure(kind=FailureKind.USER_ERROR, reason=describe_lone_ranks(lone))
+        return Failure(kind=FailureKind.USER_ERROR, reason=describe_unconnected_ranks(lone))
     return None
 
 
-def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
+def _find_outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
     """Return the failure of an attempt that the scheduler stopped, or that lost a node; None
     otherwise.
     """
@@ -190,28 +198,30 @@ def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure 
     return None
 
 
-def _stood_still_at_its_end(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
-    """Return whether a hang came after the last step, with all that the job declares to leave.
+def _hung_after_last_step(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
+    """Return whether the attempt hung only after its last step, with all declared artifacts
+    written.
 
-    A thread, a loader's worker or a communicator may keep a finished program for ever. Without declared artifacts
-    nobody knows whether the last save was made: then it is a hang.
+    A thread, a loader's worker or a communicator may keep a finished program alive for ever.
+    Without declared artifacts nobody knows whether the last save was made: then the result is
+    False.
     """
     return (
         evidence.hung_for_s is not None
         and bool(job.spec.success.artifacts)
         and not (evidence.ooms or evidence.errors)
-        and made_all_steps(job, attempt, evidence)
+        and made_all_declared_steps(job, attempt, evidence)
     )
 
 
 def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
-    """Return the failure of an attempt that a signal interrupted although its ranks exited with 0;
+    """Return the failure of an attempt that a signal interrupted, though its ranks exited with 0;
     else None.
 
-    The guard sees SIGTERM and SIGINT reach the program. Without the guard, the log may name the
-    signal.
+    The guard (our code in each process) sees SIGTERM and SIGINT reach the program. Without the
+    guard, the log may name the signal.
     """
-    if not is_before_last_step(job, attempt, evidence, default=True):
+    if not is_before_last_step(job, attempt, evidence, if_unknown=True):
         return None
     signals = {beat.rank: beat.signal for beat in evidence.heartbeats if beat.signal}
     is_watched = any(beat.torch_version for beat in evidence.heartbeats)
@@ -228,11 +238,11 @@ def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failur
 
 
 def _find_caught_oom(job: Job, evidence: Evidence) -> OomReport | None:
-    """Return the out-of-memory error that the script caught and that counts as its failure; None
-    without one.
+    """Return the out-of-memory error that the script caught and that still counts as its failure;
+    None without one.
 
-    With `on_caught_oom: recover` a job may go on after such an error, but not hang or end without
-    its artifacts.
+    With `on_caught_oom: recover` a job may continue after such an error, but it must not hang or
+    end without its artifacts.
     """
     report = find_refuting_report(evidence)
     stood_still = evidence.hung_for_s is not None
@@ -248,7 +258,9 @@ def _find_caught_oom(job: Job, evidence: Evidence) -> OomReport | None:
 
 
 def _has_other_cause(evidence: Evidence, rank: int) -> bool:
-    """Return whether something else than memory ended a rank that had caught out-of-memory errors."""
+    """Return whether something other than memory ended this rank, which had caught out-of-memory
+    errors.
+    """
     for report in evidence.errors:
         finding = next(iter(find_log_findings(report.traceback)), None)
         if report.rank == rank:
@@ -260,20 +272,27 @@ def _has_other_cause(evidence: Evidence, rank: int) -> bool:
     )
 
 
-def _has_done_probe_steps(evidence: Evidence) -> bool:
+def _has_finished_probe_steps(evidence: Evidence) -> bool:
+    """Return whether every rank made the PROBE_STEPS steps of a probe (a short run that measures
+    memory).
+    """
     beats = evidence.heartbeats
     return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
 
 
-def _probe_failure(attempt: Attempt) -> Failure:
-    """Return the PROBED failure, with which a probe ends that has measured its plan."""
+def _make_probed_failure(attempt: Attempt) -> Failure:
+    """Return the failure of kind PROBED, with which a probe ends that has measured its plan's
+    memory.
+    """
     return Failure(
         kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}"
     )
 
 
 def _find_oom_finding(evidence: Evidence, report: OomReport, command: Argv) -> Finding | None:
-    """Return the log finding that belongs to the guard's out-of-memory report; None without one."""
+    """Return the log line (a finding) of the same error as the guard's out-of-memory report; None
+    without one.
+    """
     for end in evidence.ranks:
         for finding in list_log_findings(end, command)[:1]:
             if finding.cause is Cause.DEVICE_OOM and report.rank in (end.rank, finding.rank):
@@ -281,17 +300,17 @@ def _find_oom_finding(evidence: Evidence, report: OomReport, command: Argv) -> F
     return None
 
 
-def _hang_failure(
-    job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None
+def _make_hang_failure(
+    job: Job, attempt: Attempt, evidence: Evidence, device_bytes: int | None
 ) -> Failure:
-    """Return the failure of an attempt that hung: the cause that a rank's log names, else HUNG."""
+    """Return the failure of an attempt that hung: of the kind that a rank's log names, else HUNG."""
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
-    if made_all_steps(job, attempt, evidence):
+    if made_all_declared_steps(job, attempt, evidence):
         still += " after the last one; a job that names `success.artifacts`, and has left them, is finished then"
     for end in order_by_suspicion(evidence):
         finding = next(iter(list_log_findings(end, job.spec.command or ())), None)
         if finding is not None and finding.cause not in (*COMPLAINTS, *SUSPECTS):
-            failure = make_finding_failure(attempt, evidence, end, finding, capacity_bytes)
+            failure = make_finding_failure(attempt, evidence, end, finding, device_bytes)
             if failure is not None:
                 return replace(failure, reason=f"{failure.reason}; then {still}")
     tail = order_by_suspicion(evidence)[0].log_tail if evidence.ranks else ""

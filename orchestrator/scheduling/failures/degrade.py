@@ -8,7 +8,7 @@ from dataclasses import fields
 from orchestrator.memory.engines.widths import master_bytes_per_weight
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
-from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import list_best_oom_reports, oom_needed_bytes
 from orchestrator.specs.attempt import Attempt, Phase
 from orchestrator.specs.choices import Offload, Optimizer, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
@@ -32,22 +32,25 @@ SETTINGS_BUT_BATCHES = tuple(
 )
 
 
-def candidates_for_oom(
+def select_candidates_after_oom(
     spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return the candidates that need less memory in the phase where `attempts` ran out of it.
+    """Return the candidate plans that need less memory in the phase in which `attempts` ran out of
+    it.
 
     After a failure in the optimizer step, these are plans that hold less there, since no batch size
     shrinks weights, gradients and optimizer states. All plans stay if none holds less and the
-    failure had a micro-batch above 1. For a phase with its own batch size, every plan stays, with
-    that batch size halved. Where the same bytes ran out under two micro-batches, plans stay that
-    differ by more than their batches.
+    failure had a micro-batch above 1. A phase with its own batch size, such as evaluation, excludes
+    no plan: every plan gets half that batch size. Where the same bytes ran out under two
+    micro-batches, only plans stay that differ in more than their batches.
     """
     chosen = list(candidates)
     if batch_independent_oom_bytes(attempts) is not None:
-        tried = {_settings_but_batches(attempt.plan) for attempt in attempts}
+        tried = {_settings_except_batches(attempt.plan) for attempt in attempts}
         chosen = [
-            candidate for candidate in chosen if _settings_but_batches(candidate.plan) not in tried
+            candidate
+            for candidate in chosen
+            if _settings_except_batches(candidate.plan) not in tried
         ]
     burst = [attempt.plan for attempt in attempts if _oom_phase(attempt) is Phase.OPTIMIZER]
     if burst:
@@ -55,7 +58,7 @@ def candidates_for_oom(
         lighter = [candidate for candidate in chosen if bytes_per_parameter(candidate.plan) < least]
         if lighter or any(plan.micro_batch_size == 1 for plan in burst):
             chosen = lighter
-    lowered = phase_batch_sizes(spec, attempts)
+    lowered = halved_batch_size_by_phase(spec, attempts)
     return (
         [
             replace(candidate, plan=replace(candidate.plan, phase_batch_sizes=lowered))
@@ -67,32 +70,36 @@ def candidates_for_oom(
 
 
 def batch_independent_oom_bytes(attempts: Sequence[Attempt]) -> int | None:
-    """Return the bytes needed when memory ran out identically under two micro-batches; None without
-    such failures.
+    """Return the needed bytes of a device if memory ran out identically under two micro-batch
+    sizes; else None.
 
-    Live and requested bytes were equal to the byte, so they do not depend on the number of samples:
-    no smaller batch helps.
+    Both times the live and the requested bytes were exactly equal. So they do not depend on the
+    number of samples: no smaller batch helps.
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
         if _oom_phase(attempt) is Phase.OPTIMIZER or not ran_out_of_memory(attempt):
             continue
-        report = max(list_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+        report = max(list_best_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
         if report is None or report.injected or not report.requested_bytes:
             continue
-        key = (_settings_but_batches(attempt.plan), report.live_bytes, report.requested_bytes)
+        key = (_settings_except_batches(attempt.plan), report.live_bytes, report.requested_bytes)
         if needs.setdefault(key, attempt.plan.micro_batch_size) != attempt.plan.micro_batch_size:
             return report.live_bytes + report.requested_bytes
     return None
 
 
-def _settings_but_batches(plan: Plan) -> tuple[object, ...]:
+def _settings_except_batches(plan: Plan) -> tuple[object, ...]:
+    """Return the values of all settings of a plan but its micro-batch and accumulation, to compare
+    plans.
+    """
     return tuple(getattr(plan, name) for name in SETTINGS_BUT_BATCHES)
 
 
 def bytes_per_parameter(plan: Plan) -> float:
-    """Return the bytes per parameter that a device holds in the optimizer step (arXiv:1910.02054,
-    section 5).
+    """Return the bytes per model parameter that one device holds in the optimizer step.
+
+    Source of the formula: arXiv:1910.02054, section 5.
     """
     if plan.offload is Offload.PARAMETERS:
         return 0.0
@@ -109,9 +116,11 @@ def bytes_per_parameter(plan: Plan) -> float:
     return (weights + gradients + states) / (plan.layout.tp * plan.layout.pp)
 
 
-def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple[str, int], ...]:
-    """Return (phase, batch size) for each phase that ran out of memory at its own batch size,
-    halved.
+def halved_batch_size_by_phase(
+    spec: JobSpec, attempts: Iterable[Attempt]
+) -> tuple[tuple[str, int], ...]:
+    """Return (phase, half of its batch size) for each phase that ran out of memory at a batch size
+    of its own.
     """
     sizes: dict[str, int] = {}
     for attempt in attempts:
@@ -122,8 +131,8 @@ def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple
 
 
 def find_lowerable_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
-    """Return the phase in which the attempt ran out of memory, if a knob can lower its own batch
-    size; else None.
+    """Return the phase in which the attempt ran out of memory, if a knob can lower that phase's own
+    batch size; else None.
     """
     phase = _oom_phase(attempt)
     if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
@@ -132,6 +141,9 @@ def find_lowerable_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
 
 
 def _oom_phase(attempt: Attempt) -> Phase | None:
+    """Return the phase in which the attempt ran out of device memory; None if it did not, or if
+    that is unknown.
+    """
     return (
         attempt.failure.phase
         if attempt.failure is not None and ran_out_of_memory(attempt)

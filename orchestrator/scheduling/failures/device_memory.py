@@ -24,7 +24,7 @@ NEARLY_FULL = 0.9
 
 def make_oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
     """Return the failure for a rank's out-of-memory report; `finding` is the log line of the same
-    error.
+    error, or None.
 
     Its kind is MEMORY_CONTENTION where other processes held the missing memory, else DEVICE_OOM.
     """
@@ -35,7 +35,7 @@ def make_oom_failure(attempt: Attempt, report: OomReport, finding: Finding | Non
         else format_bytes(report.requested_bytes)
     )
     facts = (
-        f"rank {report.rank} ran out of device memory after step {report.step} ({_phase_text(report, phase)}): "
+        f"rank {report.rank} ran out of device memory after step {report.step} ({_describe_phase(report, phase)}): "
         f"asked for {amount} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
     )
     kind = FailureKind.DEVICE_OOM
@@ -51,8 +51,9 @@ def make_oom_failure(attempt: Attempt, report: OomReport, finding: Finding | Non
 
 
 def _find_phase(report: OomReport, finding: Finding | None) -> Phase | None:
-    """Return the phase of an out-of-memory error: as the guard saw it, else by the traceback or
-    log; None if unknown.
+    """Return the phase in which the out-of-memory error came; None if unknown.
+
+    The guard's word counts first, then the traceback or the log.
     """
     if report.phase in GUARD_PHASES:
         return GUARD_PHASES[report.phase]
@@ -61,8 +62,10 @@ def _find_phase(report: OomReport, finding: Finding | None) -> Phase | None:
     return {"startup": Phase.STARTUP, "forward": Phase.TRAINING}.get(report.phase)
 
 
-def _phase_text(report: OomReport, phase: Phase | None) -> str:
-    """Return the phase as text: the guard's word (forward, backward) where that is more precise."""
+def _describe_phase(report: OomReport, phase: Phase | None) -> str:
+    """Return the phase as text; the word of the guard (our code in each rank), such as `backward`,
+    where it is more precise.
+    """
     return (
         report.phase
         if phase in (None, Phase.TRAINING) and report.phase
@@ -70,12 +73,13 @@ def _phase_text(report: OomReport, phase: Phase | None) -> str:
     )
 
 
-def is_nearly_full(attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> bool:
-    """Return whether the measured peak, or else the predicted one, is close to the device's memory.
+def is_nearly_full(attempt: Attempt, evidence: Evidence, device_bytes: int | None) -> bool:
+    """Return whether the attempt's peak bytes are close to the memory of one device.
 
-    Returns False where `capacity_bytes` is None.
+    The peak is the measured one, else the predicted one. Returns False where `device_bytes` is
+    None.
     """
     peak_bytes = max(
         (beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes
     )
-    return capacity_bytes is not None and peak_bytes >= NEARLY_FULL * capacity_bytes
+    return device_bytes is not None and peak_bytes >= NEARLY_FULL * device_bytes

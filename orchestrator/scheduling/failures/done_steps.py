@@ -7,30 +7,37 @@ from orchestrator.specs.job_record import Job
 
 
 def is_before_last_step(
-    job: Job, attempt: Attempt, evidence: Evidence, *, default: bool = False
+    job: Job, attempt: Attempt, evidence: Evidence, *, if_unknown: bool = False
 ) -> bool:
-    """Return whether the training ended before its last declared step; `default` where that is
-    unknown.
+    """Return whether the training ended before the last step that its job declares; `if_unknown`
+    where nobody knows.
     """
     most = max_steps_done(job, attempt, evidence)
     steps = job.spec.optimizer_steps
     if most is None or steps is None:
-        return default
+        return if_unknown
     return most < steps
 
 
-def made_all_steps(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
-    """Return whether every rank made the last of the job's declared steps; False where nobody knows."""
+def made_all_declared_steps(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
+    """Return whether every rank made all optimizer steps that the job declares; False where nobody
+    knows.
+    """
     steps = job.spec.optimizer_steps
     beats = evidence.heartbeats
-    before = steps_before(job, attempt)
+    before = count_steps_before_attempt(job, attempt)
     if steps is None or before is None or len(beats) < attempt.plan.world_size:
         return False
     return before + min(beat.step for beat in beats) >= steps
 
 
-def steps_before(job: Job, attempt: Attempt) -> int | None:
-    """Return the steps that the attempt's own count leaves out; None where its checkpoint's step is unknown."""
+def count_steps_before_attempt(job: Job, attempt: Attempt) -> int | None:
+    """Return how many steps of the training were done before this attempt, if its own count starts
+    at 0 after them.
+
+    It is 0 where the attempt counts from the beginning of the training. None where the step of the
+    checkpoint from which it continued is unknown.
+    """
     earlier = [entry for entry in job.attempts[: attempt.number - 1] if not entry.probe]
     # our engines count from the beginning of the training
     if not job.spec.is_script or not (earlier or job.continues_from):
@@ -39,10 +46,12 @@ def steps_before(job: Job, attempt: Attempt) -> int | None:
 
 
 def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
-    """Return the most optimizer steps that the whole training can have done; None where unknown.
+    """Return an upper bound of the optimizer steps that the whole training has done; None where
+    none is known.
 
-    A script counts its steps anew in each attempt. Where the step of its checkpoint is unknown, each attempt may have
-    gone on from the end of the one before. An attempt that a signal ended made steps that no heartbeat counted.
+    A script counts its steps anew in each attempt. Where the step of its checkpoint is unknown,
+    each attempt may have gone on from the end of the one before. An attempt that a signal ended may
+    have made steps that no heartbeat counted.
     """
     if not any(beat.torch_version for beat in evidence.heartbeats):
         return None
@@ -55,24 +64,30 @@ def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None
         if entry.facts.checkpoint_step is not None:
             done = entry.facts.checkpoint_step
         elif not job.spec.is_script or _ended_by_itself(entry.facts):
-            done = _add_steps(job, done, entry.facts)
+            done = _max_steps_after_attempt(job, done, entry.facts)
         else:
             done = None
-    return done if attempt.probe else _add_steps(job, done, evidence)
+    return done if attempt.probe else _max_steps_after_attempt(job, done, evidence)
 
 
-def _add_steps(job: Job, done: int | None, evidence: Evidence) -> int | None:
-    """Return the most steps that are done after an attempt, of which `done` were before it; None where unknown."""
-    if done is None:
+def _max_steps_after_attempt(job: Job, steps_before: int | None, evidence: Evidence) -> int | None:
+    """Return an upper bound of the training's steps after an attempt, which began with
+    `steps_before` steps done.
+
+    None where `steps_before` is None.
+    """
+    if steps_before is None:
         return None
     last = max((beat.step for beat in evidence.heartbeats), default=0)
     # our engines count from the beginning of the training
-    counted = done + last if job.spec.is_script else max(done, last)
+    counted = steps_before + last if job.spec.is_script else max(steps_before, last)
     return max(counted, evidence.checkpoint_step or 0)
 
 
 def _ended_by_itself(evidence: Evidence) -> bool:
-    """Return whether each rank ended with an exit code, before which the guard wrote its last heartbeat."""
+    """Return whether no signal ended any rank, so that each rank's last heartbeat counts all of its
+    steps.
+    """
     for end in evidence.ranks:
         if end.exit_code is None or min(end.exit_code, end.root_exit_code or 0) < 0:
             return False

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
 from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, exception_type_of
-from orchestrator.scheduling.failures.phases import GUARD_PHASES, TracebackFrame, phase_of_frames
+from orchestrator.scheduling.failures.phases import (
+    GUARD_PHASES,
+    TracebackFrame,
+    find_phase_of_frames,
+)
 from orchestrator.scheduling.failures.program_faults import (
     is_device_error,
     is_program_fault,
-    may_be_temporary,
+    may_be_temporary_refusal,
 )
 from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, Finding, RankEnd
 
@@ -94,11 +98,11 @@ def make_ending(
     report: ErrorReport | None,
     command: Sequence[str],
 ) -> Ending:
-    """Return the features of a rank's end: those of the exception that ended it, else of its exit
-    code.
+    """Return the features by which a rank's end is compared with other ends: its type, place, step
+    and time.
 
-    `finding` is the log line of that exception and `report` the guard's report of it; None where
-    there is none.
+    They are those of the exception that ended the rank, else of its exit code. `finding` is the log
+    line of that exception and `report` the guard's report of it; None where there is none.
     """
     raised = read_exceptions("" if finding is None else finding.excerpt)
     frames = raised[-1].frames if raised else ()
@@ -111,10 +115,10 @@ def make_ending(
     )
     # The program's own line is the place. A phase is where no such line is known: between two phases the
     # guard names either.
-    place = _describe_own_place(frames)
+    place = _describe_innermost_own_frame(frames)
     if not place:
         phase = GUARD_PHASES.get(report.phase) if report is not None else None
-        where = phase or phase_of_frames(frames)
+        where = phase or find_phase_of_frames(frames)
         place = f", {where}" if where else ""
     is_own = end.exit_code in _OWN_CODES
     passes = False
@@ -123,11 +127,11 @@ def make_ending(
         bases = report.bases if report is not None and is_reported else ()
         blamed = _find_deciding_type((kind, *bases), message)
         is_own = _blames_program(blamed, message, frames, command)
-        passes = may_be_temporary(blamed, message)
+        passes = may_be_temporary_refusal(blamed, message)
         # a virtual device is no GPU, wherever the program is tried
         is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(
-        signature=f"{kind or _exit_text(end.exit_code)}{place}",
+        signature=f"{kind or _describe_exit_code(end.exit_code)}{place}",
         step=step or None,
         elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
         is_own=is_own,
@@ -136,14 +140,14 @@ def make_ending(
 
 
 def _find_deciding_type(types: Sequence[str], message: str) -> str:
-    """Return the first of an exception's types that says who is to blame; the first type if none
-    does.
+    """Return the first of an exception's types that shows who is to blame; where none does, the
+    first type.
 
     `types` begin with the exception's own type, followed by its base classes.
     """
     for kind in types:
         if (
-            may_be_temporary(kind, message)
+            may_be_temporary_refusal(kind, message)
             or is_program_fault(kind, message)
             or kind == "FileNotFoundError"
         ):
@@ -151,9 +155,9 @@ def _find_deciding_type(types: Sequence[str], message: str) -> str:
     return types[0]
 
 
-def _describe_own_place(frames: Sequence[TracebackFrame]) -> str:
-    """Return ` in FILE:FUNCTION` of the innermost frame outside installed packages; "" without such
-    a frame.
+def _describe_innermost_own_frame(frames: Sequence[TracebackFrame]) -> str:
+    """Return ` in FILE:FUNCTION` of the innermost traceback frame outside installed packages; ""
+    without such a frame.
     """
     for frame in reversed(frames):
         if not _INSTALLED.search(frame.file):
@@ -164,20 +168,22 @@ def _describe_own_place(frames: Sequence[TracebackFrame]) -> str:
 def _blames_program(
     exception_type: str, message: str, frames: Sequence[TracebackFrame], command: Sequence[str]
 ) -> bool:
-    """Return whether an exception blames the program itself.
+    """Return whether an exception shows that the program itself is at fault.
 
-    A missing file blames it where the command names that file.
+    A missing file shows it only where the command names that file.
     """
     if exception_type == "FileNotFoundError":
         return any(len(word) > 1 and word.rpartition("=")[2] in message for word in command[1:])
     if is_program_fault(exception_type, message):
         return True
-    return not may_be_temporary(exception_type, message) and _is_raised_by_script(frames, message)
+    return not may_be_temporary_refusal(exception_type, message) and _was_raised_by_script(
+        frames, message
+    )
 
 
 def ended_at_same_point(first: Ending, other: Ending) -> bool:
-    """Return whether two ends came after the same step; without step counts, after about the same
-    time.
+    """Return whether two attempts ended after the same step; without step counts, after about the
+    same time.
     """
     if first.step is not None or other.step is not None:
         return first.step == other.step
@@ -185,8 +191,8 @@ def ended_at_same_point(first: Ending, other: Ending) -> bool:
     return abs(first.elapsed_s - other.elapsed_s) <= allowed_s
 
 
-def _is_raised_by_script(frames: Sequence[TracebackFrame], message: str) -> bool:
-    """Return whether a `raise` statement of the started script itself raised the exception."""
+def _was_raised_by_script(frames: Sequence[TracebackFrame], message: str) -> bool:
+    """Return whether a `raise` statement in the job's own script file raised the exception."""
     if not frames or is_device_error(message):
         return False
     innermost = frames[-1]
@@ -194,7 +200,10 @@ def _is_raised_by_script(frames: Sequence[TracebackFrame], message: str) -> bool
     return is_script and innermost.source.startswith("raise ")
 
 
-def _exit_text(code: int | None) -> str:
+def _describe_exit_code(code: int | None) -> str:
+    """Return an exit code as text: the name of its signal, else `exit code N`; `no exit code` for
+    None.
+    """
     number = exit_signal(code)
     if number is not None:
         return signal_name(number)

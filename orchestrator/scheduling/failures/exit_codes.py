@@ -12,18 +12,28 @@ SHARED_MEMORY_LOST = signal.SIGBUS
 ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that we end
 
 
-def exit_signal(code: int | None) -> int | None:
-    """Return the number of the signal behind an exit code, a shell's 128 + N included; None without
-    one.
+def exit_signal(exit_code: int | None) -> int | None:
+    """Return the number of the signal that an exit code stands for, as -N or a shell's 128 + N;
+    None without one.
     """
-    if code is None:
+    if exit_code is None:
         return None
-    number = -code if code < 0 else 256 - code if code in NEGATIVE else code - SHELL_BASE
+    number = (
+        -exit_code
+        if exit_code < 0
+        else 256 - exit_code
+        if exit_code in NEGATIVE
+        else exit_code - SHELL_BASE
+    )
     return number if number in signal.valid_signals() else None
 
 
-def signal_name(number: int) -> str:
+def signal_name(signal_number: int) -> str:
     """Return the name of a signal, such as `SIGTERM` for 15; `signal 40` for a number without a
     name.
     """
-    return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
+    return (
+        signal.Signals(signal_number).name
+        if signal_number in [*signal.Signals]
+        else f"signal {signal_number}"
+    )

@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from orchestrator.scheduling.failures.phases import PhaseMarkers, TracebackFrame, phase_of_frames
+from orchestrator.scheduling.failures.phases import (
+    PhaseMarkers,
+    TracebackFrame,
+    find_phase_of_frames,
+)
 from orchestrator.scheduling.failures.program_faults import PROGRAM_TYPES, is_device_error
 from orchestrator.scheduling.failures.signatures import (
     COMPLAINTS,
     SUSPECTS,
     blames_other_process,
-    find_catalogue_cause,
-    find_memory_cause,
-    find_message_cause,
+    find_cause_in_catalogue,
+    find_memory_cause_in_line,
+    find_memory_cause_in_message,
     may_name_failure,
     mentions_device,
     only_mentions_failure,
@@ -92,7 +96,9 @@ _SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory
 
 
 class LineRole(Enum):
-    """The role of a log line: an exception, a further line of its message, or any other line."""
+    """What a log line is: an exception, a further line of an exception's message, or any other
+    line.
+    """
 
     EXCEPTION = 1  # the line below a traceback, or one that begins with the name of an exception
     MESSAGE = 2  # a further line of an exception's message
@@ -101,8 +107,9 @@ class LineRole(Enum):
 
 @dataclass(slots=True)
 class _RankLines:
-    """What was read of one rank's log: its traceback, its last exceptions, and other lines that may
-    name a cause.
+    """What one rank has written to the log so far, as far as it may explain the rank's end.
+
+    It has the rank's traceback, its last exceptions, and other lines that may name a cause.
     """
 
     frames: deque[TracebackFrame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
@@ -120,23 +127,26 @@ class _RankLines:
     )  # complaints, and lines that are no exceptions
     progress: float | None = None  # the last count of steps since the last finding
 
-    def find_root(self) -> Finding | None:
-        """Return the exception that ended this rank; None where it raised none, or only exceptions
-        about other ranks.
+    def find_root_exception(self) -> Finding | None:
+        """Return the first exception of the chain that ended this rank, since the others followed
+        from it.
+
+        None where the rank raised none, or only exceptions about other ranks.
         """
-        root = _find_root_exception(self.chain)
+        root = _find_original_exception(self.chain)
         if root is None or root.cause in (*COMPLAINTS, *SUSPECTS):
             return self.root
         return root
 
     def add_exception(self, finding: Finding) -> None:
-        """Add an exception to the chain of exceptions that led to it, or start a new chain.
+        """Add an exception to the chain of exceptions from which it follows, or start a new chain
+        with it.
 
-        The root of the chain before is kept: of equal causes the first, which may be another
-        rank's.
+        The first exception of the chain before is kept: of equal causes the earliest, which may be
+        another rank's.
         """
         if not self.link:
-            root = self.find_root()
+            root = self.find_root_exception()
             is_same = self.root is not None and root is not None and self.root.cause is root.cause
             if not is_same or root is None or root.cause is Cause.RAISED:
                 self.root = root
@@ -146,28 +156,29 @@ class _RankLines:
         self.chain.append((self.link, finding))
         self.link = ""
 
-    def add_cause(self, finding: Finding) -> None:
-        """Take over the cause in a further line of the last exception's message, where its first
-        line names none.
+    def add_cause(self, further_line: Finding) -> None:
+        """Take the cause from a further line of the last exception's message, if its first line
+        names none.
         """
         link, exception = self.chain[-1]
         kind, _, message = exception.line.partition("\n")[0].partition(":")
         is_mistake = exception_type_of(kind) in PROGRAM_TYPES and bool(message.strip())
         if exception.cause in (Cause.RAISED, *COMPLAINTS, *SUSPECTS) and not is_mistake:
-            changed = replace(finding, excerpt=exception.excerpt, is_exception=True)
+            changed = replace(further_line, excerpt=exception.excerpt, is_exception=True)
             self.chain[-1] = (link, changed)
 
-    def forget(self) -> None:
-        """Forget all findings, since the program ran on after them."""
+    def drop_findings(self) -> None:
+        """Drop all that was found for this rank, since its program went on afterwards."""
         self.chain.clear()
         self.remarks.clear()
         self.root = None
 
 
-def _find_root_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
-    """Return the exception that a chain of exceptions goes back to; None for an empty chain.
+def _find_original_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
+    """Return the exception in a chain from which the others followed; None for an empty chain.
 
-    An exception raised while another was handled is its own root where it is a mistake of the
+    `chain` has (how it follows from the exception before: cause, context or nested; the exception).
+    An exception raised while another was handled is its own origin where it is a mistake of the
     program, unless memory or a disk had run out before. Nested exceptions stand below their
     wrapper.
     """
@@ -190,31 +201,39 @@ def _find_root_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | None
 
 
 def exception_type_of(line: str) -> str:
-    """Return the type of the exception in a log line, without its modules."""
+    """Return the type of the exception in a log line without its modules: `OutOfMemoryError` of
+    `torch.OutOfMemoryError: ...`.
+    """
     return line.partition(":")[0].strip().rpartition(".")[2]
 
 
 class LogScan:
-    """Reads a log line by line, and keeps the findings that may explain the process's end, in
-    bounded memory.
+    """Reads a log line by line, and keeps the lines that may explain the process's end (findings),
+    in bounded memory.
 
-    The last exception of a rank decides, unless steps were counted after it; of its chain, the
-    root. Other lines that name a cause count where that exception only complains about others, or
-    where there is none. All of them are dropped once the log goes on for CALM_LINES ordinary lines.
+    The last exception of a rank decides, unless steps were counted after it; of a chain of
+    exceptions, the first. Other lines that name a cause count where that exception only complains
+    about other ranks, or where there is none. All findings are dropped once the log goes on for
+    CALM_LINES ordinary lines.
     """
 
     def __init__(
         self,
         *,
-        log: str = "",
+        log_name: str = "",
         command: Sequence[str] = (),
-        markers: Mapping[Phase, str] | None = None,
+        pattern_by_phase: Mapping[Phase, str] | None = None,
     ) -> None:
+        """Start a scan of the log `log_name` of a process with this command.
+
+        `pattern_by_phase` has a regular expression per phase: from a matching line on, that phase
+        runs.
+        """
         self.root_rank: int | None = None  # the rank that torchrun saw fail first
         self.root_exit_code: int | None = None
-        self._log = log
-        self._markers = PhaseMarkers(markers or {})
-        self._echoes = _misleading_arguments(command)
+        self._log = log_name
+        self._markers = PhaseMarkers(pattern_by_phase or {})
+        self._echoes = _list_misleading_arguments(command)
         self._stacks: dict[str, _RankLines] = {}
         self._quoting = 0  # stacks whose next line may be quoted source
         self._count = 0  # findings since the last calm
@@ -234,85 +253,88 @@ class LogScan:
         if self._frames_below:
             self._frames_below -= 1
             if _PINNED.search(line):
-                self._replace_last(cause=Cause.HOST_OOM)
+                self._change_last_finding(cause=Cause.HOST_OOM)
         self._messages = max(0, self._messages - 1)
         if not (self._quoting or self._messages or may_name_failure(line)):
             self._calm += 1
-            self._count_steps(line)
+            self._drop_findings_after_progress(line)
             return
-        self._read_telling(line, offset)
+        self._read_significant_line(line, offset)
 
-    def _read_telling(self, line: str, offset: int) -> None:
-        """Keep the cause that the line names, or add the line to the exception that is being read."""
+    def _read_significant_line(self, line: str, offset: int) -> None:
+        """Store the finding in a line that may name a cause, or add the line to the exception that
+        is being read.
+        """
         prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
         stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
-        if self._in_traceback(stack, text):
+        if self._add_to_traceback(stack, text):
             return
         self._read_torchrun_summary(text)
-        text = _without_echoes(text, self._echoes)
-        role = self._role_of(stack, text)
+        text = _remove_echoed_arguments(text, self._echoes)
+        role = self._find_role_of_line(stack, text)
         cause = _find_line_cause(text, role)
         if cause is None:
             self._calm += 1
             if role is not LineRole.MESSAGE:
-                self._count_steps(line)
+                self._drop_findings_after_progress(line)
             return
         if self._calm > CALM_LINES:
-            self._forget_all()
+            self._drop_all_findings()
         self._calm = 0
         numbers = prefix.groups() if prefix else ()
         rank = next((int(number) for number in numbers if number), None)
-        self._keep_finding(stack, self._make_finding(cause, text, rank, offset, stack), role)
+        self._store_finding(stack, self._make_finding(cause, text, rank, offset, stack), role)
         stack.frames.clear()
         stack.lines.clear()
 
-    def skip_ordinary_lines(self, block: str) -> bool:
-        """Count all lines of a block as ordinary; return False, and count nothing, where they must
-        be read one by one.
+    def skip_ordinary_lines(self, lines: str) -> bool:
+        """Count these lines as ordinary, and return True; return False, and count nothing, if any
+        may be significant.
 
-        A line of two characters costs as much as a long one: 20 million empty ones took 16 s.
+        A caller then reads them one by one. Without this, a line of two characters costs as much as
+        a long one: 20 million empty ones took 16 s.
         """
         # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
         # rank
-        quotes = self._quoting and (self._lines_of_rank("").quoting or "[" in block or "(" in block)
+        quotes = self._quoting and (self._lines_of_rank("").quoting or "[" in lines or "(" in lines)
         follows = (
             self._frames_below
             or self._messages
-            or (self._last is not None and any(map(block.__contains__, _ACCOUNT_WORDS)))
+            or (self._last is not None and any(map(lines.__contains__, _ACCOUNT_WORDS)))
         )
-        if quotes or follows or self._markers.phase is not None or may_name_failure(block):
+        if quotes or follows or self._markers.phase is not None or may_name_failure(lines):
             return False
         # steps after a finding are counted line by line
-        if self._count and self._calm <= CALM_LINES and _PROGRESS.search(block):
+        if self._count and self._calm <= CALM_LINES and _PROGRESS.search(lines):
             return False
-        self._calm += block.count("\n")
+        self._calm += lines.count("\n")
         return True
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The finding that explains the end, then at most FINDINGS_MAX - 1 others in log order; ()
-        without any.
+        """The finding that explains the process's end, then at most FINDINGS_MAX - 1 others in log
+        order; () without any.
         """
         if self._calm > CALM_LINES:
             return ()
         roots = list[Finding]()
         lines = list[Finding]()
         for stack in self._stacks.values():
-            root = stack.find_root()
+            root = stack.find_root_exception()
             if root is not None:
                 roots.append(root)
             lines += stack.remarks
         candidates = list(roots)
         for line in lines:
-            if all(_counts_beside_exception(line, root) for root in roots):
+            if all(_line_counts_beside_exception(line, root) for root in roots):
                 candidates.append(line)
         if not candidates:
             return ()
         decisive = min(
             candidates,
             key=lambda finding: (
-                _doubt_rank(finding),
+                _order_of_doubt(finding),
                 self.root_rank not in (None, finding.rank),
                 finding.offset,
             ),
@@ -324,65 +346,75 @@ class LogScan:
             *(replace(finding, excerpt="") for finding in others[: FINDINGS_MAX - 1]),
         )
 
-    def _role_of(self, stack: _RankLines, text: str) -> LineRole:
-        """Return the role of a line, and record how the rank's exceptions follow from each other."""
-        self._read_link(stack, text)
+    def _find_role_of_line(self, rank_lines: _RankLines, line: str) -> LineRole:
+        """Return what a line of the rank is, and record how the next exception will follow from the
+        last one.
+        """
+        self._read_link_to_next_exception(rank_lines, line)
         if not self._messages:
-            stack.message_lines = 0
-        is_named = (_NAMED if stack.is_raising else _EXCEPTION).match(text)
+            rank_lines.message_lines = 0
+        is_named = (_NAMED if rank_lines.is_raising else _EXCEPTION).match(line)
         # below the exception of a traceback a bare name belongs to its message
-        is_message = not stack.is_raising and stack.is_traced and stack.message_lines > 0
-        if _LAUNCHERS.match(text):
-            stack.is_raising = False
-        elif is_named and not is_message and not _LOG_LINE.match(text):
-            stack.message_lines = self._messages = MESSAGE_LINES_MAX
-            stack.is_traced = stack.is_raising
-            stack.is_raising = False
+        is_message = (
+            not rank_lines.is_raising and rank_lines.is_traced and rank_lines.message_lines > 0
+        )
+        if _LAUNCHERS.match(line):
+            rank_lines.is_raising = False
+        elif is_named and not is_message and not _LOG_LINE.match(line):
+            rank_lines.message_lines = self._messages = MESSAGE_LINES_MAX
+            rank_lines.is_traced = rank_lines.is_raising
+            rank_lines.is_raising = False
             return LineRole.EXCEPTION
-        return LineRole.MESSAGE if self._add_to_message(stack, text) else LineRole.LINE
+        return LineRole.MESSAGE if self._add_to_message(rank_lines, line) else LineRole.LINE
 
-    def _read_link(self, stack: _RankLines, text: str) -> None:
+    def _read_link_to_next_exception(self, rank_lines: _RankLines, line: str) -> None:
+        """Record how the rank's next exception will follow from the last one, if this line says
+        that.
+        """
         for phrase, link in _LINKS.items():
-            if phrase in text and stack.chain:
-                stack.link = link
-                stack.message_lines = 0
+            if phrase in line and rank_lines.chain:
+                rank_lines.link = link
+                rank_lines.message_lines = 0
         # a thread's exception ends no process: it counts only where no other is known
-        is_known = bool(stack.chain) or stack.root is not None
-        if text.startswith(_IGNORED) or (text.startswith(_OF_A_THREAD) and is_known):
-            stack.is_ignored = True
-            stack.message_lines = 0
-        if HEAD in text:
-            stack.is_raising = True
-            stack.message_lines = 0
-            if _NESTED_HEAD in text and stack.chain:
-                stack.link = "nested"
+        is_known = bool(rank_lines.chain) or rank_lines.root is not None
+        if line.startswith(_IGNORED) or (line.startswith(_OF_A_THREAD) and is_known):
+            rank_lines.is_ignored = True
+            rank_lines.message_lines = 0
+        if HEAD in line:
+            rank_lines.is_raising = True
+            rank_lines.message_lines = 0
+            if _NESTED_HEAD in line and rank_lines.chain:
+                rank_lines.link = "nested"
 
-    def _keep_finding(self, stack: _RankLines, finding: Finding, role: LineRole) -> None:
-        """Store a finding of a rank in its chain of exceptions, or among its other lines."""
-        stack.progress = None
-        if role is LineRole.EXCEPTION and stack.is_ignored:
-            stack.is_ignored = False
+    def _store_finding(self, rank_lines: _RankLines, finding: Finding, role: LineRole) -> None:
+        """Store a finding in the rank's chain of exceptions, or among the rank's other lines, by
+        its role.
+        """
+        rank_lines.progress = None
+        if role is LineRole.EXCEPTION and rank_lines.is_ignored:
+            rank_lines.is_ignored = False
             return
         if role is LineRole.EXCEPTION:
             finding = replace(finding, is_exception=True)
-            stack.add_exception(finding)
+            rank_lines.add_exception(finding)
         elif role is LineRole.MESSAGE:
-            stack.add_cause(finding)
+            rank_lines.add_cause(finding)
         is_complaint = finding.cause in (*COMPLAINTS, *SUSPECTS)
         if (is_complaint or role is not LineRole.EXCEPTION) and self._count < REMARKS_MAX:
-            stack.remarks.append(finding)
+            rank_lines.remarks.append(finding)
         self._count += 1
-        self._last = stack, finding
+        self._last = rank_lines, finding
         self._frames_below = _PINNED_LINES if _is_cuda_runtime_oom(finding) else 0
 
-    def _forget_all(self) -> None:
+    def _drop_all_findings(self) -> None:
+        """Drop the findings of all ranks, since the log went on for long afterwards."""
         for stack in self._stacks.values():
-            stack.forget()
+            stack.drop_findings()
         self._count = 0
         self._last = None
 
-    def _count_steps(self, line: str) -> None:
-        """Forget a rank's findings once a progress line shows that its steps go on."""
+    def _drop_findings_after_progress(self, line: str) -> None:
+        """Drop a rank's findings if this line shows that its count of steps has grown since."""
         if not self._count or self._calm > CALM_LINES:
             return
         match = _PROGRESS.search(line)
@@ -392,192 +424,212 @@ class LogScan:
         stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
         count = float(next(number for number in match.groups() if number))
         if stack.progress is not None and count > stack.progress:
-            stack.forget()
+            stack.drop_findings()
         stack.progress = count
 
     def _add_to_memory_account(self, line: str) -> bool:
-        """Return whether the line continues PyTorch's memory account, which is then added to the
-        last finding.
+        """Add a line of PyTorch's memory account to the last finding; return False if the line is
+        none of that account.
         """
         if self._last is None or not _ACCOUNT.match(line):
             return False
         finding = self._last[1]
         if len(finding.line) >= LINE_CHARACTERS_MAX:
             return False
-        self._replace_last(line=f"{finding.line}\n{line.strip()}")
+        self._change_last_finding(line=f"{finding.line}\n{line.strip()}")
         return True
 
-    def _replace_last(self, **changes: Any) -> None:
+    def _change_last_finding(self, **new_fields: Any) -> None:
         """Change fields of the last finding, wherever it is stored."""
         assert self._last is not None, "a finding was noted"
         stack, finding = self._last
-        changed = replace(finding, **changes)
+        changed = replace(finding, **new_fields)
         if stack.remarks and stack.remarks[-1] is finding:
             stack.remarks[-1] = changed
         if stack.chain and stack.chain[-1][1] is finding:
             stack.chain[-1] = (stack.chain[-1][0], changed)
         self._last = stack, changed
 
-    def _add_to_message(self, stack: _RankLines, text: str) -> bool:
-        """Return whether the line continues the message of the rank's last exception, to which it
-        is then added.
+    def _add_to_message(self, rank_lines: _RankLines, line: str) -> bool:
+        """Add the line to the message of the rank's last exception; return False if the message
+        does not go on.
         """
-        if not stack.message_lines or not stack.chain:
+        if not rank_lines.message_lines or not rank_lines.chain:
             return False
-        stack.message_lines -= 1
-        if _LOG_LINE.match(text) or _PROGRESS.search(text):
-            stack.message_lines = 0
+        rank_lines.message_lines -= 1
+        if _LOG_LINE.match(line) or _PROGRESS.search(line):
+            rank_lines.message_lines = 0
             return False
-        link, finding = stack.chain[-1]
-        is_text = bool(text.strip()) and not _EXCEPTION.match(text)
+        link, finding = rank_lines.chain[-1]
+        is_text = bool(line.strip()) and not _EXCEPTION.match(line)
         if is_text and len(finding.line) < LINE_CHARACTERS_MAX:
             changed = replace(
                 finding,
-                line=f"{finding.line}\n{text.strip()}"[:LINE_CHARACTERS_MAX],
-                excerpt=f"{finding.excerpt}\n{text}"[-EXCERPT_CHARACTERS_MAX:],
+                line=f"{finding.line}\n{line.strip()}"[:LINE_CHARACTERS_MAX],
+                excerpt=f"{finding.excerpt}\n{line}"[-EXCERPT_CHARACTERS_MAX:],
             )
             if self._last is not None and self._last[1] is finding:
-                self._last = stack, changed
-            stack.chain[-1] = (link, changed)
+                self._last = rank_lines, changed
+            rank_lines.chain[-1] = (link, changed)
         return True
 
-    def _lines_of_rank(self, prefix: str) -> _RankLines:
-        if prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
-            prefix = next(iter(self._stacks))
-        return self._stacks.setdefault(prefix, _RankLines())
-
-    def _in_traceback(self, stack: _RankLines, text: str) -> bool:
-        """Return whether the line belongs to a traceback (a frame or quoted source), and store it
-        with that.
+    def _lines_of_rank(self, line_prefix: str) -> _RankLines:
+        """Return the stored lines of the rank whose log lines begin with this prefix, such as
+        `[rank3]:`.
         """
-        if stack.quoting and _INDENTED.match(text):
-            if not _MARKS.match(text):
-                stack.frames[-1] = replace(stack.frames[-1], source=text.strip())
-                stack.lines.append(text)
+        if line_prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
+            line_prefix = next(iter(self._stacks))
+        return self._stacks.setdefault(line_prefix, _RankLines())
+
+    def _add_to_traceback(self, rank_lines: _RankLines, line: str) -> bool:
+        """Add a traceback's frame or quoted source line to the rank's traceback; return False for
+        any other line.
+        """
+        if rank_lines.quoting and _INDENTED.match(line):
+            if not _MARKS.match(line):
+                rank_lines.frames[-1] = replace(rank_lines.frames[-1], source=line.strip())
+                rank_lines.lines.append(line)
             return True
-        if text.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
-            if boxed := _RICH_FRAME.match(text):
-                stack.frames.append(TracebackFrame(boxed[1], boxed[2]))
-            stack.lines.append(text)
+        if line.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
+            if boxed := _RICH_FRAME.match(line):
+                rank_lines.frames.append(TracebackFrame(boxed[1], boxed[2]))
+            rank_lines.lines.append(line)
             return True
-        frame = FRAME.match(text)
-        if frame is None and stack.quoting:
-            stack.quoting = False
+        frame = FRAME.match(line)
+        if frame is None and rank_lines.quoting:
+            rank_lines.quoting = False
             self._quoting -= 1
         if frame is None:
-            if HEAD in text:
-                stack.frames.clear()
-                stack.lines.clear()
+            if HEAD in line:
+                rank_lines.frames.clear()
+                rank_lines.lines.clear()
             return False
-        stack.is_raising = True
-        if not stack.quoting:
-            stack.quoting = True
+        rank_lines.is_raising = True
+        if not rank_lines.quoting:
+            rank_lines.quoting = True
             self._quoting += 1
-        stack.frames.append(TracebackFrame(frame[1], frame[2] or ""))
-        stack.lines.append(text)
+        rank_lines.frames.append(TracebackFrame(frame[1], frame[2] or ""))
+        rank_lines.lines.append(line)
         return True
 
     def _make_finding(
-        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _RankLines
+        self, cause: Cause, line: str, rank: int | None, offset: int, rank_lines: _RankLines
     ) -> Finding:
+        """Return a record (finding) of a line that names this cause, with the rank's traceback as
+        its excerpt.
+        """
         if cause is Cause.DISK_FULL and any(
-            _SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]
+            _SEMAPHORES.search(frame.file) for frame in list(rank_lines.frames)[-3:]
         ):
             cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
         finding = Finding(
             cause=cause,
-            line=text.strip()[:LINE_CHARACTERS_MAX],
+            line=line.strip()[:LINE_CHARACTERS_MAX],
             rank=rank,
             log=self._log,
             offset=offset,
-            phase=phase_of_frames(stack.frames) or self._markers.phase,
-            excerpt="\n".join((*stack.lines, text))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
+            phase=find_phase_of_frames(rank_lines.frames) or self._markers.phase,
+            excerpt="\n".join((*rank_lines.lines, line))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
         )
         if _is_cuda_runtime_oom(finding) and any(
-            map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])
+            map(_PINNED.search, list(rank_lines.lines)[-_PINNED_LINES:])
         ):
             return replace(finding, cause=Cause.HOST_OOM)  # page-locked memory is the host's
         return finding
 
-    def _read_torchrun_summary(self, text: str) -> None:
-        """Store the rank and exit code from torchrun's failure summary, since torchrun's own exit
-        code is always 1.
+    def _read_torchrun_summary(self, line: str) -> None:
+        """Store the rank and exit code that a line of torchrun's failure summary names.
+
+        Torchrun's own exit code is always 1.
         """
-        if _ROOT_CAUSE in text:
+        if _ROOT_CAUSE in line:
             self._in_root_cause = True
         elif self._in_root_cause:
-            if rank := _ROOT_RANK.match(text):
+            if rank := _ROOT_RANK.match(line):
                 self.root_rank = int(rank[1])
-            elif code := _ROOT_EXIT.match(text):
+            elif code := _ROOT_EXIT.match(line):
                 self.root_exit_code = int(code[1])
                 self._in_root_cause = False
 
 
-def find_log_findings(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
-    """Return the findings of a `LogScan` that has read the whole text."""
+def find_log_findings(log_text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """Return the lines of a log that may explain the process's end, as `LogScan.findings` after the
+    whole text.
+    """
     scan = LogScan(command=command)
     offset = 0
-    for line in text.splitlines():
+    for line in log_text.splitlines():
         scan.read_line(line, offset)
         offset += len(line) + 1
     return scan.findings
 
 
-def last_traceback(text: str) -> str:
+def last_traceback(log_text: str) -> str:
     """Return the last Python traceback in a log; its last 20 lines where it has none."""
-    start = text.rfind(HEAD)
-    return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
+    start = log_text.rfind(HEAD)
+    return log_text[start:].strip() if start >= 0 else "\n".join(log_text.splitlines()[-20:])
 
 
-def _find_line_cause(text: str, role: LineRole) -> Cause | None:
-    """Return the cause of failure that a line names; None where it names none."""
-    cause = find_catalogue_cause(text)
+def _find_line_cause(line: str, role: LineRole) -> Cause | None:
+    """Return the cause of failure that a log line names; None where it names none."""
+    cause = find_cause_in_catalogue(line)
     if role is LineRole.LINE:
-        cause = cause or find_memory_cause(text)
-        return None if cause is None or only_mentions_failure(text) else cause
-    cause = cause or find_message_cause(text)
+        cause = cause or find_memory_cause_in_line(line)
+        return None if cause is None or only_mentions_failure(line) else cause
+    cause = cause or find_memory_cause_in_message(line)
     if cause is None and role is LineRole.EXCEPTION:
-        return Cause.DEFERRED if blames_other_process(text) else Cause.RAISED
+        return Cause.DEFERRED if blames_other_process(line) else Cause.RAISED
     return cause
 
 
-def _counts_beside_exception(word: Finding, root: Finding) -> bool:
-    """Return whether a line with a cause counts although an exception, `root`, ended a rank.
+def _line_counts_beside_exception(line_finding: Finding, root_exception: Finding) -> bool:
+    """Return whether a line that names a cause still counts, although a rank raised
+    `root_exception`.
 
     A line after that exception counts. So does a device's report before an exception about the
-    device, and a line that names the memory or disk that the exception leaves open.
+    device, and a line that names the memory or disk which the exception leaves open.
     """
-    if word.offset > root.offset or word.cause in COMPLAINTS:
+    if line_finding.offset > root_exception.offset or line_finding.cause in COMPLAINTS:
         return True
-    if root.cause is Cause.DEVICE_OOM and word.cause in (Cause.HOST_OOM, Cause.SHARED_MEMORY):
-        return not mentions_device(root.line)
-    if root.cause is Cause.DISK_FULL and word.cause is Cause.SHARED_MEMORY:
-        return ": '" not in root.line
-    return word.cause in (Cause.HARDWARE, Cause.NOT_OOM) and is_device_error(root.line)
+    if root_exception.cause is Cause.DEVICE_OOM and line_finding.cause in (
+        Cause.HOST_OOM,
+        Cause.SHARED_MEMORY,
+    ):
+        return not mentions_device(root_exception.line)
+    if root_exception.cause is Cause.DISK_FULL and line_finding.cause is Cause.SHARED_MEMORY:
+        return ": '" not in root_exception.line
+    return line_finding.cause in (Cause.HARDWARE, Cause.NOT_OOM) and is_device_error(
+        root_exception.line
+    )
 
 
 def _is_cuda_runtime_oom(finding: Finding) -> bool:
-    """Return whether the CUDA runtime ran out of memory, not PyTorch's allocator."""
+    """Return whether the finding says that the CUDA runtime ran out of memory, not PyTorch's
+    allocator.
+    """
     return finding.cause is Cause.DEVICE_OOM and "Tried to allocate" not in finding.line
 
 
-def _doubt_rank(finding: Finding) -> int:
+def _order_of_doubt(finding: Finding) -> int:
+    """Return a sort key of a finding: 0 if it surely names the cause, up to 3 if it only complains
+    about other ranks.
+    """
     if finding.cause in COMPLAINTS:
         return 3 if finding.cause is Cause.SECONDARY else 2
     return 1 if finding.cause in SUSPECTS else 0
 
 
-def _misleading_arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments of the command that look like a cause of failure when a log repeats
-    them.
+def _list_misleading_arguments(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments of the command that would look like a cause of failure if the log
+    repeated them.
     """
     parts = [part for word in command for part in (word, word.partition("=")[2])]
-    return tuple(word for word in parts if find_catalogue_cause(word) or _EXCEPTION.match(word))
+    return tuple(word for word in parts if find_cause_in_catalogue(word) or _EXCEPTION.match(word))
 
 
-def _without_echoes(text: str, arguments: Sequence[str]) -> str:
-    """Return the line without a repeated command, and without these misleading arguments."""
-    text = _ECHOED_COMMAND.sub("[]", text)
-    for word in arguments:
-        text = text.replace(word, "")
-    return text
+def _remove_echoed_arguments(line: str, misleading_arguments: Sequence[str]) -> str:
+    """Return the line without a repeated command, and without the misleading arguments."""
+    line = _ECHOED_COMMAND.sub("[]", line)
+    for word in misleading_arguments:
+        line = line.replace(word, "")
+    return line

@@ -12,7 +12,7 @@ from orchestrator.scheduling.failures.done_steps import made_no_optimizer_step
 from orchestrator.scheduling.failures.meeting import describe_unplanned_group_size
 from orchestrator.scheduling.failures.out_of_memory import (
     describe_caught_errors,
-    list_oom_reports,
+    list_best_oom_reports,
     oom_needed_bytes,
 )
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
@@ -23,58 +23,66 @@ from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.replace import replace
 
 
-def make_observation(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
-    """Return the observation of an ended attempt; None where its memory was not measured.
+def make_observation(job: Job, attempt: Attempt, device_bytes: int | None) -> Observation | None:
+    """Return an ended attempt's predicted and measured memory and speed; None where its memory was
+    not measured.
 
-    `capacity_bytes` is the memory of its kind of device, None where unknown.
+    `device_bytes` is the memory of its kind of device, None where unknown.
     """
     assert attempt.ended_at_s is not None, attempt.name
-    measured = measured_peak_bytes(attempt, capacity_bytes)
+    measured = find_needed_peak_bytes(attempt, device_bytes)
     if measured is None or (
-        survived_oom(attempt) and not (ran_out_of_memory(attempt) or _outgrew_memory(job, attempt))
+        survived_oom(attempt)
+        and not (ran_out_of_memory(attempt) or _succeeded_beyond_memory(job, attempt))
     ):
         return None
-    burst = _worst_report(attempt)
+    burst = _find_largest_oom_report(attempt)
     return replace(
-        _make_observation_of(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
+        _make_observation_from(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
-        ran_out=ran_out_of_memory(attempt) or _outgrew_memory(job, attempt),
+        ran_out=ran_out_of_memory(attempt) or _succeeded_beyond_memory(job, attempt),
         probe=attempt.probe,
         forward_bytes=attempt.forward_bytes,
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
         steps_done=0 if burst is None else burst.steps_done,
-        steps_left=None if burst is None else _steps_left(job, burst),
-        finished=_is_representative(job, attempt),
-        overhead_bytes=_overhead_bytes(attempt),
+        steps_left=None if burst is None else _steps_left_after_oom(job, burst),
+        finished=_shows_peak_of_whole_training(job, attempt),
+        overhead_bytes=_measured_overhead_bytes(attempt),
     )
 
 
 def make_running_observation(job: Job, attempt: Attempt) -> Observation | None:
-    """Return the observation of a running attempt so far; None until it has reported its peak."""
+    """Return a running attempt's predicted and measured memory and speed so far; None until it has
+    reported its peak.
+    """
     pace = attempt.pace
     if pace is None or not pace.peak_bytes:
         return None
-    return _make_observation_of(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
+    return _make_observation_from(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
 def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
-    """Return an observation of a running attempt's speed alone, with its predicted memory; None
-    without a speed.
+    """Return a running attempt's predicted and measured speed; None without a measured one.
+
+    As its measured memory the observation has the predicted bytes, so that nothing is learned of
+    memory.
     """
     pace = attempt.pace
     if pace is None:
         return None
-    observation = _make_observation_of(
+    observation = _make_observation_from(
         job, attempt, attempt.estimate.allocated_bytes, pace.step_s, pace.at_s
     )
     return None if observation.step_ratio is None else observation
 
 
-def _make_observation_of(
-    job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
+def _make_observation_from(
+    job: Job, attempt: Attempt, measured_bytes: int, step_s: float | None, at_s: float
 ) -> Observation:
-    """Return an observation with the attempt's prediction and these measurements."""
+    """Return an observation (prediction beside measurement) of the attempt with these measured
+    values.
+    """
     estimate = attempt.estimate
     is_timed = attempt.step_s > 0 and estimate.source not in UNTIMED
     return Observation(
@@ -86,7 +94,7 @@ def _make_observation_of(
         plan=attempt.plan,
         moments=select_worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
-        measured_bytes=measured,
+        measured_bytes=measured_bytes,
         ran_out=False,
         step_ratio=step_s / attempt.step_s if step_s is not None and is_timed else None,
         at_s=at_s,
@@ -94,12 +102,12 @@ def _make_observation_of(
     )
 
 
-def measured_peak_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
-    """Return the highest allocated peak of any rank; after running out of memory, the least that
-    was needed.
+def find_needed_peak_bytes(attempt: Attempt, device_bytes: int | None) -> int | None:
+    """Return the highest measured peak of allocated bytes of any rank.
 
-    None where nothing was measured, a process was unwatched, an error was injected, or memory ran
-    out outside training.
+    After running out of memory, it is at least what the failed allocation needed. None where
+    nothing was measured, a process was unwatched, an error was injected, or memory ran out outside
+    training.
     """
     evidence = attempt.evidence
     failure = attempt.failure
@@ -117,15 +125,15 @@ def measured_peak_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | N
         if beat.steps_done > 0 and beat.peak_bytes > 0
     ]
     if ran_out_of_memory(attempt) or survived_oom(attempt):
-        peaks += [oom_needed_bytes(report) for report in list_oom_reports(evidence)] or [
-            _unreported_oom_bytes(attempt, capacity_bytes)
+        peaks += [oom_needed_bytes(report) for report in list_best_oom_reports(evidence)] or [
+            _min_needed_bytes_unreported(attempt, device_bytes)
         ]
     return max(peaks, default=None)
 
 
 def list_record_warnings(attempt: Attempt) -> tuple[str, ...]:
-    """Return sentences that say why an ended attempt's record may be wrong or incomplete; ()
-    without any.
+    """Return sentences that say why an ended attempt's measurements may be wrong or incomplete; ()
+    if nothing does.
     """
     evidence = attempt.facts
     sentences = []
@@ -151,7 +159,7 @@ def _describe_sample_mixing(attempt: Attempt) -> str:
     """Return a sentence if a changed micro-batch size made this another training; "" if nothing
     shows that.
 
-    It does where the script mixes the samples of a micro-batch, as batch norm does.
+    A script that mixes the samples of a micro-batch shows it, as batch norm does.
     """
     cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
     mixing = next((beat.mixing for beat in attempt.heartbeats if beat.mixing), ())
@@ -163,21 +171,26 @@ def _describe_sample_mixing(attempt: Attempt) -> str:
     )
 
 
-def _worst_report(attempt: Attempt) -> OomReport | None:
-    """Return the out-of-memory report of the rank that needed most; None if no rank reported one."""
+def _find_largest_oom_report(attempt: Attempt) -> OomReport | None:
+    """Return the out-of-memory report of the rank that needed most bytes; None if no rank reported
+    one.
+    """
     if not ran_out_of_memory(attempt):
         return None
-    return max(list_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+    return max(list_best_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
 
 
-def _steps_left(job: Job, burst: OomReport) -> int | None:
+def _steps_left_after_oom(job: Job, report: OomReport) -> int | None:
+    """Return how many optimizer steps of the job were left when memory ran out; None where the
+    total is unknown.
+    """
     steps = job.spec.optimizer_steps
-    return None if steps is None else max(0, steps - burst.step)
+    return None if steps is None else max(0, steps - report.step)
 
 
-def _overhead_bytes(attempt: Attempt) -> int | None:
-    """Return the device bytes outside PyTorch's allocator, the most of any rank; None where not
-    measured.
+def _measured_overhead_bytes(attempt: Attempt) -> int | None:
+    """Return the device bytes used outside PyTorch's allocator: the largest of all ranks; None
+    where not measured.
     """
     evidence = attempt.facts
     if not evidence.free_before_bytes:
@@ -202,9 +215,11 @@ def survived_oom(attempt: Attempt) -> bool:
     return bool(attempt.facts.caught) and not attempt.facts.ooms
 
 
-def _outgrew_memory(job: Job, attempt: Attempt) -> bool:
-    """Return whether a successful attempt needed more memory than its devices have, by the errors
-    it caught.
+def _succeeded_beyond_memory(job: Job, attempt: Attempt) -> bool:
+    """Return whether an attempt succeeded although its plan needs more memory than its devices
+    have.
+
+    The out-of-memory errors that its script caught show that.
     """
     if (
         attempt.failure is not None
@@ -215,12 +230,12 @@ def _outgrew_memory(job: Job, attempt: Attempt) -> bool:
     return not any(report.foreign_bytes for report in attempt.facts.caught)
 
 
-def _is_representative(job: Job, attempt: Attempt) -> bool:
-    """Return whether the attempt ended the training and did at least half of its steps.
+def _shows_peak_of_whole_training(job: Job, attempt: Attempt) -> bool:
+    """Return whether the attempt's measured peak is that of the whole training.
 
-    Only then is its peak that of the training: steps before it may have needed more. A script
-    counts its steps from 0 in each attempt, so the furthest step of all attempts stands for the
-    last.
+    It is if the attempt ended the training and did at least half of its steps: earlier steps may
+    have needed more. A script counts its steps from 0 in each attempt, so the furthest step of all
+    attempts stands for the last.
     """
     if attempt.failure is not None or attempt.probe or survived_oom(attempt):
         return False
@@ -230,9 +245,11 @@ def _is_representative(job: Job, attempt: Attempt) -> bool:
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
-def _unreported_oom_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
-    """Return a lower bound of the needed bytes where only the log says that memory ran out."""
+def _min_needed_bytes_unreported(attempt: Attempt, device_bytes: int | None) -> int:
+    """Return a lower bound of the needed bytes of one device where only the log says that memory
+    ran out.
+    """
     estimate = attempt.estimate
     predicted = corrected_allocated_bytes(estimate, attempt.correction)
     around = estimate.device_bytes - estimate.allocated_bytes
-    return max(predicted, (capacity_bytes or 0) - around) + 1
+    return max(predicted, (device_bytes or 0) - around) + 1

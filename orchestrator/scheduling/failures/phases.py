@@ -41,7 +41,7 @@ _SOURCES = (  # statements of a script's own loop
 )
 
 
-def phase_of_frames(frames: Iterable[TracebackFrame]) -> Phase | None:
+def find_phase_of_frames(frames: Iterable[TracebackFrame]) -> Phase | None:
     """Return the phase (such as training) that the innermost recognised frame shows; None without
     one.
     """
@@ -56,14 +56,19 @@ def phase_of_frames(frames: Iterable[TracebackFrame]) -> Phase | None:
 
 
 class PhaseMarkers:
-    """Tracks a program's phase through its log: a line that matches a phase's pattern sets `phase`."""
+    """Follows a program's phase through its log: a line that matches a phase's pattern makes it the
+    current `phase`.
+    """
 
-    def __init__(self, patterns: Mapping[Phase, str]) -> None:
-        self._patterns = [(phase, LinePattern(pattern)) for phase, pattern in patterns.items()]
-        self.phase: Phase | None = Phase.STARTUP if patterns else None
+    def __init__(self, pattern_by_phase: Mapping[Phase, str]) -> None:
+        """Start in the startup phase; without any pattern `phase` stays None."""
+        self._patterns = [
+            (phase, LinePattern(pattern)) for phase, pattern in pattern_by_phase.items()
+        ]
+        self.phase: Phase | None = Phase.STARTUP if pattern_by_phase else None
 
     def read_line(self, line: str) -> None:
-        """Set `phase` if the line matches the pattern of a phase."""
+        """Change `phase` if the line matches the pattern of a phase."""
         for phase, pattern in self._patterns:
             if pattern.matches(line):
                 self.phase = phase

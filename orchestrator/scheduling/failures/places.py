@@ -31,11 +31,12 @@ REASON_CHARACTERS_MAX = 200
 
 
 def update_suspensions(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
-    """Return the state after an attempt's end, with devices or nodes suspended or cleared.
+    """Return the state after an attempt's end, with its devices or nodes suspended (closed to
+    attempts) or cleared.
 
-    A success clears the attempt's devices; so does an end after long training. Where a job ends the
-    same way on two sets of devices, or the program is to blame, the job's earlier accusations are
-    withdrawn.
+    A success clears the attempt's devices; so does an end after long training. The job's earlier
+    unexplained ends stop counting against devices where it ends the same way on two sets of
+    devices, or where the program is to blame.
     """
     assert attempt.ended_at_s is not None
     at_s = attempt.ended_at_s
@@ -45,19 +46,19 @@ def update_suspensions(state: State, job: Job, attempt: Attempt, failure: Failur
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
         ends = tuple(end for end in ends if not devices & devices_of_placement(end.placement))
-    ending = find_accusation(failure)
+    ending = find_unexplained_ending(failure)
     if failure is None:
         suspensions = tuple(
-            entry for entry in suspensions if suspended_place(entry) not in devices | nodes
+            entry for entry in suspensions if suspended_device_or_node(entry) not in devices | nodes
         )
     elif ending is not None:
         if ended_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
             ends, suspensions = _withdraw_accusations(ends, suspensions, job)
         elif not ending.is_own and not attempt.facts.virtual:
-            places, accusers = find_suspects(
-                job, attempt, recent_ends_of_others(ends, job, at_s), state.nodes
+            places, accusers = find_suspects_and_accusers(
+                job, attempt, select_recent_ends_of_others(ends, job, at_s), state.nodes
             )
-            if places and may_accuse_device(ending):
+            if places and may_be_device_fault(ending):
                 reason = f"{job.id} and others ended there: {failure.reason}"[
                     :REASON_CHARACTERS_MAX
                 ]
@@ -75,45 +76,48 @@ def update_suspensions(state: State, job: Job, attempt: Attempt, failure: Failur
     return replace(state, ends=ends, suspensions=suspensions)
 
 
-def find_suspects(
-    job: Job, attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+def find_suspects_and_accusers(
+    job: Job, attempt: Attempt, ends_of_other_jobs: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
-    """Return (suspect devices or else nodes, keys of the other jobs that ended there too).
+    """Return (devices or else nodes that may have caused the attempt's end, keys of the other jobs
+    that ended there too).
 
-    `others` are unexplained ends of other jobs. Ends of the same family do not count: a sweep whose
-    trials all end alike says nothing about devices. Both tuples are empty where no device would be
-    left without the suspects.
+    `ends_of_other_jobs` are unexplained. Ends of the same family do not count: a sweep whose trials
+    all end alike says nothing about devices. Both tuples are empty where no device would be left
+    without the suspects.
     """
     at_s = attempt.ended_at_s or 0.0
     devices = devices_of_placement(attempt.placement)
-    others = [
+    ends_of_other_jobs = [
         end
-        for end in others
-        if end.family != job.spec.family_name and may_accuse_device(end.ending)
+        for end in ends_of_other_jobs
+        if end.family != job.spec.family_name and may_be_device_fault(end.ending)
     ]
     places: set[Device | str] = {
-        device for end in others for device in devices & devices_of_placement(end.placement)
+        device
+        for end in ends_of_other_jobs
+        for device in devices & devices_of_placement(end.placement)
     }
     if not places:
-        others = [end for end in others if at_s - end.at_s <= RECENT_S]
+        ends_of_other_jobs = [end for end in ends_of_other_jobs if at_s - end.at_s <= RECENT_S]
         places = {
             node
             for node, _ in devices
-            if any(node in nodes_of_placement(end.placement) for end in others)
+            if any(node in nodes_of_placement(end.placement) for end in ends_of_other_jobs)
         }
-    if not _is_any_left(nodes, places):
+    if not _leaves_any_device(nodes, places):
         return (), ()
     accusers = {
         end.job
-        for end in others
+        for end in ends_of_other_jobs
         if places & {*devices_of_placement(end.placement), *nodes_of_placement(end.placement)}
     }
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
 
-def find_accusation(failure: Failure | None) -> Ending | None:
-    """Return the ending by which a failure accuses its devices; None where something else explains
-    the failure.
+def find_unexplained_ending(failure: Failure | None) -> Ending | None:
+    """Return the ending of a failure that may be its devices' fault; None where something else
+    explains the failure.
 
     A log that names broken hardware counts like an unexplained end, since the program wrote the
     log.
@@ -123,20 +127,20 @@ def find_accusation(failure: Failure | None) -> Ending | None:
     return Ending(signature=failure.reason, step=None, elapsed_s=0.0, is_own=False, may_pass=False)
 
 
-def may_accuse_device(ending: Ending) -> bool:
-    """Return whether the device may have caused this end: it came soon after launch, and no service
-    refused.
+def may_be_device_fault(ending: Ending) -> bool:
+    """Return whether a device may have caused this end: it came soon after launch, and was no
+    refusal by a service.
     """
     return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
 
 
 def ended_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
-    """Return whether an earlier attempt of the job ended the same way on entirely different
+    """Return whether an earlier attempt of the job ended the same way without any of this attempt's
     devices.
     """
     devices = devices_of_placement(attempt.placement)
     failures = [
-        (earlier.placement, find_accusation(earlier.failure))
+        (earlier.placement, find_unexplained_ending(earlier.failure))
         for earlier in job.attempts[: attempt.number - 1]
     ]
     return any(
@@ -148,35 +152,42 @@ def ended_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
 
 
 def _withdraw_accusations(
-    ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
+    unexplained_ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
 ) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
-    """Return the ends and suspensions without this job's part in them; a suspension needs two jobs."""
+    """Return (unexplained ends, suspensions) without this job's part in them.
+
+    A suspension stays only if at least two other jobs caused it.
+    """
     left = [
         replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key))
         for entry in suspensions
     ]
-    return tuple(end for end in ends if end.job != job.key), tuple(
+    return tuple(end for end in unexplained_ends if end.job != job.key), tuple(
         entry for entry in left if len(entry.jobs) >= JOBS_MIN
     )
 
 
 def _add_suspensions(
-    state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...]
+    state: State,
+    devices_or_nodes: Sequence[Device | str],
+    reason: str,
+    at_s: float,
+    job_keys: tuple[str, ...],
 ) -> tuple[Suspension, ...]:
-    """Return the state's suspensions with these places added, each for twice as long as its last
-    one.
+    """Return the state's suspensions with these devices or nodes added, each for twice as long as
+    its last one.
 
     They are unchanged where more than half of the live devices would be suspended.
     """
     closed = {
-        *places,
-        *(suspended_place(entry) for entry in state.suspensions if entry.until_s > at_s),
+        *devices_or_nodes,
+        *(suspended_device_or_node(entry) for entry in state.suspensions if entry.until_s > at_s),
     }
     live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
     if sum(device in closed or device[0] in closed for device in live) > len(live) // 2:
         return state.suspensions
-    entries = {suspended_place(entry): entry for entry in state.suspensions}
-    for place in places:
+    entries = {suspended_device_or_node(entry): entry for entry in state.suspensions}
+    for place in devices_or_nodes:
         node, device = (place, None) if isinstance(place, str) else place
         before = entries.pop(place, None)
         count = 1 if before is None else before.count + (before.until_s <= at_s)
@@ -187,23 +198,25 @@ def _add_suspensions(
             until_s=at_s + min(SUSPENDED_FIRST_S * 2 ** (count - 1), SUSPENDED_MAX_S),
             count=count,
             reason=reason,
-            jobs=jobs,
+            jobs=job_keys,
         )
     return tuple(entries.values())[-ENDS_MAX:]
 
 
-def device_sets_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
+def list_device_sets_to_avoid(
+    job: Job, nodes: Sequence[Node], at_s: float
+) -> tuple[set[Device], ...]:
     """Return the sets of devices that the job should avoid, the largest set first; () without any.
 
-    The job ended on them for no known reason within a day. The first set has all devices of those
-    nodes, the second only the devices themselves, and a whole node once two of its devices count.
-    Ends by a network or a service do not count.
+    The job ended on these devices for no known reason within a day. The first set has all devices
+    of their nodes. The second has only the devices themselves, and a whole node once two of its
+    devices count. Ends by a network or a service do not count.
     """
     if not job.attempts:
         return ()
     devices: set[Device] = set()
     for attempt in job.attempts:
-        ending = find_accusation(attempt.failure)
+        ending = find_unexplained_ending(attempt.failure)
         if (
             ending is not None
             and not ending.may_pass
@@ -223,8 +236,8 @@ def device_sets_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[
     return (live, devices) if live > devices else (devices,)
 
 
-def must_avoid_devices(job: Job) -> bool:
-    """Return whether the job must wait for other devices than those of its last failure."""
+def must_avoid_last_devices(job: Job) -> bool:
+    """Return whether the job must not start again on the devices of its last failure."""
     failure = job.attempts[-1].failure if job.attempts else None
     return failure is not None and failure.verdict is not None and failure.verdict.elsewhere
 
@@ -235,33 +248,42 @@ def devices_of_placement(placement: Placement) -> set[Device]:
 
 
 def nodes_of_placement(placement: Placement) -> set[str]:
+    """Return the names of all nodes in a placement."""
     return {part.node for part in placement}
 
 
-def suspended_place(suspension: Suspension) -> Device | str:
+def suspended_device_or_node(suspension: Suspension) -> Device | str:
+    """Return the (node, device index) that is suspended; the node's name where the whole node is."""
     return suspension.node if suspension.device is None else (suspension.node, suspension.device)
 
 
-def _is_any_left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
-    """Return whether the live nodes have a device that is none of these places, and on none of
-    them.
+def _leaves_any_device(nodes: Sequence[Node], excluded: Container[Device | str]) -> bool:
+    """Return whether the live nodes have any device that is neither excluded itself nor on an
+    excluded node.
     """
     return any(
-        node.name not in places and (node.name, index) not in places
+        node.name not in excluded and (node.name, index) not in excluded
         for node in nodes
         for index in range(len(node.free_bytes))
     )
 
 
-def recent_ends_of_others(
-    ends: Sequence[UnexplainedEnd], job: Job, at_s: float
+def select_recent_ends_of_others(
+    unexplained_ends: Sequence[UnexplainedEnd], job: Job, at_s: float
 ) -> list[UnexplainedEnd]:
-    """Return the unexplained ends of other jobs within REMEMBERED_S seconds before `at_s`."""
-    return [end for end in ends if end.job != job.key and at_s - end.at_s <= REMEMBERED_S]
+    """Return those of the unexplained ends that are of other jobs, and at most REMEMBERED_S seconds
+    before `at_s`.
+    """
+    return [
+        end for end in unexplained_ends if end.job != job.key and at_s - end.at_s <= REMEMBERED_S
+    ]
 
 
-def format_places(places: Sequence[Device | str] | set[Device]) -> str:
+def format_devices_or_nodes(devices_or_nodes: Sequence[Device | str] | set[Device]) -> str:
     """Return nodes or devices as text: `n0` for a node, `n0/0, n0/1` for devices."""
     return ", ".join(
-        sorted(place if isinstance(place, str) else f"{place[0]}/{place[1]}" for place in places)
+        sorted(
+            place if isinstance(place, str) else f"{place[0]}/{place[1]}"
+            for place in devices_or_nodes
+        )
     )

@@ -56,12 +56,12 @@ PASSING_ERRNOS = frozenset(
 )
 
 
-def may_be_temporary(exception_type: str, message: str) -> bool:
-    """Return whether an exception shows a refusal by a network, a service or the system that may
-    pass.
+def may_be_temporary_refusal(exception_type: str, message: str) -> bool:
+    """Return whether an exception may be a passing refusal by a network, a service or the operating
+    system.
 
-    An errno decides, where the message has one. An OSError without an errno and with unknown words
-    may pass.
+    An errno in the message decides. An OSError without an errno may pass unless its words are known
+    to blame the program.
     """
     number = _ERRNO.search(message)
     if number is not None:
@@ -74,11 +74,12 @@ def may_be_temporary(exception_type: str, message: str) -> bool:
 
 
 def is_program_fault(exception_type: str, message: str) -> bool:
-    """Return whether an exception's type or message blames the program, its settings or its data.
+    """Return whether an exception's type or message shows a fault of the program, its settings or
+    its data.
 
     An assertion about devices does not, since the device may be gone.
     """
-    if may_be_temporary(exception_type, message):
+    if may_be_temporary_refusal(exception_type, message):
         return False
     if exception_type != "AssertionError" and (
         exception_type in PROGRAM_TYPES or _PROGRAM_NAME.search(exception_type)
@@ -89,13 +90,13 @@ def is_program_fault(exception_type: str, message: str) -> bool:
     return exception_type == "AssertionError" or _PROGRAM_WORDS.search(message) is not None
 
 
-def is_device_error(text: str) -> bool:
-    """Return whether the text shows an error of a device, its driver or NCCL, or an assertion about
-    devices.
+def is_device_error(exception_text: str) -> bool:
+    """Return whether the exception's text names an error of a device, its driver or NCCL, or fails
+    an assertion about devices.
     """
-    if text.startswith("AssertionError") and _DEVICE_WORDS.search(text):
+    if exception_text.startswith("AssertionError") and _DEVICE_WORDS.search(exception_text):
         return True
-    return _DEVICE_ERROR.search(text) is not None
+    return _DEVICE_ERROR.search(exception_text) is not None
 
 
 # By type and words, the first that fits.
@@ -108,18 +109,20 @@ _ABOUT_CODES = {
 }
 
 
-def find_faulty_thing(text: str) -> FaultSubject | None:
+def find_faulty_thing(exception_text: str) -> FaultSubject | None:
     """Return what an exception names as wrong (arguments, a file, a device); None where it names
     nothing.
 
-    `text` is the exception's type and message.
+    `exception_text` is the exception's type and message.
     """
-    return next((about for about, pattern in _ABOUT if pattern.search(text)), None)
+    return next((about for about, pattern in _ABOUT if pattern.search(exception_text)), None)
 
 
-def find_faulty_thing_of_exit(code: int | None) -> FaultSubject | None:
-    """Return what an exit code shows to be wrong; None where it shows nothing. A crash may be the
-    device's.
+def find_faulty_thing_of_exit(exit_code: int | None) -> FaultSubject | None:
+    """Return what an exit code shows to be wrong, such as the arguments; None where it shows
+    nothing.
+
+    A crash by a signal counts as the device's.
     """
-    number = exit_signal(code)
-    return _ABOUT_CODES.get(code or 0) if number is None else FaultSubject.DEVICE
+    number = exit_signal(exit_code)
+    return _ABOUT_CODES.get(exit_code or 0) if number is None else FaultSubject.DEVICE

@@ -17,7 +17,11 @@ from orchestrator.scheduling.failures.exit_codes import (
 )
 from orchestrator.scheduling.failures.log_scan import find_log_findings
 from orchestrator.scheduling.failures.program_faults import find_faulty_thing
-from orchestrator.scheduling.failures.signatures import COMPLAINTS, SUSPECTS, broken_extent
+from orchestrator.scheduling.failures.signatures import (
+    COMPLAINTS,
+    SUSPECTS,
+    find_extent_of_hardware_error,
+)
 from orchestrator.scheduling.failures.unexplained import (
     MESSAGE_CHARACTERS_MAX,
     cut_excerpt,
@@ -40,10 +44,12 @@ from orchestrator.specs.run import STALE_EXIT_CODE
 
 
 def diagnose_ranks(
-    attempt: Attempt, evidence: Evidence, command: Argv, capacity_bytes: int | None
+    attempt: Attempt, evidence: Evidence, command: Argv, device_bytes: int | None
 ) -> Failure:
-    """Return the failure of the rank whose end explains most; of equal ones, that of the first
-    suspect.
+    """Return the failure of the rank whose end explains the attempt's end best.
+
+    Of several equal ones it is the rank that `order_by_suspicion` puts first. `device_bytes` is the
+    memory of one device, None where unknown.
     """
     suspects = order_by_suspicion(evidence)
     stale = next((end for end in suspects if end.exit_code == STALE_EXIT_CODE), None)
@@ -53,7 +59,7 @@ def diagnose_ranks(
             rank=stale.rank,
             reason="a newer attempt had taken its place",
         )
-    judged = [_judge_rank(attempt, evidence, end, command, capacity_bytes) for end in suspects]
+    judged = [_judge_rank(attempt, evidence, end, command, device_bytes) for end in suspects]
     # the exception of the rank that ended first decides, whatever others met later
     if suspects[0].rank == evidence.first_ended_rank and judged[0][0] is EndWeight.RAISED:
         return judged[0][1]
@@ -61,7 +67,9 @@ def diagnose_ranks(
 
 
 class EndWeight(IntEnum):
-    """How much the end of one rank explains the attempt's end; the least value explains most."""
+    """How well the end of one rank explains the end of the attempt; the smallest value explains it
+    best.
+    """
 
     NAMED = 0  # an exception with a known cause, or one that blames the program
     RAISED = 1  # an exception of unknown cause
@@ -79,11 +87,13 @@ def _judge_rank(
     evidence: Evidence,
     end: RankEnd,
     command: Argv,
-    capacity_bytes: int | None,
+    device_bytes: int | None,
 ) -> tuple[EndWeight, Failure]:
-    """Return (how much this rank's end explains, the failure that it would be alone)."""
-    report = _report_of(evidence, end)
-    finding = _decisive_finding(end, report, command)
+    """Return (how well this rank's end explains the attempt's end, the failure that the rank's end
+    alone would be).
+    """
+    report = _find_report_of_rank(evidence, end)
+    finding = _find_decisive_finding(end, report, command)
     if finding is None:
         return _judge_exit(attempt, evidence, end, report, command)
     if finding.cause in (Cause.RAISED, Cause.DEFERRED):
@@ -92,23 +102,30 @@ def _judge_rank(
         if finding.cause is Cause.DEFERRED:
             return EndWeight.SILENT, failure
         return EndWeight.NAMED if failure.ending.is_own else EndWeight.RAISED, failure
-    named = make_finding_failure(attempt, evidence, end, finding, capacity_bytes)
+    named = make_finding_failure(attempt, evidence, end, finding, device_bytes)
     if finding.cause in COMPLAINTS:
-        return _judge_complaint(evidence, end, finding, named)
+        return _judge_complaint_about_others(evidence, end, finding, named)
     if named is None:
         return _judge_exit(attempt, evidence, end, report, command)
     return EndWeight.NAMED if finding.is_exception else EndWeight.WORDS, named
 
 
-def _judge_complaint(
-    evidence: Evidence, end: RankEnd, finding: Finding, named: Failure | None
+def _judge_complaint_about_others(
+    evidence: Evidence, end: RankEnd, finding: Finding, failure_of_cause: Failure | None
 ) -> tuple[EndWeight, Failure]:
     """Return the weight and failure of a rank that complains about other ranks, or waited in vain
     for them.
+
+    `failure_of_cause` is the failure by the cause in `finding`, its log line; None where that is
+    refuted.
     """
-    if named is not None and finding.cause is not Cause.SECONDARY and not evidence.host_oom_kills:
-        return EndWeight.WAITED, named
-    signalled = _failure_of_signal(evidence, end)
+    if (
+        failure_of_cause is not None
+        and finding.cause is not Cause.SECONDARY
+        and not evidence.host_oom_kills
+    ):
+        return EndWeight.WAITED, failure_of_cause
+    signalled = _find_signal_failure(evidence, end)
     reason = f"its ranks only complain about each other: {finding.line[:MESSAGE_CHARACTERS_MAX]}"
     return EndWeight.COMPLAINT, signalled or Failure(kind=FailureKind.NODE_LOST, reason=reason)
 
@@ -120,11 +137,9 @@ def _judge_exit(
     report: ErrorReport | None,
     command: Argv,
 ) -> tuple[EndWeight, Failure]:
-    """Return the weight and failure of a rank of which only the exit code, or the signal behind it,
-    is known.
-    """
+    """Return the weight and failure of a rank of which only the exit code is known."""
     is_first = end.rank == evidence.first_ended_rank
-    signalled = _failure_of_signal(evidence, end)
+    signalled = _find_signal_failure(evidence, end)
     if signalled is not None and signalled.kind is FailureKind.HOST_OOM:
         return EndWeight.NAMED, signalled
     if signalled is not None:
@@ -143,16 +158,16 @@ def _judge_exit(
 
 
 def _has_failed_before(evidence: Evidence, end: RankEnd) -> bool:
-    """Return whether another rank failed by itself, so that the backend ended this one."""
+    """Return whether another rank failed by itself, after which the backend ended this one."""
     others = (other for other in evidence.ranks if other.rank != end.rank)
     return any(other.exit_code and other.exit_code not in ENDED_BY_US for other in others)
 
 
-def _report_of(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
-    """Return the guard's report of the exception that ended this rank, or a rank that it launched;
-    else None.
+def _find_report_of_rank(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
+    """Return the guard's report of the exception that ended this rank, or a rank that its launcher
+    started; else None.
 
-    Of several, the one whose rank the launcher saw fail first is returned.
+    Of several reports, that of the rank which the launcher saw fail first is returned.
     """
     others = {other.rank for other in evidence.ranks} - {end.rank}
     reports = [report for report in evidence.errors if report.rank not in others]
@@ -160,9 +175,11 @@ def _report_of(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
     return min(reports, key=key, default=None)
 
 
-def _decisive_finding(end: RankEnd, report: ErrorReport | None, command: Argv) -> Finding | None:
-    """Return what ended the rank: the exception of the guard's report, else the log's finding; None
-    without either.
+def _find_decisive_finding(
+    end: RankEnd, report: ErrorReport | None, command: Argv
+) -> Finding | None:
+    """Return the line that says what ended the rank: from the guard's report, else from its log;
+    None without either.
 
     Where the report only complains about other ranks, the log may name the cause. A signal that
     ended the rank outweighs an exception in its log that no rule knows; a later line that names a
@@ -191,10 +208,15 @@ def make_finding_failure(
     evidence: Evidence,
     end: RankEnd,
     finding: Finding | None,
-    capacity_bytes: int | None,
+    device_bytes: int | None,
 ) -> Failure | None:
+    """Return the failure that the rank's decisive log line (the finding) names; None if it names
+    none, or is refuted.
+    """
     kind = (
-        None if finding is None else _confirm_cause(end, finding, evidence, attempt, capacity_bytes)
+        None
+        if finding is None
+        else _confirm_kind_of_cause(end, finding, evidence, attempt, device_bytes)
     )
     if finding is None or kind is None:
         return None
@@ -206,20 +228,22 @@ def make_finding_failure(
         phase=finding.phase,
         reason=join_lines(finding.line),
         excerpt=cut_excerpt(finding.excerpt),
-        broken=broken_extent(finding.line) if finding.cause is Cause.HARDWARE else None,
+        broken=find_extent_of_hardware_error(finding.line)
+        if finding.cause is Cause.HARDWARE
+        else None,
         about=find_faulty_thing(finding.line) if kind is FailureKind.USER_ERROR else None,
     )
 
 
-def _confirm_cause(
-    end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
+def _confirm_kind_of_cause(
+    end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, device_bytes: int | None
 ) -> FailureKind | None:
-    """Return the kind of failure for a finding's cause; None where other evidence refutes that
-    cause.
+    """Return the kind of failure for the cause that a log line names; None where other evidence
+    refutes that cause.
     """
-    nearly_full = is_nearly_full(attempt, evidence, capacity_bytes)
+    nearly_full = is_nearly_full(attempt, evidence, device_bytes)
     kinds: dict[Cause, FailureKind | None] = {
-        Cause.NOT_OOM: FailureKind.HUNG if _has_timed_out(end) else FailureKind.USER_ERROR,
+        Cause.NOT_OOM: FailureKind.HUNG if _had_collective_timeout(end) else FailureKind.USER_ERROR,
         Cause.HANG: FailureKind.HUNG,
         Cause.TIMEOUT: FailureKind.HUNG,
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
@@ -236,14 +260,14 @@ def _confirm_cause(
     return kinds[finding.cause] if finding.cause in kinds else FailureKind(finding.cause.value)
 
 
-def _has_timed_out(end: RankEnd) -> bool:
-    """Return whether a collective of this rank timed out, because ranks no longer ran the same
-    operations.
+def _had_collective_timeout(end: RankEnd) -> bool:
+    """Return whether a collective operation of this rank timed out, because ranks no longer ran the
+    same operations.
     """
     return any(finding.cause is Cause.TIMEOUT for finding in end.findings)
 
 
-def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
+def _find_signal_failure(evidence: Evidence, end: RankEnd) -> Failure | None:
     """Return the failure for the signal that ended the rank, or the rank that its launcher saw fail
     first.
 
@@ -272,12 +296,12 @@ def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
     return Failure(kind=kind, rank=rank, reason=reason, excerpt=cut_excerpt(end.log_tail))
 
 
-def blame_oom_killer(evidence: Evidence, failure: Failure) -> Failure:
-    """Return the failure, changed to HOST_OOM where the kernel killed processes for memory
-    meanwhile.
+def blame_oom_killer_if_active(evidence: Evidence, failure: Failure) -> Failure:
+    """Return the failure, changed to HOST_OOM if the kernel killed processes for memory during the
+    attempt.
 
-    It stays as it is where an exception or broken hardware explains the end: the counter is the
-    whole node's.
+    It is unchanged where an exception or broken hardware explains the end: the kernel's counter is
+    the whole node's.
     """
     is_mistake = failure.ending is not None and failure.ending.is_own and bool(failure.excerpt)
     is_open = failure.ending is not None or failure.kind in (
@@ -295,19 +319,21 @@ def blame_oom_killer(evidence: Evidence, failure: Failure) -> Failure:
 
 
 def list_log_findings(end: RankEnd, command: Argv) -> tuple[Finding, ...]:
-    """Return the findings of the rank's log; where the whole log was not scanned, those of its end."""
+    """Return the lines of the rank's log that may explain its end; from the log's end alone if no
+    more was scanned.
+    """
     return end.findings or find_log_findings(end.log_tail, command)
 
 
 def order_by_suspicion(evidence: Evidence) -> list[RankEnd]:
-    """Return the ranks, most suspect first: the one that ended first, then failed ones, then the
-    rest.
+    """Return the ends of the ranks, the one that most likely caused the attempt's end first.
 
-    Ranks that the backend ended by a signal come last among the failed ones. Where the kernel
-    killed for memory, the killed rank comes before those.
+    First comes the rank that ended first, then failed ones, then the rest. Ranks that the backend
+    ended by a signal come last among the failed ones. Where the kernel killed for memory, the
+    killed rank comes before those.
     """
 
-    def doubt(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:
+    def suspicion_key(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:
         return (
             end.rank != evidence.first_ended_rank,
             end.exit_code == 0,
@@ -316,4 +342,4 @@ def order_by_suspicion(evidence: Evidence) -> list[RankEnd]:
             end.rank,
         )
 
-    return sorted(evidence.ranks, key=doubt)
+    return sorted(evidence.ranks, key=suspicion_key)

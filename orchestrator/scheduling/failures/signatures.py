@@ -36,8 +36,8 @@ def _longest_literal(pattern: str) -> str:
 
 
 def may_name_failure(line: str) -> bool:
-    """Return whether a log line may name a cause of failure or belong to a traceback: a fast first
-    check.
+    """Return whether a log line may name a cause of failure, or be part of a traceback: a fast
+    first check.
     """
     return any(map(line.__contains__, TELLING))
 
@@ -122,71 +122,70 @@ _ZERO_BEFORE = re.compile(r"(?:^|[\s=:])0\s+(?:[\w-]+\s+){0,2}\Z")
 _ZERO_AFTER = re.compile(r"\w{0,12}\s?\w{0,12}\s?[:=]\s*0(?![.\d])")
 
 
-def find_catalogue_cause(text: str) -> Cause | None:
-    """Return the cause of the first rule of the catalogue that the text matches; None without a
-    match.
+def find_cause_in_catalogue(line: str) -> Cause | None:
+    """Return the cause in the first row of signatures.yaml whose pattern the line matches; None
+    without a match.
     """
     for needle, (cause, pattern) in zip(NEEDLES, RULES, strict=True):
-        if needle in text and pattern.search(text):
+        if needle in line and pattern.search(line):
             return cause
     return None
 
 
-def find_memory_cause(text: str) -> Cause | None:
-    """Return HOST_OOM or DEVICE_OOM where a line unknown to the catalogue says that memory was
-    lacking; else None.
+def find_memory_cause_in_line(line: str) -> Cause | None:
+    """Return HOST_OOM or DEVICE_OOM if the line says that memory was lacking; else None.
 
-    Lines of advice name nothing. Neither do lines with a `=`, unless they say that a process was
-    killed.
+    It is for lines that no rule of the catalogue knows. Lines of advice name nothing. Neither do
+    lines with a `=`, unless they say that a process was killed.
     """
-    if _ADVICE.search(text):
+    if _ADVICE.search(line):
         return None
-    if _KILLED_FOR_MEMORY.search(text) and not _ON_DEVICE.search(text):
+    if _KILLED_FOR_MEMORY.search(line) and not _ON_DEVICE.search(line):
         return Cause.HOST_OOM
-    return None if "=" in text else find_message_cause(text)
+    return None if "=" in line else find_memory_cause_in_message(line)
 
 
-def find_message_cause(text: str) -> Cause | None:
-    """Return HOST_OOM or DEVICE_OOM where an exception's message says that memory was lacking; else
+def find_memory_cause_in_message(message: str) -> Cause | None:
+    """Return HOST_OOM or DEVICE_OOM if an exception's message says that memory was lacking; else
     None.
 
     Memory of no named kind is the device's, since a training has most of its memory there.
     """
-    if _NO_ALLOCATION.search(text):
+    if _NO_ALLOCATION.search(message):
         return None
-    if _CODE_2.search(text):
+    if _CODE_2.search(message):
         return Cause.DEVICE_OOM
-    fails = _FAILURE.search(_ALLOCATION.sub("", text)) if _ALLOCATION.search(text) else None
-    if fails and _ON_DEVICE.search(text):
-        return Cause.HOST_OOM if _ON_HOST.search(text) else Cause.DEVICE_OOM
-    if fails and _ON_HOST.search(text):
+    fails = _FAILURE.search(_ALLOCATION.sub("", message)) if _ALLOCATION.search(message) else None
+    if fails and _ON_DEVICE.search(message):
+        return Cause.HOST_OOM if _ON_HOST.search(message) else Cause.DEVICE_OOM
+    if fails and _ON_HOST.search(message):
         return Cause.HOST_OOM
-    return Cause.DEVICE_OOM if _UNPLACED.search(text) else None
+    return Cause.DEVICE_OOM if _UNPLACED.search(message) else None
 
 
-def mentions_device(text: str) -> bool:
-    """Return whether a line mentions a device."""
-    return _ON_DEVICE.search(text) is not None
+def mentions_device(line: str) -> bool:
+    """Return whether a line mentions a GPU or another accelerator."""
+    return _ON_DEVICE.search(line) is not None
 
 
-def blames_other_process(text: str) -> bool:
+def blames_other_process(message: str) -> bool:
     """Return whether an exception says that its cause is the error of another process."""
-    return _POINTS_ELSEWHERE.search(text) is not None
+    return _POINTS_ELSEWHERE.search(message) is not None
 
 
-def only_mentions_failure(text: str) -> bool:
-    """Return whether a line only mentions a failure: quoted, in a table or settings, or with a
-    count of zero.
+def only_mentions_failure(line: str) -> bool:
+    """Return whether a line names a failure that did not happen: quoted, in a table or settings, or
+    with a count of zero.
     """
-    if _TABLE_ROW.match(text) or _SETTING.match(text):
+    if _TABLE_ROW.match(line) or _SETTING.match(line):
         return True
-    match = _find_cause_match(text)
+    match = _find_cause_match(line)
     if match is None:
         return False
-    before = text[: match.start()]
-    after = text[match.end() :]
+    before = line[: match.start()]
+    after = line[match.end() :]
     is_zero = _ZERO_BEFORE.search(before) or _ZERO_AFTER.match(after)
-    if is_zero and _COUNTER.search(text):
+    if is_zero and _COUNTER.search(line):
         return True
     for quote in "\"'":
         opened = before.rfind(quote)
@@ -197,16 +196,16 @@ def only_mentions_failure(text: str) -> bool:
     return False
 
 
-def _find_cause_match(text: str) -> re.Match[str] | None:
-    """Return the part of a line that names its cause; None without one."""
+def _find_cause_match(line: str) -> re.Match[str] | None:
+    """Return the match of the part of a line that names its cause; None without one."""
     for needle, (_, pattern) in zip(NEEDLES, RULES, strict=True):
-        if needle in text and (match := pattern.search(text)):
+        if needle in line and (match := pattern.search(line)):
             return match
-    return _ALLOCATION.search(text)
+    return _ALLOCATION.search(line)
 
 
-def broken_extent(line: str) -> Extent:
-    """Return whether a hardware error in a log line concerns one device or, as a driver error, the
-    whole node.
+def find_extent_of_hardware_error(line: str) -> Extent:
+    """Return whether the hardware error in a log line concerns one device, or the whole node, as an
+    error of the driver does.
     """
     return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE

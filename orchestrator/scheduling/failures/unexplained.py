@@ -80,7 +80,7 @@ def make_unexplained_failure(
 
 
 def join_lines(text: str) -> str:
-    """Return a message of several lines as one line."""
+    """Return a text of several lines as one line, with single spaces."""
     return " ".join(text.split())
 
 
@@ -90,6 +90,7 @@ def cut_excerpt(text: str) -> str:
 
 
 def _describe_exception(finding: Finding) -> str:
+    """Return the type and message of the exception in a log finding as one line of text."""
     message = join_lines(finding.line.partition(":")[2])
     return f"{exception_type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
 

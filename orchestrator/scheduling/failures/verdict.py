@@ -13,11 +13,11 @@ from orchestrator.scheduling.failures.places import (
     RECENT_S,
     devices_of_placement,
     ended_alike_elsewhere,
-    find_suspects,
-    format_places,
-    may_accuse_device,
+    find_suspects_and_accusers,
+    format_devices_or_nodes,
+    may_be_device_fault,
     nodes_of_placement,
-    recent_ends_of_others,
+    select_recent_ends_of_others,
 )
 from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Shortage, Verdict
 from orchestrator.specs.cluster import Node
@@ -56,23 +56,23 @@ def add_verdict(
     job: Job,
     attempt: Attempt,
     failure: Failure,
-    ends: Sequence[UnexplainedEnd],
+    unexplained_ends: Sequence[UnexplainedEnd],
     nodes: Sequence[Node],
 ) -> Failure:
     """Return the failure with its verdict (whether and when the job is tried again) and the reason
     for it.
 
-    `ends` are all jobs' remembered unexplained ends, `nodes` the live nodes. A failure that is
-    neither unexplained nor a shortage is returned unchanged. Where the verdict ends the job, its
+    `unexplained_ends` are the remembered ones of all jobs, `nodes` the live nodes. A failure that
+    is neither unexplained nor a shortage is returned unchanged. Where the verdict ends the job, its
     kind may become USER_ERROR.
     """
     assert attempt.ended_at_s is not None
     if failure.kind.shortage is not None:
-        return _judge_shortage(job, attempt, failure, failure.kind.shortage)
+        return _add_verdict_on_shortage(job, attempt, failure, failure.kind.shortage)
     if failure.ending is None:
         return failure
-    others = recent_ends_of_others(ends, job, attempt.ended_at_s)
-    verdict, reason = _find_verdict(job, attempt, failure, failure.ending, others, nodes)
+    others = select_recent_ends_of_others(unexplained_ends, job, attempt.ended_at_s)
+    verdict, reason = _find_verdict_and_reason(job, attempt, failure, failure.ending, others, nodes)
     kind = (
         FailureKind.USER_ERROR
         if verdict.wait_s is None and verdict.row in PROGRAM_ROWS
@@ -81,19 +81,22 @@ def add_verdict(
     return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
 
 
-def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shortage) -> Failure:
-    """Return the failure with a wait before the next attempt, or without a further attempt.
+def _add_verdict_on_shortage(
+    job: Job, attempt: Attempt, failure: Failure, shortage: Shortage
+) -> Failure:
+    """Return the failure with the verdict for a shortage, such as a full disk: a wait and a new
+    attempt, or the job's end.
 
-    There is none where the job trained for long and left no checkpoint, or has waited for as long
-    as it may.
+    The job ends where it trained for long and left no checkpoint, or has waited for as long as it
+    may.
     """
     assert attempt.ended_at_s is not None
     waits = [
         earlier
-        for earlier in _attempts_since_progress(job, attempt)
+        for earlier in _list_attempts_since_checkpoint(job, attempt)
         if earlier.failure and earlier.failure.verdict and earlier.failure.kind is failure.kind
     ]
-    wait_s = _next_wait_s(waits, attempt.ended_at_s, shortage)
+    wait_s = _wait_for_shortage_s(waits, attempt.ended_at_s, shortage)
     if attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt):
         lost = describe_missing_checkpoint(job.spec)
         wait_s = None
@@ -109,38 +112,45 @@ def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shor
     )
 
 
-def _next_wait_s(waits: Sequence[Attempt], at_s: float, shortage: Shortage) -> float | None:
+def _wait_for_shortage_s(
+    earlier_attempts: Sequence[Attempt], at_s: float, shortage: Shortage
+) -> float | None:
     """Return the seconds to wait before the next attempt; None where the job has waited for as long
     as it may.
 
-    `waits` are the earlier attempts that ended for the same lack.
+    `earlier_attempts` are those that ended for the same shortage, oldest first. Each wait is twice
+    as long as the last.
     """
-    if waits and at_s - waits[0].end_or(at_s) > shortage.total_s:
+    if earlier_attempts and at_s - earlier_attempts[0].end_or(at_s) > shortage.total_s:
         return None
-    return min(shortage.first_s * 2 ** len(waits), shortage.longest_s)
+    return min(shortage.first_s * 2 ** len(earlier_attempts), shortage.longest_s)
 
 
-def _find_verdict(
+def _find_verdict_and_reason(
     job: Job,
     attempt: Attempt,
     failure: Failure,
     ending: Ending,
-    others: Sequence[UnexplainedEnd],
+    ends_of_other_jobs: Sequence[UnexplainedEnd],
     nodes: Sequence[Node],
 ) -> tuple[Verdict, str]:
     """Return (the verdict of the first row that applies, the reason as text).
 
-    Rows about this job alone come before rows that compare several jobs.
+    Rows are those of the table in `docs/reference/failures-and-retries.md`. Rows about this job
+    alone come before rows that compare several jobs.
     """
     retries = job.spec.retries
-    before = _unexplained_attempts(job, attempt)
-    if _may_retry_exit_code(job, attempt) and len(_attempts_of_row(before, 4)) < retries.on_error:
+    before = _list_unexplained_attempts(job, attempt)
+    if (
+        _may_retry_exit_code(job, attempt)
+        and len(_select_attempts_of_row(before, 4)) < retries.on_error
+    ):
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
-    if failure.near_limit and not _attempts_of_row(before, NEAR_LIMIT_ROW):
+    if failure.near_limit and not _select_attempts_of_row(before, NEAR_LIMIT_ROW):
         verdict = Verdict(row=NEAR_LIMIT_ROW, wait_s=PROGRAM_WAIT_S, budget="unknown")
         return verdict, "unexplained, near its limit: one attempt with less memory"
     if ending.is_own and ending.step is None:
-        when = ", before its first step" if _had_guard(attempt) else ""
+        when = ", before its first step" if _ran_with_guard(attempt) else ""
         return Verdict(row=10, wait_s=None), f"the program's own error{when}"
     # what a service refuses before the first step may be refused again; the same end within the training is a repeat
     if not ending.may_pass or ending.step is not None:
@@ -151,26 +161,30 @@ def _find_verdict(
                 and previous.signature == ending.signature
                 and ended_at_same_point(previous, ending)
             ):
-                return _judge_repeated(attempt, earlier, ending, nodes)
+                return _verdict_and_reason_if_repeated(attempt, earlier, ending, nodes)
     if not ending.is_own:
-        places, _ = find_suspects(job, attempt, others, nodes)
-        if places and may_accuse_device(ending) and not ended_alike_elsewhere(job, attempt, ending):
+        places, _ = find_suspects_and_accusers(job, attempt, ends_of_other_jobs, nodes)
+        if (
+            places
+            and may_be_device_fault(ending)
+            and not ended_alike_elsewhere(job, attempt, ending)
+        ):
             return Verdict(
                 row=1, wait_s=0.0, budget="node", elsewhere=True
-            ), f"{format_places(places)} is suspect"
-        if _is_service_failure(attempt, ending, others):
-            return _judge_outside_service(job, attempt)
+            ), f"{format_devices_or_nodes(places)} is suspect"
+        if _is_service_failure(attempt, ending, ends_of_other_jobs):
+            return _verdict_and_reason_of_outside_service(job, attempt)
     verdict, reason = (
-        _judge_before_training(attempt, ending, before)
+        _verdict_and_reason_before_training(attempt, ending, before)
         if ending.step is None
-        else _judge_in_training(job, attempt, ending, before)
+        else _verdict_and_reason_in_training(job, attempt, ending, before)
     )
     is_second = bool(before) and not ending.may_pass
     return replace(verdict, elsewhere=is_second), reason
 
 
-def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
-    """Return the job's earlier attempts that ended for no known reason."""
+def _list_unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
+    """Return the job's attempts before this one that ended for no known reason."""
     return [
         earlier
         for earlier in job.attempts[: attempt.number - 1]
@@ -179,26 +193,33 @@ def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
 
 
 def _may_retry_exit_code(job: Job, attempt: Attempt) -> bool:
-    """Return whether `retries.exit_codes` lists an exit code of the attempt, or is empty."""
+    """Return whether the job's `retries.exit_codes` is empty, or lists an exit code of the attempt."""
     codes = job.spec.retries.exit_codes
     return not codes or any(end.exit_code in codes for end in attempt.facts.ranks)
 
 
-def _judge_repeated(
-    attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]
+def _verdict_and_reason_if_repeated(
+    attempt: Attempt, alike_attempt: Attempt, ending: Ending, nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
-    """Return (verdict, reason) of rows 5 to 7: the job ended the same way at the same point as in
-    attempt `last`.
+    """Return (verdict, reason) where the job ended the same way at the same point as in
+    `alike_attempt`.
+
+    These are rows 5 to 7 of the table of verdicts.
     """
     point = f"after step {ending.step}"
     if ending.step is None:
-        point = "before its first step" if _had_guard(attempt) else "alike"
+        point = "before its first step" if _ran_with_guard(attempt) else "alike"
     devices = devices_of_placement(attempt.placement)
-    if not devices & devices_of_placement(last.placement):
-        places = f"on {format_places(devices_of_placement(last.placement))} and on {format_places(devices)}"
+    if not devices & devices_of_placement(alike_attempt.placement):
+        earlier = format_devices_or_nodes(devices_of_placement(alike_attempt.placement))
+        places = f"on {earlier} and on {format_devices_or_nodes(devices)}"
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
-    if others >= len(devices) and not ending.is_own and not _attempts_of_row([last], 6):
+    if (
+        others >= len(devices)
+        and not ending.is_own
+        and not _select_attempts_of_row([alike_attempt], 6)
+    ):
         return Verdict(
             row=6, wait_s=0.0, budget="unknown", elsewhere=True
         ), f"twice {point}: tried elsewhere"
@@ -208,14 +229,18 @@ def _judge_repeated(
     ), reason if ending.is_own else f"{reason}, and no other device could tell"
 
 
-def _is_service_failure(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
-    """Return whether row 2 applies: enough jobs ended alike on enough nodes within RECENT_S
-    seconds.
+def _is_service_failure(
+    attempt: Attempt, ending: Ending, ends_of_other_jobs: Sequence[UnexplainedEnd]
+) -> bool:
+    """Return whether an outside service seems to fail: enough jobs ended alike on enough nodes
+    within RECENT_S seconds.
+
+    This is the condition of row 2 of the table of verdicts.
     """
     assert attempt.ended_at_s is not None
     alike = [
         end
-        for end in others
+        for end in ends_of_other_jobs
         if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
     ]
     nodes = nodes_of_placement(attempt.placement).union(
@@ -224,11 +249,13 @@ def _is_service_failure(attempt: Attempt, ending: Ending, others: Sequence[Unexp
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
-    """Return (verdict, reason) of row 2: several jobs lack the same outside service."""
+def _verdict_and_reason_of_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
+    """Return (verdict, reason) where several jobs ended alike because the same outside service
+    failed (row 2).
+    """
     assert attempt.ended_at_s is not None
-    waits = _attempts_of_row(_attempts_since_progress(job, attempt), 2)
-    wait_s = _next_wait_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
+    waits = _select_attempts_of_row(_list_attempts_since_checkpoint(job, attempt), 2)
+    wait_s = _wait_for_shortage_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
     how_long = (
         f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours"
         if wait_s is None
@@ -239,40 +266,42 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     ), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
-def _judge_before_training(
-    attempt: Attempt, ending: Ending, before: Sequence[Attempt]
+def _verdict_and_reason_before_training(
+    attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
-    """Return (verdict, reason) of row 11: no step was counted, and nothing blames the program."""
-    count = len(_attempts_of_row(before, 11))
+    """Return (verdict, reason) where no step was counted and nothing blames the program (row 11)."""
+    count = len(_select_attempts_of_row(earlier_attempts, 11))
     wait_s = (
-        _refused_wait_s(before)
+        _wait_after_refusal_s(earlier_attempts)
         if ending.may_pass
         else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
     )
     return (
         Verdict(row=11, wait_s=wait_s, budget="startup"),
-        f"{'no step was made' if _had_guard(attempt) else 'nothing explains it'}: again after {wait_s:.0f} s",
+        f"{'no step was made' if _ran_with_guard(attempt) else 'nothing explains it'}: again after {wait_s:.0f} s",
     )
 
 
-def _had_guard(attempt: Attempt) -> bool:
-    """Return whether the guard ran in the program; without it, unseen steps may have been made."""
+def _ran_with_guard(attempt: Attempt) -> bool:
+    """Return whether our guard ran in the program; without it, steps may have been made that nobody
+    counted.
+    """
     return any(beat.torch_version for beat in attempt.heartbeats)
 
 
-def _judge_in_training(
-    job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]
+def _verdict_and_reason_in_training(
+    job: Job, attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
-    """Return (verdict, reason) of rows 7 to 9: steps were made, and a checkpoint has saved them or
-    not.
+    """Return (verdict, reason) where steps were made, whether or not a checkpoint saved them (rows
+    7 to 9).
     """
     if ending.may_pass:
-        wait_s = _refused_wait_s(before)
+        wait_s = _wait_after_refusal_s(earlier_attempts)
     else:
         wait_s = (
             PROGRAM_WAIT_S
             if ending.is_own
-            else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
+            else min(TRAINED_FIRST_S * 2 ** len(earlier_attempts), TRAINED_MAX_S)
         )
     saved = _saved_step(attempt)
     saved_before = max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
@@ -287,7 +316,7 @@ def _judge_in_training(
         unmatched = describe_unmatched_patterns(job.spec, attempt)
         reason = f"{describe_missing_checkpoint(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
         return Verdict(row=9, wait_s=None), reason
-    endings = [earlier.failure.ending for earlier in before if earlier.failure]
+    endings = [earlier.failure.ending for earlier in earlier_attempts if earlier.failure]
     alike = [
         previous for previous in endings if previous and previous.signature == ending.signature
     ]
@@ -298,8 +327,8 @@ def _judge_in_training(
 
 
 def describe_missing_checkpoint(spec: JobSpec) -> str:
-    """Return text that the last attempt left no checkpoint, or none whose step the job file can
-    read.
+    """Return text that no checkpoint was left, or none of which the job file says how to read the
+    step.
     """
     if spec.is_script and spec.resume.step is None:
         return "no checkpoint of a known step (`resume.step` is not set)"
@@ -307,8 +336,10 @@ def describe_missing_checkpoint(spec: JobSpec) -> str:
 
 
 def describe_unmatched_patterns(spec: JobSpec, attempt: Attempt) -> str:
-    """Return text with the checkpoint patterns that matched nothing and the files that exist; ""
-    without any.
+    """Return text with the job's checkpoint patterns, which matched nothing, and the files that
+    exist.
+
+    It is "" where a pattern matched or nothing was written.
     """
     if not attempt.facts.unmatched:
         return ""
@@ -317,30 +348,31 @@ def describe_unmatched_patterns(spec: JobSpec, attempt: Attempt) -> str:
     return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints` and `resume.step`)"
 
 
-def _refused_wait_s(before: Sequence[Attempt]) -> float:
-    """Return the seconds to wait after a network or service refused, more after the first time."""
-    endings = [attempt.failure.ending for attempt in before if attempt.failure]
+def _wait_after_refusal_s(earlier_attempts: Sequence[Attempt]) -> float:
+    """Return the seconds to wait after a network or service refused; more after the first refusal."""
+    endings = [attempt.failure.ending for attempt in earlier_attempts if attempt.failure]
     count = sum(ending is not None and ending.may_pass for ending in endings)
     return REFUSED_WAITS_S[min(count, len(REFUSED_WAITS_S) - 1)]
 
 
-def _attempts_since_progress(job: Job, attempt: Attempt) -> Sequence[Attempt]:
-    """Return the earlier attempts since the newest checkpoint was left; () where this attempt left
-    it.
+def _list_attempts_since_checkpoint(job: Job, attempt: Attempt) -> Sequence[Attempt]:
+    """Return the attempts before this one since the newest checkpoint was left; () if this attempt
+    left that.
     """
     before = job.attempts[: attempt.number - 1]
     saved = list(map(_saved_step, (*before, attempt)))
     return before[saved.index(max(saved)) :]
 
 
-def _attempts_of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
-    """Return those of the attempts whose verdict came from this row."""
+def _select_attempts_of_row(attempts: Sequence[Attempt], row_number: int) -> list[Attempt]:
+    """Return those of the attempts whose verdict came from this row of the table of verdicts."""
     return [
         attempt
         for attempt in attempts
-        if attempt.failure and attempt.failure.verdict and attempt.failure.verdict.row == row
+        if attempt.failure and attempt.failure.verdict and attempt.failure.verdict.row == row_number
     ]
 
 
 def _saved_step(attempt: Attempt) -> int:
+    """Return the step of the newest checkpoint that the attempt left; 0 without one."""
     return 0 if attempt.probe else attempt.facts.checkpoint_step or 0

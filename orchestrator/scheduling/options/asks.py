@@ -11,8 +11,8 @@ from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     JobOptions,
-    calibration_for,
     list_job_options,
+    make_calibration_for_job,
 )
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
@@ -27,7 +27,9 @@ BATCHES_MAX = 6  # halvings of the global batch that are tried where the job fil
 
 
 class Question(NamedTuple):
-    """A question to a person, because every plan that is left would change the training."""
+    """What follows for a job without a fitting plan: a question to a person, or a change that the
+    job file already allows.
+    """
 
     text: str  # with the command that allows it; if already allowed, the change that the job makes
     answer: Facts = ()  # what that command allows, as the API takes it
@@ -35,13 +37,16 @@ class Question(NamedTuple):
     allowed: JobSpec | None = None
 
 
-def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Question | None:
-    """Return the change or the question for a job without a fitting plan; None where no change
-    helps.
+def find_change_or_question(
+    state: State, job: Job, node_groups: Sequence[NodeGroup]
+) -> Question | None:
+    """Return the change or the question for a job without a fitting plan; None where no change of
+    the training helps.
 
     A change that the job file allows needs no answer. The question is for the mildest class of
-    degradation by which a plan may fit. Where none does, it is for half the global batch, a quarter
-    and so on, the largest that fits. Only a job that ran out of memory asks.
+    degradation (numeric before semantic) by which a plan may fit. Where none does, it is for half
+    the global batch, a quarter and so on, the largest that fits. Only a job that ran out of memory
+    asks.
     """
     if job.spec.degrade.keeps_plan:
         return None
@@ -49,16 +54,16 @@ def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Q
         job.spec.degrade.global_batch_size is not None
         and job.spec.degrade.limit is Degradation.SEMANTIC
     ):
-        for spec in smaller_batches(job.spec):
-            if _has_plan(state, replace(job, spec=spec), groups):
-                text = f"goes on with {_in_words(spec)}: no plan of {job.spec.global_batch_size} is left"
+        for spec in iterate_halved_batches(job.spec):
+            if _may_any_plan_fit(state, replace(job, spec=spec), node_groups):
+                text = f"goes on with {_describe_batch_and_rate(spec)}: no plan of {job.spec.global_batch_size} is left"
                 return Question(text, allowed=spec)
     if job.last is None or not ran_out_of_memory(job.last):
         return None
     for spec, name, value, meaning in _list_allowable_changes(job.spec):
-        if _has_plan(state, replace(job, spec=spec), groups):
+        if _may_any_plan_fit(state, replace(job, spec=spec), node_groups):
             command = f"`orc retry {job.id} --{name.replace('_', '-')} {value}`"
-            knobs = _describe_missing_knobs(state, job, groups)
+            knobs = _describe_missing_knobs(state, job, node_groups)
             return Question(
                 f"no plan of the same training is left{knobs}. {command} goes on with {meaning}",
                 answer=((name, value),),
@@ -66,12 +71,14 @@ def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Q
     return None
 
 
-def _describe_missing_knobs(state: State, job: Job, groups: Sequence[NodeGroup]) -> str:
-    """Return text that names the batch knobs with which the script could keep its training; ""
-    without any.
+def _describe_missing_knobs(state: State, job: Job, node_groups: Sequence[NodeGroup]) -> str:
+    """Return text that names the knobs (flags) for batches with which the script could keep its
+    training.
+
+    It is "" where there are none, or where they would not help.
     """
     missing, spec = with_batch_knobs(job.spec)
-    if not missing or not _has_plan(state, replace(job, spec=spec), groups):
+    if not missing or not _may_any_plan_fit(state, replace(job, spec=spec), node_groups):
         return ""
     names = " and ".join(f"`{name}`" for name in missing)
     return (
@@ -79,19 +86,19 @@ def _describe_missing_knobs(state: State, job: Job, groups: Sequence[NodeGroup])
     )
 
 
-def _has_plan(state: State, job: Job, groups: Sequence[NodeGroup]) -> bool:
-    """Return whether a plan of the job may fit any of the groups."""
-    for group in groups:
+def _may_any_plan_fit(state: State, job: Job, node_groups: Sequence[NodeGroup]) -> bool:
+    """Return whether any plan of the job may fit on any of these groups of nodes."""
+    for group in node_groups:
         options = list_job_options(
-            job, group, calibration_for(state, job, group.hardware.device.name), 0.0
+            job, group, make_calibration_for_job(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
             return True
     return False
 
 
-def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
-    """Yield copies of the job with half its global batch, a quarter and so on.
+def iterate_halved_batches(spec: JobSpec) -> Iterator[JobSpec]:
+    """Yield copies of the job with half its global batch size, a quarter and so on.
 
     Each has the learning rate that its job file gives for that batch.
     """
@@ -105,22 +112,25 @@ def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
         yield with_global_batch(spec, batch)
 
 
-def learning_rate_factor(spec: JobSpec, share: float) -> float:
-    """Return the factor on the learning rate when the global batch shrinks to `share` (0 to 1) of
-    its size.
+def learning_rate_factor(spec: JobSpec, batch_ratio: float) -> float:
+    """Return the factor on the learning rate if the global batch shrinks to `batch_ratio` (0 to 1)
+    of its size.
 
-    Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi et al. 2022, arXiv:2205.10287.
+    The job file names the rule. Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi
+    et al. 2022, arXiv:2205.10287.
     """
     rule = spec.degrade.global_batch_size
-    return {"linear": share, "sqrt": math.sqrt(share), "same": 1.0}[
+    return {"linear": batch_ratio, "sqrt": math.sqrt(batch_ratio), "same": 1.0}[
         "same" if rule is None else rule.learning_rate
     ]
 
 
-def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
-    """Return the job with `batch` as its global batch, and the learning rate that follows from it."""
-    changes = dict[str, object](global_batch_size=batch)
-    factor = learning_rate_factor(spec, batch / spec.global_batch_size)
+def with_global_batch(spec: JobSpec, batch_size: int) -> JobSpec:
+    """Return the job with this global batch size, and with the learning rate that its rule gives
+    for that size.
+    """
+    changes = dict[str, object](global_batch_size=batch_size)
+    factor = learning_rate_factor(spec, batch_size / spec.global_batch_size)
     rate = spec.learning_rate
     knob = spec.knobs.learning_rate
     if rate is not None and knob is not None and spec.is_script:
@@ -134,7 +144,8 @@ def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
     return spec.model_copy(update=changes)
 
 
-def _in_words(spec: JobSpec) -> str:
+def _describe_batch_and_rate(spec: JobSpec) -> str:
+    """Return the job's samples per step and its learning rate as text."""
     rule = spec.degrade.global_batch_size
     rate = "" if spec.learning_rate is None else f" {spec.learning_rate:.3g}"
     is_same = rule is None or rule.learning_rate == "same"
@@ -142,8 +153,8 @@ def _in_words(spec: JobSpec) -> str:
 
 
 def _list_allowable_changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
-    """Yield (changed job, option, value, meaning) for each change that a person may allow on the
-    command line.
+    """Yield (changed job, option, its value, what it means) for each change that a person may allow
+    by `orc retry`.
     """
     for wider in (Degradation.NUMERIC, Degradation.SEMANTIC):
         if wider > spec.degrade.limit:
@@ -152,12 +163,12 @@ def _list_allowable_changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str |
             allowed = spec.model_copy(update={"degrade": degrade})
             yield allowed, "allow", word, f"{word} changes"
             if wider is Degradation.SEMANTIC and degrade.global_batch_size is not None:
-                for smaller in smaller_batches(allowed):
-                    yield smaller, "allow", word, _in_words(smaller)
+                for smaller in iterate_halved_batches(allowed):
+                    yield smaller, "allow", word, _describe_batch_and_rate(smaller)
     if spec.degrade.global_batch_size is None:
-        for smaller in smaller_batches(spec):
+        for smaller in iterate_halved_batches(spec):
             batch = smaller.global_batch_size
-            meaning = _in_words(smaller)
+            meaning = _describe_batch_and_rate(smaller)
             if spec.learning_rate is not None:
                 rate = spec.learning_rate * batch / spec.global_batch_size
                 meaning += f"; `--learning-rate linear` beside it makes that {rate:.3g}"
@@ -166,57 +177,61 @@ def _list_allowable_changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str |
 
 def apply_permissions(
     spec: JobSpec,
-    allow: str | None,
+    allowed_degradation: str | None,
     global_batch_size: int | None,
-    learning_rate: LearningRateRule | None = None,
+    learning_rate_rule: LearningRateRule | None = None,
 ) -> JobSpec:
     """Return the job with the changes that a person allowed. Raises SpecError for none or
     contradictory ones.
 
-    `allow` is a class of degradation. `learning_rate` is the rule by which the learning rate
-    follows a smaller batch; None means the rule of the job file, if any.
+    `allowed_degradation` is a class of degradation: `numeric` or `semantic`. By
+    `learning_rate_rule` the learning rate follows a smaller batch; None means the rule of the job
+    file, if any.
     """
-    if allow is None and global_batch_size is None:
+    if allowed_degradation is None and global_batch_size is None:
         raise SpecError(
             "nothing is allowed",
             path="retry",
             hint="say --allow numeric, --allow semantic or --global-batch-size N",
         )
     changes: dict[str, object] = {}
-    if allow is not None:
-        if Degradation[allow.upper()] <= spec.degrade.limit:
-            raise SpecError("is allowed already", path="allow", got=allow)
-        changes["degrade"] = spec.degrade.model_copy(update={"allow": allow})
+    if allowed_degradation is not None:
+        if Degradation[allowed_degradation.upper()] <= spec.degrade.limit:
+            raise SpecError("is allowed already", path="allow", got=allowed_degradation)
+        changes["degrade"] = spec.degrade.model_copy(update={"allow": allowed_degradation})
     if global_batch_size is not None:
         if global_batch_size > spec.global_batch_size:
             raise SpecError(
                 "a larger batch needs more memory", path="global_batch_size", got=global_batch_size
             )
-        if learning_rate is not None:
-            spec = _with_learning_rate(spec, global_batch_size, learning_rate)
+        if learning_rate_rule is not None:
+            spec = _allow_smaller_batch(spec, global_batch_size, learning_rate_rule)
         spec = with_global_batch(spec, global_batch_size)
-    elif learning_rate is not None:
+    elif learning_rate_rule is not None:
         raise SpecError(
             "a learning rate follows a batch",
             path="learning_rate",
-            got=learning_rate,
+            got=learning_rate_rule,
             hint="say --global-batch-size N, too",
         )
     return spec.model_copy(update=changes)
 
 
-def _with_learning_rate(spec: JobSpec, batch: int, rule: LearningRateRule) -> JobSpec:
-    """Return the job with a rule for its learning rate at global batches down to `batch`.
+def _allow_smaller_batch(
+    spec: JobSpec, least_batch: int, learning_rate_rule: LearningRateRule
+) -> JobSpec:
+    """Return the job with permission for global batches down to `least_batch`, and the rule for
+    their learning rate.
 
     Raises SpecError where the script takes no learning rate.
     """
-    if rule != "same" and spec.learning_rate is None:
+    if learning_rate_rule != "same" and spec.learning_rate is None:
         raise SpecError(
             "nothing tells the script another learning rate",
             path="learning_rate",
-            got=rule,
+            got=learning_rate_rule,
             hint="say knobs.learning_rate: {flag: ..., default: NUMBER} in its job file, or same",
         )
-    smaller = SmallerBatch(least=batch, learning_rate=rule)
+    smaller = SmallerBatch(least=least_batch, learning_rate=learning_rate_rule)
     degrade = spec.degrade.model_copy(update={"global_batch_size": smaller})
     return spec.model_copy(update={"degrade": degrade})

@@ -16,11 +16,11 @@ from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     SizeOption,
+    count_steps_left,
+    find_untried_candidates,
     measured_peak_bytes_by_plan,
     measured_step_s_by_plan,
     needed_free_bytes,
-    steps_left,
-    untried_candidates,
 )
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
@@ -38,11 +38,12 @@ CLIMB_SPEED_UP = 1.13
 
 
 def may_move_to_faster_plan(job: Job) -> bool:
-    """Return whether a job that recovered from an out-of-memory failure may move to a faster plan.
+    """Return whether a job that recovered from an out-of-memory failure may restart with a faster
+    plan.
 
-    Its running attempt must be measured and movable without loss, and the job not moved so before.
-    A script of unknown memory never may: only the order of its plans' speeds is known, not the
-    gain.
+    Its running attempt must be measured and movable without loss, and the job was not moved so
+    before. A script of unknown memory never may: only the order of its plans' speeds is known, not
+    the gain.
     """
     attempt = job.last
     if attempt is None or attempt.pace is None or not attempt.pace.peak_bytes or attempt.probe:
@@ -55,31 +56,32 @@ def may_move_to_faster_plan(job: Job) -> bool:
 
 
 def find_faster_option(
-    job: Job, group: NodeGroup, calibrated: Calibration, launch_cost_s: float
+    job: Job, group: NodeGroup, calibration: Calibration, launch_cost_s: float
 ) -> SizeOption | None:
-    """Return the fastest plan on as many devices that is worth a restart; None without one.
+    """Return the fastest plan on the same number of devices that is worth a restart; None without
+    one.
 
-    It must fit with CLIMB_PROBABILITY and save more time than its launch costs. `calibrated`
-    includes the running attempt's measurements. Plans that ran out of memory are excluded, and so
-    are plans that alter the training more.
+    It must fit with probability CLIMB_PROBABILITY and save more time than its launch costs.
+    `calibration` includes the running attempt's measurements. Plans that ran out of memory are
+    excluded, and so are plans that alter the training more.
     """
     attempt = job.last
     assert attempt is not None, job.id
     assert attempt.pace is not None, job.id
-    left = steps_left(job, attempt)
+    left = count_steps_left(job, attempt)
     device = group.hardware.device
     pace = attempt.pace
     if left is None or attempt.step_s <= 0:
         return None
     try:
-        candidates = list(untried_candidates(job, group, calibrated))
+        candidates = list(find_untried_candidates(job, group, calibration))
     except SpecError:  # the job cannot be planned on these devices any more
         return None
     running = next((candidate for candidate in candidates if candidate.plan == attempt.plan), None)
     if running is None:
         return None
     steps = left - pace.steps_done
-    factors = {step_kind_of(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
+    factors = {step_kind_of(attempt.plan): pace.step_s / attempt.step_s}, calibration.step_factors
     steps_s = measured_step_s_by_plan(job, device.name)
     peaks = measured_peak_bytes_by_plan(job, device.name)
     timed = [
@@ -102,12 +104,12 @@ def find_faster_option(
         shape = find_gang_shape(
             candidate.plan,
             devices_per_node=group.hardware.devices_per_node,
-            nodes=group.hardware.nodes,
+            node_count=group.hardware.nodes,
         )
-        least_bytes = needed_free_bytes(candidate, calibrated, peaks)
+        least_bytes = needed_free_bytes(candidate, calibration, peaks)
         fits = (
             candidate.plan in peaks
-            or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY
+            or fit_probability(candidate, device.memory, calibration) >= CLIMB_PROBABILITY
         )
         if shape is not None and fits and candidate.fits_host and least_bytes <= device.memory:
             seconds = launch_cost_s + steps * step_s

@@ -31,22 +31,22 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice, ChoiceRule, allowed_fill_of
 from orchestrator.planning.ways_out import UnfitJob
-from orchestrator.scheduling.base.migration import required_open_s
+from orchestrator.scheduling.base.migration import required_open_node_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
     batch_independent_oom_bytes,
-    candidates_for_oom,
     find_lowerable_phase,
+    select_candidates_after_oom,
 )
 from orchestrator.scheduling.failures.observation import ran_out_of_memory, survived_oom
-from orchestrator.scheduling.failures.out_of_memory import min_loaded_bytes
+from orchestrator.scheduling.failures.out_of_memory import min_startup_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
 from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
 from orchestrator.scheduling.options.probe import (
     find_probe_plan,
-    probe_bytes_bound,
+    max_probe_bytes,
     with_measured_memory,
 )
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -72,7 +72,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """A way to run the job: a plan, how its devices spread over nodes, and its run time."""
+    """A way to run a job: a plan, how its devices are split over nodes, and its run time."""
 
     candidate: Candidate
     shape: GangShape
@@ -86,7 +86,7 @@ class SizeOption:
 
     @property
     def choice(self) -> Choice:
-        """The quantities by which options are compared."""
+        """The quantities by which the rule compares this option with others."""
         return Choice(self.candidate.plan, self.seconds, self.fill, self.shape.crosses_nodes)
 
     @property
@@ -100,8 +100,8 @@ class SizeOption:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobOptions:
-    """All plans of a job that fit an empty group of nodes, and the best of them per number of
-    devices.
+    """All options (plan, devices, run time) of a job that fit a group of idle nodes, and the best
+    per number of devices.
     """
 
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
@@ -109,19 +109,19 @@ class JobOptions:
     most_bytes: int  # the most that any entry requires free on a device
     rule: ChoiceRule
 
-    def best_where(self, is_allowed: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
-        """Return the best option per number of devices, of those options for which `is_allowed` is
-        true.
+    def list_best_where(self, is_allowed: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
+        """Return the best option for each number of devices, among the options for which
+        `is_allowed` returns true.
         """
-        return best_option_per_device_count(
+        return list_best_options_by_device_count(
             (entry for entry in self.fitting if is_allowed(entry)), self.rule
         )
 
 
 @frozen
 class Infeasible:
-    """The result where no plan of a job fits a group of nodes, even if all of its devices are
-    empty.
+    """The result in place of options where no plan of a job fits a group of nodes, even if all
+    devices are idle.
     """
 
     why: Callable[[], str]  # returns the reason; slow, so called only if no other group fits
@@ -133,37 +133,37 @@ NOTHING_LEARNED = DurationHistory()
 
 def list_job_options(
     job: Job,
-    group: NodeGroup,
-    calibrated: Calibration,
+    node_group: NodeGroup,
+    calibration: Calibration,
     launch_cost_s: float,
     history: DurationHistory = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
-    """Return the options of the job's untried plans on an empty group; Infeasible where no plan
-    fits.
+    """Return the options of a job's untried plans on a group of idle nodes; Infeasible where no
+    plan fits.
 
     `history` predicts durations that nothing else tells.
     """
-    device = group.hardware.device
-    job = replace(job, spec=with_measured_memory(job.spec, calibrated))
-    if job.spec.gpus.min > group.devices:
-        too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
+    device = node_group.hardware.device
+    job = replace(job, spec=with_measured_memory(job.spec, calibration))
+    if job.spec.gpus.min > node_group.devices:
+        too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {node_group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
     try:
-        candidates = list(untried_candidates(job, group, calibrated))
+        candidates = list(find_untried_candidates(job, node_group, calibration))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    constant = batch_independent_oom_bytes(_on_device(job, device.name))
+    constant = batch_independent_oom_bytes(_list_attempts_on_device_kind(job, device.name))
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
-    probe, probe_least = _probe_within(device, job, calibrated, candidates)
+    probe, probe_least = _choose_probe_and_bytes(device, job, calibration, candidates)
     if probe is not None:
         candidates = [probe]
     measured = measured_peak_bytes_by_plan(job, device.name)
     shapes = partial(
         find_gang_shape,
-        devices_per_node=group.hardware.devices_per_node,
-        nodes=group.hardware.nodes,
+        devices_per_node=node_group.hardware.devices_per_node,
+        node_count=node_group.hardware.nodes,
     )
 
     def options_from(
@@ -171,7 +171,7 @@ def list_job_options(
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         candidates = [candidate for candidate, _, _ in fitting]
         if probe is None:
-            expected = _predict_durations(job, candidates, group, calibrated, history)
+            expected = _predict_durations(job, candidates, node_group, calibration, history)
         else:
             probe_s = max(0.0, history.expected_probe_s() - launch_cost_s)
             expected = [PredictedDuration(probe_s, probe_s)]
@@ -181,7 +181,7 @@ def list_job_options(
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                required_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                required_open_node_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
@@ -189,7 +189,7 @@ def list_job_options(
             for (candidate, shape, least), length in zip(fitting, expected, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
-            entries = pick_guaranteed(job, entries, group.devices)
+            entries = select_options_as_fast_as_guarantee(job, entries, node_group.devices)
             if not entries:
                 is_timed = not any(
                     has_unknown_step_time(job, candidate.estimate.source)
@@ -198,13 +198,13 @@ def list_job_options(
                 return Infeasible(
                     why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
                 )
-        rule = choice_rule_of(job, device.name, calibrated, entries[0].candidate)
-        best = best_option_per_device_count(entries, rule)
+        rule = make_choice_rule(job, device.name, calibration, entries[0].candidate)
+        best = list_best_options_by_device_count(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
     needs = [
-        (candidate, probe_least or needed_free_bytes(candidate, calibrated, measured))
+        (candidate, probe_least or needed_free_bytes(candidate, calibration, measured))
         for candidate in candidates
         if candidate.fits_host
     ]
@@ -213,13 +213,15 @@ def list_job_options(
         for candidate, least in needs
         if least <= device.memory and (shape := shapes(candidate.plan))
     ]
-    fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
+    fitting = [option for option in fitting if option[0].plan == _find_plan_of_move(job)] or fitting
     if fitting:
-        return options_from(_keep_likely_to_fit(job, group, calibrated, fitting, launch_cost_s))
+        return options_from(
+            _keep_likely_to_fit(job, node_group, calibration, fitting, launch_cost_s)
+        )
     why = partial(
         why_nothing_fits,
-        UnfitJob(job.spec, group.hardware, device.memory, calibrated, job.refuted),
-        min_loaded_bytes(job, device.name),
+        UnfitJob(job.spec, node_group.hardware, device.memory, calibration, job.refuted),
+        min_startup_bytes(job, device.name),
     )
     candidate = find_likeliest(
         (
@@ -227,38 +229,38 @@ def list_job_options(
             for candidate in candidates
             if shapes(candidate.plan)
         ),
-        calibrated,
+        calibration,
     )
     if candidate is None or (shape := shapes(candidate.plan)) is None:
         return Infeasible(why=why)
-    correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
+    correction = calibration.activation_factor_of(candidate.plan, candidate.estimate)
     least = corrected_device_bytes(
         candidate.estimate,
-        min(correction, calibrated.belief.least) if calibrated.belief else correction,
+        min(correction, calibration.belief.least) if calibration.belief else correction,
     )
     likely = options_from([(candidate, shape, least)])
     return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
 
 
-def _probe_within(
-    device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
+def _choose_probe_and_bytes(
+    device: DeviceSpec, job: Job, calibration: Calibration, candidates: Sequence[Candidate]
 ) -> tuple[Candidate | None, int | None]:
-    """Return (the probe to run first, the bytes that it needs according to an earlier probe).
+    """Return (probe to run before the training, bytes that an earlier probe showed it to need).
 
-    Both are None where no probe is needed or fits; the bytes alone are None where nothing was
-    measured.
+    A probe is a short attempt that measures memory. Both are None where no probe is needed or fits;
+    the bytes alone are None where nothing was measured.
     """
-    probe = find_probe_plan(job, device, calibrated, candidates)
-    bound = None if probe is None else probe_bytes_bound(probe, job.last)
+    probe = find_probe_plan(job, device, calibration, candidates)
+    bound = None if probe is None else max_probe_bytes(probe, job.last)
     if bound is not None and bound <= device.memory:
         return probe, bound  # by what was measured, not by what is assumed of the script
-    if probe is not None and needed_free_bytes(probe, calibrated, {}) > device.memory:
+    if probe is not None and needed_free_bytes(probe, calibration, {}) > device.memory:
         return None, None
     return probe, None
 
 
-def _plan_of_climb(job: Job) -> Plan | None:
-    """Return the plan that the job was stopped to move to; None where it was not.
+def _find_plan_of_move(job: Job) -> Plan | None:
+    """Return the plan to which the job was last moved because it is faster; None where it was not.
 
     If that plan then ran out of memory, it is the plan that the job had before.
     """
@@ -270,19 +272,21 @@ def _plan_of_climb(job: Job) -> Plan | None:
     return climber.climbs_to if climber is job.last else None
 
 
-def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
+def select_options_as_fast_as_guarantee(
+    job: Job, options: Sequence[SizeOption], group_device_count: int
+) -> Sequence[SizeOption]:
     """Return the options that are as fast as the job's guarantee, each on the fewest nodes; ()
     without any.
 
-    `devices` is the number of devices in the group. Where it is below the promised number, nodes
-    are away, and the job waits for them. Where the requested plan has failed since it was promised,
-    all options on at least as many devices are returned, or else all options.
+    If the group has fewer devices than were promised, nodes are away, and the job waits for them.
+    The requested plan may have failed since it was promised. Then all options on at least as many
+    devices are returned, or else all options.
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
     packed = [
         replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1]))
-        for entry in entries
+        for entry in options
     ]
     same_size = [entry for entry in packed if entry.devices == job.spec.guaranteed_gpus]
     if guarantee.step is not None:
@@ -302,46 +306,47 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
             entry for entry in packed if entry.seconds <= min(mildest, default=-inf) * AS_FAST
         ]
     is_promised = bool(job.attempts) or job.starts_by_s is not None
-    are_away = guarantee.step is None and devices < job.spec.guaranteed_gpus
+    are_away = guarantee.step is None and group_device_count < job.spec.guaranteed_gpus
     if matches or are_away or not is_promised:
         return matches
     return [entry for entry in packed if entry.devices >= job.spec.guaranteed_gpus] or packed
 
 
-def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
+def _why_not_guaranteed(spec: JobSpec, device_kind: str, *, is_timed: bool) -> str:
+    """Return why no option on this kind of device is as fast as the job's guarantee, as a sentence."""
     if spec.guarantee is not None and spec.guarantee.step is not None and not is_timed:
         return "cannot be promised seconds of a step: nothing tells them; say `speeds`"
     if spec.guarantee is not None and spec.guarantee.step is not None:
-        return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
-    return (
-        f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
-    )
+        return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device_kind} is as fast"
+    return f"cannot be promised the speed of {spec.guaranteed_gpus} {device_kind}: no plan fits on so many"
 
 
 def _keep_likely_to_fit(
     job: Job,
-    group: NodeGroup,
-    calibrated: Calibration,
+    node_group: NodeGroup,
+    calibration: Calibration,
     fitting: Sequence[tuple[Candidate, GangShape, int]],
     launch_cost_s: float,
 ) -> Sequence[tuple[Candidate, GangShape, int]]:
-    """Return the options that are at least as likely to fit as the plan with which the job ends
-    soonest.
+    """Return the options that fit at least as probably as the plan that is best to try first
+    (hedge.py).
 
-    hedge.py finds that plan. Only options of the mildest degradation are kept: a likelier fit is no
-    reason to change what the user asked for.
+    Only options of the mildest degradation are kept: a likelier fit is no reason to change what the
+    user asked for.
     """
-    if calibrated.belief is None or not fitting:
+    if calibration.belief is None or not fitting:
         return fitting
-    device = group.hardware.device
+    device = node_group.hardware.device
     measured = measured_peak_bytes_by_plan(job, device.name)
     mildest = [option for option in fitting if option[0].degradation == fitting[0][0].degradation]
     chances = [
-        1.0 if candidate.plan in measured else fit_probability(candidate, device.memory, calibrated)
+        1.0
+        if candidate.plan in measured
+        else fit_probability(candidate, device.memory, calibration)
         for candidate, _, _ in mildest
     ]
     lengths = _predict_durations(
-        job, [candidate for candidate, _, _ in mildest], group, calibrated, NOTHING_LEARNED
+        job, [candidate for candidate, _, _ in mildest], node_group, calibration, NOTHING_LEARNED
     )
     seconds = [length.seconds for length in lengths]
     if mildest[0][0].estimate.source in UNTIMED:
@@ -356,8 +361,8 @@ def _keep_likely_to_fit(
     ]
 
 
-def choice_rule_of(
-    job: Job, device: str, calibrated: Calibration, candidate: Candidate
+def make_choice_rule(
+    job: Job, device_kind: str, calibration: Calibration, candidate: Candidate
 ) -> ChoiceRule:
     """Return the rule by which the job chooses among its fitting plans; `candidate` is any of them.
 
@@ -369,10 +374,12 @@ def choice_rule_of(
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
-        *measured_step_s_by_plan(job, device),
-        *(observation.plan for observation in calibrated.proven),
+        *measured_step_s_by_plan(job, device_kind),
+        *(observation.plan for observation in calibration.proven),
     }
-    is_measured = bool(job.attempts or calibrated.proven or calibrated.refuted or calibrated.line)
+    is_measured = bool(
+        job.attempts or calibration.proven or calibration.refuted or calibration.line
+    )
     is_counted = not has_unmeasured_cache(candidate.estimate)  # as on a virtual device
     is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
     keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
@@ -384,10 +391,10 @@ def choice_rule_of(
     )
 
 
-def best_option_per_device_count(
+def list_best_options_by_device_count(
     fitting: Iterable[SizeOption], rule: ChoiceRule
 ) -> tuple[SizeOption, ...]:
-    """Return the preferred option for each number of devices, fewest first.
+    """Return the preferred option for each number of devices, fewest devices first.
 
     Numbers of devices that make the job no faster are left out. Only options of the mildest
     degradation count.
@@ -407,30 +414,37 @@ def best_option_per_device_count(
 
 
 def _best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
+    """Return the option that the rule prefers; where it is not the fastest, it also names the
+    fastest.
+    """
     choices = [option.choice for option in options]
     taken = rule.choose_plan(choices)
     fastest = min(choices, key=attrgetter("seconds"))
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 
 
-def calibration_for(state: State, job: Job, device: str) -> Calibration:
-    """Return the calibration of memory and time predictions for the job's family on this kind of
-    device.
+def make_calibration_for_job(state: State, job: Job, device_kind: str) -> Calibration:
+    """Return how to correct memory and time predictions for the job on this kind of device, by its
+    family's measurements.
     """
-    return calibrate(state.observations, device=device, family=job.spec.family_name, job=job.key)
+    return calibrate(
+        state.observations, device=device_kind, family=job.spec.family_name, job=job.key
+    )
 
 
-def steps_left(job: Job, before: Attempt | None = None) -> int | None:
-    """Return the number of optimizer steps after the newest checkpoint; None where the total is
-    unknown.
+def count_steps_left(job: Job, before_attempt: Attempt | None = None) -> int | None:
+    """Return how many optimizer steps of the job are left after its newest checkpoint; None where
+    the total is unknown.
 
-    With an attempt as `before`, only checkpoints of earlier attempts count.
+    With `before_attempt`, only checkpoints of attempts before that one count.
     """
     steps = job.spec.optimizer_steps
     done = job.continues_step
     if steps is None:
         return None
-    for attempt in job.attempts if before is None else job.attempts[: before.number - 1]:
+    for attempt in (
+        job.attempts if before_attempt is None else job.attempts[: before_attempt.number - 1]
+    ):
         done = max(done, attempt.facts.checkpoint_step or 0)
     return max(0, steps - done)
 
@@ -438,8 +452,8 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
 def predict_attempt_duration(
     job: Job,
     attempt: Attempt,
-    group: NodeGroup,
-    calibrated: Calibration,
+    node_group: NodeGroup,
+    calibration: Calibration,
     launch_cost_s: float,
     history: DurationHistory,
 ) -> PredictedDuration:
@@ -449,59 +463,66 @@ def predict_attempt_duration(
     """
     if attempt.probe:
         return PredictedDuration(history.expected_probe_s(), history.expected_probe_s())
-    left = steps_left(job, attempt)
+    left = count_steps_left(job, attempt)
     pace = attempt.pace
     if left is not None and pace is not None:
         past_s = pace.at_s - attempt.launched_at_s
-        return certain_duration(past_s + max(0, left - pace.steps_done) * pace.step_s)
+        return make_certain_duration(past_s + max(0, left - pace.steps_done) * pace.step_s)
     ran_before = measured_step_s_by_plan(job, attempt.device, attempt.number).get(attempt.plan)
-    factors = own_step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    factors = (
+        measured_step_time_factors(job, attempt.device, attempt.number),
+        calibration.step_factors,
+    )
     if left is None or has_unknown_step_time(job, attempt.estimate.source, *factors):
-        unknown = _guess_duration(job, group, attempt.step_s, left, history)
+        unknown = _guess_duration(job, node_group, attempt.step_s, left, history)
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
     step_s = ran_before or attempt.step_s * correction_of_step_time(attempt.plan, *factors)
-    return certain_duration(launch_cost_s + left * step_s)
+    return make_certain_duration(launch_cost_s + left * step_s)
 
 
-def certain_duration(seconds: float) -> PredictedDuration:
-    """Return these seconds as a duration that was measured or stated, so that its nodes stay open
+def make_certain_duration(seconds: float) -> PredictedDuration:
+    """Return these seconds as a duration that is known for sure, so that its nodes must stay open
     as long.
     """
     return PredictedDuration(seconds, seconds)
 
 
 def measured_step_s_by_plan(
-    job: Job, device: str, before_attempt: int | None = None
+    job: Job, device_kind: str, before_attempt_number: int | None = None
 ) -> dict[Plan, float]:
     """Return {plan: measured seconds per step} of the job's attempts on this kind of device.
 
-    With a number as `before_attempt`, only earlier attempts count.
+    With `before_attempt_number`, only attempts with smaller numbers count.
     """
     return {
         attempt.plan: attempt.measured_step_s
-        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
-        if attempt.device == device and attempt.measured_step_s and not attempt.probe
+        for attempt in job.attempts[
+            : None if before_attempt_number is None else before_attempt_number - 1
+        ]
+        if attempt.device == device_kind and attempt.measured_step_s and not attempt.probe
     }
 
 
-def own_step_factors(
-    job: Job, device: str, before_attempt: int | None = None
+def measured_step_time_factors(
+    job: Job, device_kind: str, before_attempt_number: int | None = None
 ) -> Mapping[StepKind, float]:
     """Return {kind of step: measured over predicted step time} of the job's attempts on this kind
     of device.
 
-    With a number as `before_attempt`, only earlier attempts count.
+    With `before_attempt_number`, only attempts with smaller numbers count.
     """
     return {
         step_kind_of(attempt.plan): attempt.measured_step_s / attempt.step_s
-        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
-        if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0
+        for attempt in job.attempts[
+            : None if before_attempt_number is None else before_attempt_number - 1
+        ]
+        if attempt.device == device_kind and attempt.measured_step_s and attempt.step_s > 0
     }
 
 
-def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
+def measured_peak_bytes_by_plan(job: Job, device_kind: str) -> dict[Plan, int]:
     """Return {plan: measured allocated peak bytes} of the job's attempts on this kind of device.
 
     Plans that ran out of memory are left out.
@@ -510,7 +531,7 @@ def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
     for attempt in job.attempts:
         trained = any(beat.steps_done > 0 for beat in attempt.heartbeats)
         has_peak = trained and not survived_oom(attempt)
-        if has_peak and attempt.device == device and attempt.plan not in job.refuted:
+        if has_peak and attempt.device == device_kind and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
 
@@ -518,26 +539,28 @@ def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
 def _predict_durations(
     job: Job,
     candidates: Sequence[Candidate],
-    group: NodeGroup,
-    calibrated: Calibration,
+    node_group: NodeGroup,
+    calibration: Calibration,
     history: DurationHistory,
 ) -> list[PredictedDuration]:
-    """Return the predicted duration of the remaining training under each candidate plan.
+    """Return the predicted duration of the remaining training under each candidate plan, in the
+    same order.
 
-    Measured step times of the job's family count first.
+    Measured step times of the job and its family replace predicted ones.
     """
-    left = steps_left(job)
-    device = group.hardware.device.name
+    left = count_steps_left(job)
+    device = node_group.hardware.device.name
     measured = measured_step_s_by_plan(job, device) if job.attempts else {}
-    factors = own_step_factors(job, device), calibrated.step_factors
+    factors = measured_step_time_factors(job, device), calibration.step_factors
     if left is None or (
         candidates and has_unknown_step_time(job, candidates[0].estimate.source, *factors)
     ):
         return [
-            _guess_duration(job, group, candidate.step_s, left, history) for candidate in candidates
+            _guess_duration(job, node_group, candidate.step_s, left, history)
+            for candidate in candidates
         ]
     return [
-        certain_duration(
+        make_certain_duration(
             left
             * (
                 measured.get(candidate.plan)
@@ -548,80 +571,95 @@ def _predict_durations(
     ]
 
 
-def has_unknown_step_time(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
-    """Return whether no seconds of a step are known for the job, only which of its plans is faster."""
-    return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
+def has_unknown_step_time(
+    job: Job, estimate_source: Source, *measured_factors: Mapping[StepKind, float]
+) -> bool:
+    """Return whether nothing tells the seconds of a step of the job, but only which of its plans is
+    faster.
+    """
+    return estimate_source in WITHOUT_SECONDS and not job.spec.speeds and not any(measured_factors)
 
 
 def _guess_duration(
-    job: Job, group: NodeGroup, step_s: float, left: int | None, history: DurationHistory
+    job: Job,
+    node_group: NodeGroup,
+    relative_step_s: float,
+    steps_left: int | None,
+    history: DurationHistory,
 ) -> PredictedDuration:
-    """Return the duration of a job whose step time or number of steps (`left`) is unknown, from
-    `history`.
+    """Return the duration of a job whose step time or number of steps left is unknown, from other
+    jobs in `history`.
 
-    `step_s` is the plan's relative step time: the job's slowest plan takes the longest.
+    `relative_step_s` tells only how the plan compares: the job's slowest plan takes the longest.
+    `steps_left` is None where unknown.
     """
     try:
         slowest_s = max(
             candidate.step_s
-            for candidate in find_frontier(read_plan_request(job.spec), group.hardware).candidates
+            for candidate in find_frontier(
+                read_plan_request(job.spec), node_group.hardware
+            ).candidates
         )
     except SpecError:  # what it runs on is no whole group any more
-        slowest_s = step_s
-    predicted_s = None if left is None else left * step_s
-    device = group.hardware.device.name
-    return history.predict_duration(job, device, min(1.0, step_s / slowest_s), predicted_s)
+        slowest_s = relative_step_s
+    predicted_s = None if steps_left is None else steps_left * relative_step_s
+    device = node_group.hardware.device.name
+    return history.predict_duration(job, device, min(1.0, relative_step_s / slowest_s), predicted_s)
 
 
 def needed_free_bytes(
-    candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]
+    candidate: Candidate, calibration: Calibration, measured_bytes_by_plan: dict[Plan, int]
 ) -> int:
-    """Return the free bytes that the candidate needs on each device.
+    """Return the bytes that must be free on each device for the candidate plan.
 
-    They follow from its measured peak, if `measured` has one, else from the corrected prediction.
+    They follow from its measured peak, if `measured_bytes_by_plan` has one, else from the corrected
+    prediction.
     """
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
-    if candidate.plan in measured:
-        return measured[candidate.plan] + around
+    if candidate.plan in measured_bytes_by_plan:
+        return measured_bytes_by_plan[candidate.plan] + around
     refuted = (
         refutation.needed_bytes + around
-        for refutation in calibrated.refuted
+        for refutation in calibration.refuted
         if refutation.plan == candidate.plan
         and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
     )
-    return max((needed_device_bytes(candidate, calibrated), *refuted))
+    return max((needed_device_bytes(candidate, calibration), *refuted))
 
 
-def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> Iterator[Candidate]:
-    """Return the plans that the job may still try on this group, in the order of its frontier.
+def find_untried_candidates(
+    job: Job, node_group: NodeGroup, calibration: Calibration
+) -> Iterator[Candidate]:
+    """Yield the plans that the job may still try on this group of nodes, in the order of its
+    frontier.
 
-    Each plan that ran out of memory excludes those with no lower peak on equal devices. A job that
-    keeps its plan has only that one.
+    The frontier are the plans that no other plan beats. Each plan that ran out of memory excludes
+    those with no lower peak on equal devices. A job that keeps its plan has only that one.
     """
     spec = job.spec
     trained = job.trained
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": make_pins(trained[0].plan)})
-    candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
+    candidates = find_frontier(read_plan_request(spec), node_group.hardware, calibration).candidates
     if not job.attempts:
         return iter(candidates)
-    here = _on_device(job, group.hardware.device.name)
-    refuted_bytes = partial(corrected_device_bytes, activation_factor=calibrated.correction)
-    device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
-    host_bytes_max = _smallest_refuted(
-        job, group, FailureKind.HOST_OOM, partial(_host_bytes, group)
+    here = _list_attempts_on_device_kind(job, node_group.hardware.device.name)
+    refuted_bytes = partial(corrected_device_bytes, activation_factor=calibration.correction)
+    device_bytes_max = _least_failed_bytes(job, node_group, FailureKind.DEVICE_OOM, refuted_bytes)
+    host_bytes_max = _least_failed_bytes(
+        job, node_group, FailureKind.HOST_OOM, partial(_needed_host_bytes, node_group)
     )
 
     def device_bytes(candidate: Candidate) -> int:
-        correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
+        correction = calibration.activation_factor_of(candidate.plan, candidate.estimate)
         return corrected_device_bytes(candidate.estimate, correction)
 
     untried = (
         candidate
-        for candidate in candidates_for_oom(job.spec, here, candidates)
+        for candidate in select_candidates_after_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
         and device_bytes(candidate) < device_bytes_max
-        and _host_bytes(group, candidate.estimate) < host_bytes_max
+        and _needed_host_bytes(node_group, candidate.estimate) < host_bytes_max
     )
     last = job.attempts[-1]
     verdict = None if last.failure is None else last.failure.verdict
@@ -633,32 +671,37 @@ def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> I
     return iter(lower or listed)
 
 
-def _on_device(job: Job, device: str) -> list[Attempt]:
-    return [attempt for attempt in job.attempts if attempt.device == device]
+def _list_attempts_on_device_kind(job: Job, device_kind: str) -> list[Attempt]:
+    """Return the job's attempts that ran on this kind of device."""
+    return [attempt for attempt in job.attempts if attempt.device == device_kind]
 
 
-def _smallest_refuted(
-    job: Job, group: NodeGroup, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
+def _least_failed_bytes(
+    job: Job,
+    node_group: NodeGroup,
+    failure_kind: FailureKind,
+    get_bytes: Callable[[MemoryEstimate], int],
 ) -> float:
-    """Return the least predicted bytes of the job's plans that failed in this way; infinity without
-    any.
+    """Return the smallest predicted bytes of the job's plans that failed with this kind; infinity
+    without any.
 
-    Only failures on the group's kind of device count.
+    `get_bytes` returns the bytes to compare of a plan's estimate. Only failures on the group's kind
+    of device count.
     """
     failed = (
         attempt.estimate
         for attempt in job.attempts
         if attempt.failure
-        and attempt.failure.kind is kind
-        and attempt.device == group.hardware.device.name
+        and attempt.failure.kind is failure_kind
+        and attempt.device == node_group.hardware.device.name
         and find_lowerable_phase(job.spec, attempt) is None
     )
-    return min((bytes_of(estimate) for estimate in failed), default=inf)
+    return min((get_bytes(estimate) for estimate in failed), default=inf)
 
 
-def _host_bytes(group: NodeGroup, estimate: MemoryEstimate) -> int:
-    """Return the host memory of one rank in bytes; on a virtual device, its device memory counts as
-    well.
+def _needed_host_bytes(node_group: NodeGroup, estimate: MemoryEstimate) -> int:
+    """Return the host memory of one rank in bytes; for a virtual device this includes its device
+    memory.
     """
-    virtual = group.hardware.device.kind.traits.is_virtual
+    virtual = node_group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

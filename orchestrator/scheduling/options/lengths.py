@@ -33,7 +33,9 @@ RUNS_MAX = 200  # newest, that are kept
 
 
 class PredictedDuration(NamedTuple):
-    """The predicted seconds of a job, and the seconds for which its nodes must stay open."""
+    """The predicted seconds of a job, and for how many seconds its nodes must stay open to
+    attempts.
+    """
 
     seconds: float
     open_s: float
@@ -42,55 +44,67 @@ class PredictedDuration(NamedTuple):
 
 
 class DurationHistory:
-    """Durations and step times of ended attempts, from which durations of other jobs are predicted."""
+    """Predicts durations of jobs from the durations and step times of ended attempts of other jobs."""
 
-    def __init__(self, runs: Sequence[RunLength] = ()) -> None:
-        self._probes_s = [run.seconds for run in runs if run.probe and run.seconds is not None]
-        self._jobs_s = [run.seconds for run in runs if not run.probe and run.seconds is not None]
+    def __init__(self, run_lengths: Sequence[RunLength] = ()) -> None:
+        self._probes_s = [
+            run.seconds for run in run_lengths if run.probe and run.seconds is not None
+        ]
+        self._jobs_s = [
+            run.seconds for run in run_lengths if not run.probe and run.seconds is not None
+        ]
         # the newest of each script on each kind of device
         self._ratios = {
-            (run.family, run.device): run.step_ratio for run in runs if run.step_ratio is not None
+            (run.family, run.device): run.step_ratio
+            for run in run_lengths
+            if run.step_ratio is not None
         }
 
     def expected_probe_s(self) -> float:
-        """Return the expected seconds of a probe, launch included: the median of earlier probes."""
+        """Return how many seconds a probe (a short measuring attempt) is expected to take, launch
+        included.
+
+        It is the median of earlier probes; PROBE_S without any.
+        """
         return median(self._probes_s) if self._probes_s else PROBE_S
 
     def predict_duration(
-        self, job: Job, device: str, share: float, predicted_s: float | None
+        self, job: Job, device_kind: str, relative_step_time: float, unscaled_s: float | None
     ) -> PredictedDuration:
         """Return the predicted duration of a job for which neither its file nor a measurement gives
         seconds.
 
-        `predicted_s` are the seconds of its remaining steps on a clock of unknown speed; None where
-        the number of steps is unknown. `share` is the step time of its plan over that of its
-        slowest plan. The first known speed counts: that of this script's last run, those of all
-        scripts, then the durations of all jobs.
+        `unscaled_s` are the predicted seconds of its remaining steps, up to an unknown factor of
+        speed; None where the number of steps is unknown. `relative_step_time` is the step time of
+        its plan over that of its slowest plan. The factor is that of this script's last run, else
+        that of all scripts. Without any, the durations of all jobs count.
         """
         limit_s = time_limit_left_s(job)
-        ratio = self._ratios.get((job.spec.family_name, device))
-        if predicted_s is not None and ratio is not None:
-            seconds = min(limit_s, predicted_s * ratio)
+        ratio = self._ratios.get((job.spec.family_name, device_kind))
+        if unscaled_s is not None and ratio is not None:
+            seconds = min(limit_s, unscaled_s * ratio)
             return PredictedDuration(seconds, seconds)
-        if predicted_s is not None and self._ratios:
-            spread = predicted_s
+        if unscaled_s is not None and self._ratios:
+            spread = unscaled_s
             values = [*self._ratios.values()]
         else:
-            spread = share
+            spread = relative_step_time
             values = self._jobs_s
         if not values:
             seconds = min(UNKNOWN_LENGTH_S, limit_s)
-            return PredictedDuration(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
-        centre_s, deviation = _fit_lognormal(values)
+            return PredictedDuration(
+                seconds * relative_step_time, min(UNKNOWN_OPEN_S, limit_s), is_known=False
+            )
+        centre_s, deviation = _fit_median_and_log_deviation(values)
         late_s = centre_s * exp(LATE_DEVIATIONS * deviation)
         return PredictedDuration(
             min(limit_s, centre_s * spread),
-            min(limit_s, late_s * (1.0 if predicted_s is None else spread)),
+            min(limit_s, late_s * (1.0 if unscaled_s is None else spread)),
             spread=deviation,
         )
 
 
-def _fit_lognormal(values: Sequence[float]) -> tuple[float, float]:
+def _fit_median_and_log_deviation(values: Sequence[float]) -> tuple[float, float]:
     """Return (median, standard deviation of the logarithm) of some durations.
 
     SUPPOSED_OUTCOMES values with a deviation of SUPPOSED_SPREAD count as well (Gelman et al. 2013,
@@ -102,8 +116,8 @@ def _fit_lognormal(values: Sequence[float]) -> tuple[float, float]:
     return exp(centre), sqrt((prior + squares) / (SUPPOSED_OUTCOMES + len(values)))
 
 
-def learn_duration(
-    runs: tuple[RunLength, ...], job: Job, attempt: Attempt, failure: Failure | None
+def add_run_length(
+    run_lengths: tuple[RunLength, ...], job: Job, attempt: Attempt, failure: Failure | None
 ) -> tuple[RunLength, ...]:
     """Return the stored durations with that of an ended attempt added; unchanged where it teaches
     nothing.
@@ -121,7 +135,7 @@ def learn_duration(
     is_ratio = step_s and attempt.step_s > 0 and attempt.estimate.source in WITHOUT_SECONDS
     ratio = step_s / attempt.step_s if step_s and is_ratio else None
     if not seconds and ratio is None:
-        return runs
+        return run_lengths
     run = RunLength(
         family=job.spec.family_name,
         device=attempt.device,
@@ -129,4 +143,4 @@ def learn_duration(
         seconds=seconds or None,
         step_ratio=ratio,
     )
-    return (*runs, run)[-RUNS_MAX:]
+    return (*run_lengths, run)[-RUNS_MAX:]

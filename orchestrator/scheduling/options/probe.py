@@ -28,23 +28,25 @@ PROBE_TURNS = 2  # the second has the gradients of the first beside its own
 ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
-def with_measured_memory(spec: JobSpec, calibrated: Calibration) -> JobSpec:
-    """Return the job with the memory per sample that probes of its family measured.
+def with_measured_memory(spec: JobSpec, calibration: Calibration) -> JobSpec:
+    """Return the job with the bytes per sample that probes of its family measured.
 
-    A job is returned unchanged where there are none, or where it declares its memory.
+    It is unchanged where there was no probe, or where the job declares its memory.
     """
-    if not _is_unknown(spec) or (calibrated.line is None and calibrated.relative_to is None):
+    if not _has_unknown_memory(spec) or (
+        calibration.line is None and calibration.relative_to is None
+    ):
         return spec
     return spec.model_copy(
-        update={"measured": calibrated.line, "relative_to": calibrated.relative_to}
+        update={"measured": calibration.line, "relative_to": calibration.relative_to}
     )
 
 
 def find_probe_plan(
-    job: Job, device: DeviceSpec, calibrated: Calibration, candidates: Sequence[Candidate]
+    job: Job, device: DeviceSpec, calibration: Calibration, candidates: Sequence[Candidate]
 ) -> Candidate | None:
-    """Return the plan to probe before the job trains on this kind of device; None where no probe is
-    needed.
+    """Return the plan for a short measuring attempt (a probe) before the job trains; None where
+    none is needed.
 
     It has as few devices as the job takes. The first probe has the smallest micro-batch, the next
     one the largest that will fit. A peak is the maximum over points of a step, each of which grows
@@ -55,12 +57,12 @@ def find_probe_plan(
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
     if (
-        calibrated.line is not None
-        or calibrated.is_seen
-        or not _has_only_probed(job.attempts, device.name)
+        calibration.line is not None
+        or calibration.is_seen
+        or not _were_all_probes(job.attempts, device.name)
     ):
         return None
-    alike = [candidate for candidate in candidates if _has_no_savings(candidate)]
+    alike = [candidate for candidate in candidates if _saves_no_memory(candidate)]
     fewest = min((candidate.plan.world_size for candidate in alike), default=0)
     alike = sorted(
         (candidate for candidate in alike if candidate.plan.world_size == fewest),
@@ -70,13 +72,13 @@ def find_probe_plan(
     if len({candidate.plan.micro_batch_size for candidate in alike} | tried) < MICRO_BATCHES_MIN:
         return None
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
-    sure = [candidate for candidate in fresh if _will_fit(candidate, job.attempts, device)]
+    sure = [candidate for candidate in fresh if _will_probe_fit(candidate, job.attempts, device)]
     probe = next(iter([*sure[-1:], *fresh]), None)
     return None if probe is None else _with_few_micro_batches(probe, job.spec.knobs)
 
 
 def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
-    """Return the probe with at most PROBE_TURNS micro-batches per step, where a knob sets their
+    """Return the probe's plan with at most PROBE_TURNS micro-batches per step, if a knob sets their
     number.
     """
     is_told = isinstance(knobs.gradient_accumulation_steps, Knob)
@@ -91,7 +93,7 @@ def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
     )
 
 
-def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
+def failed_because_of_single_sample(attempt: Attempt, failure: Failure) -> bool:
     """Return whether a probe failed only because batch normalisation cannot train on a single
     sample.
     """
@@ -103,31 +105,34 @@ def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
     return any(ONE_SAMPLE in text for text in texts)
 
 
-def probe_bytes_bound(probe: Candidate, probed: Attempt | None) -> int | None:
-    """Return an upper bound of a probe's bytes, from the earlier attempt `probed`; None if that has
-    no peak.
+def max_probe_bytes(probe: Candidate, earlier_probe: Attempt | None) -> int | None:
+    """Return an upper bound of the bytes that a probe needs, from the peak of an earlier probe.
+
+    None where `earlier_probe` is None or has no peak.
     """
-    if probed is None or probed.peak_bytes is None:
+    if earlier_probe is None or earlier_probe.peak_bytes is None:
         return None
-    times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
+    times = probe.plan.micro_batch_size / earlier_probe.plan.micro_batch_size
     return (
-        round(MARGIN * times * probed.peak_bytes)
+        round(MARGIN * times * earlier_probe.peak_bytes)
         + probe.estimate.device_bytes
         - probe.estimate.allocated_bytes
     )
 
 
-def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpec) -> bool:
-    """Return whether a probe will fit the device, judged by the peaks of the earlier probes
-    `probed`.
+def _will_probe_fit(
+    candidate: Candidate, earlier_probes: Sequence[Attempt], device: DeviceSpec
+) -> bool:
+    """Return whether a probe will fit the device, judged by the peaks of the earlier probes; False
+    without any.
     """
-    if not probed:
+    if not earlier_probes:
         return False
-    least = probe_bytes_bound(candidate, probed[-1])
+    least = max_probe_bytes(candidate, earlier_probes[-1])
     if least is None or least <= device.memory:
         return least is not None
-    first = probed[0]
-    last = probed[-1]
+    first = earlier_probes[0]
+    last = earlier_probes[-1]
     more = last.plan.micro_batch_size - first.plan.micro_batch_size
     sample_bytes = (last.forward_bytes - first.forward_bytes) / max(1, more)
     if sample_bytes <= 0 or not first.forward_bytes:
@@ -137,11 +142,13 @@ def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpe
     return MARGIN * peak_bytes <= device.memory
 
 
-def _has_only_probed(attempts: Sequence[Attempt], device: str) -> bool:
-    """Return whether all earlier attempts were probes on this kind of device that measured their memory."""
+def _were_all_probes(attempts: Sequence[Attempt], device_kind: str) -> bool:
+    """Return whether the attempts are only successful probes on this kind of device, and fewer than
+    PROBES_MAX.
+    """
     return len(attempts) < PROBES_MAX and all(
         attempt.probe
-        and attempt.device == device
+        and attempt.device == device_kind
         and attempt.failure is not None
         and attempt.failure.kind is FailureKind.PROBED
         for attempt in attempts
@@ -149,8 +156,8 @@ def _has_only_probed(attempts: Sequence[Attempt], device: str) -> bool:
 
 
 def why_not_probed(spec: JobSpec) -> str | None:
-    """Return why a script of unknown memory cannot be probed, as text; None where it can."""
-    if missing := _missing_knobs(spec):
+    """Return why no probe can measure the memory of this script, as text; None where one can."""
+    if missing := _list_missing_knob_names(spec):
         return f"no knob for {' and '.join(missing)}"
     count = len(list_batch_cuts(read_plan_request(spec), spec.gpus.min))
     is_short = count < MICRO_BATCHES_MIN
@@ -162,19 +169,26 @@ def why_not_probed(spec: JobSpec) -> str | None:
 
 
 def _can_be_probed(spec: JobSpec) -> bool:
-    return _is_unknown(spec) and not _missing_knobs(spec)
+    """Return whether the job is a script of unknown memory that has the knobs (flags) which a probe
+    sets.
+    """
+    return _has_unknown_memory(spec) and not _list_missing_knob_names(spec)
 
 
-def _missing_knobs(spec: JobSpec) -> list[str]:
-    """Return names for people of the knobs that a probe needs and the job lacks."""
+def _list_missing_knob_names(spec: JobSpec) -> list[str]:
+    """Return the names, as people call them, of the knobs that a probe needs and the job lacks."""
     return [word for name, word in PROBED_BY.items() if getattr(spec.knobs, name) is None]
 
 
-def _is_unknown(spec: JobSpec) -> bool:
+def _has_unknown_memory(spec: JobSpec) -> bool:
+    """Return whether the job is a script whose memory neither its file nor a model of ours tells."""
     return spec.is_script and spec.profile is None and spec.trains is None
 
 
-def _has_no_savings(candidate: Candidate) -> bool:
+def _saves_no_memory(candidate: Candidate) -> bool:
+    """Return whether the plan neither checkpoints activations nor shards, and changes nothing of
+    the training.
+    """
     plan = candidate.plan
     nothing = ActivationCheckpointing.NONE, ZeroStage.NONE, Degradation.EXACT
     return (plan.activation_checkpointing, plan.zero_stage, candidate.degradation) == nothing

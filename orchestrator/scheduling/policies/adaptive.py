@@ -21,17 +21,17 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingWithDeadline,
     WaitingWithReservation,
     WaitQueue,
-    merge_queues,
+    merge_sort_keys,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import preempt_for_guarantee
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
+    find_job_to_stop_for_waiting,
+    find_jobs_to_stop_for_deadline,
+    find_jobs_to_stop_for_priority,
     find_scale_up,
-    preempt_for_deadline,
-    preempt_for_priority,
-    preempt_for_waiting,
 )
-from orchestrator.scheduling.scheduling_pass.reclaim import find_jobs_to_reclaim
+from orchestrator.scheduling.scheduling_pass.reclaim import find_jobs_to_stop_for_owner
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
@@ -42,7 +42,7 @@ RESERVATIONS_MAX = 100
 class AdaptivePolicy:
     """The default policy: it orders jobs by duration, deadline, team share and launch cost.
 
-    base/tuning.py has the measurements.
+    The measurements behind it are in base/tuning.py.
     """
 
     reservations_max = RESERVATIONS_MAX
@@ -55,19 +55,20 @@ class AdaptivePolicy:
         """Return the job's aging limit: the time from which it goes before every job submitted
         later.
 
-        For a job whose deadline was urgent at submission, the limit counts from its deadline. A job
-        with a guarantee has its limit at once.
+        The limit is in seconds since 1970. For a job whose deadline was urgent at submission, it
+        counts from the deadline. A job with a guarantee has its limit at once.
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
         limit_s = (
-            self._index.tuning.aging_factor * self._index.options.remaining_work_of(job).balanced_s
+            self._index.tuning.aging_factor
+            * self._index.options.find_remaining_work(job).balanced_s
         )
-        if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
+        if job.deadline_s is None or self.urgent_from_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
         return job.deadline_s + self._index.tuning.aging_late * limit_s
 
-    def presses_s(self, job: Job) -> float:
+    def urgent_from_s(self, job: Job) -> float:
         """Return when the job's deadline becomes urgent, because little slack is left; infinity
         without a deadline.
         """
@@ -75,7 +76,8 @@ class AdaptivePolicy:
             return inf
         return (
             job.deadline_s
-            - (1 + self._index.tuning.slack) * self._index.options.remaining_work_of(job).duration_s
+            - (1 + self._index.tuning.slack)
+            * self._index.options.find_remaining_work(job).duration_s
         )
 
     def in_order(self) -> Iterator[WaitingWithDeadline]:
@@ -96,7 +98,7 @@ class AdaptivePolicy:
         }
         turns = sorted((-priority, place(user), user) for priority, user in index.lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
-            lines = index.list_queues([(-priority, user) for _, _, user in equals])
+            lines = index.select_queues([(-priority, user) for _, _, user in equals])
             yield from self._list_overdue_jobs(lines, credits)
             urgent = set[str]()
             for waiting, by_s in self._list_urgent_jobs(lines, credits):
@@ -105,111 +107,131 @@ class AdaptivePolicy:
             yield from self._list_other_jobs(lines, urgent)
 
     def _list_overdue_jobs(
-        self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
+        self, queues: Sequence[WaitQueue], credit_device_s_by_fund: dict[CreditFund, float]
     ) -> Iterator[WaitingWithDeadline]:
-        """Yield the jobs past their aging limits by submission, until their credit is spent.
+        """Yield the jobs past their aging limits by submission, until the credit for such jobs is
+        spent.
 
-        Jobs with reserved devices or a guarantee need no credit.
+        Jobs with reserved devices or a guarantee need no credit. Each job is yielded as `in_order`
+        does.
         """
-        for _, _, job_id in merge_queues(
-            [line.list_overdue(self._index.state.at_s) for line in lines]
+        for _, _, job_id in merge_sort_keys(
+            [line.list_sort_keys_of_overdue(self._index.state.at_s) for line in queues]
         ):
             waiting = self._index.waiting[job_id]
             waiting.fund = None
             if waiting.rank > -inf and waiting.job.spec.guarantee is None:
-                if credits[AGED] < 0:
+                if credit_device_s_by_fund[AGED] < 0:
                     return
-                credits[AGED] -= waiting.device_s
+                credit_device_s_by_fund[AGED] -= waiting.device_s
                 waiting.fund = AGED
-            yield from self._in_time_first(waiting)
+            yield from self._yield_with_deadline_first(waiting)
 
     def _list_urgent_jobs(
-        self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
+        self, queues: Sequence[WaitQueue], credit_device_s_by_fund: dict[CreditFund, float]
     ) -> Iterator[WaitingWithDeadline]:
-        """Yield the jobs with urgent deadlines that can still be met, earliest first, as the credit
-        allows.
+        """Yield (job, its deadline) of jobs whose urgent deadlines can still be met, as far as
+        their credit allows.
 
-        A full credit covers any job. A job that the credit does not cover now is skipped, so that
-        smaller jobs can be in time.
+        The earliest deadline comes first. A full credit covers any job. A job that the credit does
+        not cover now is skipped, so that smaller jobs can be in time.
         """
         at_s = self._index.state.at_s
         full_device_s = PRESSING.full_device_s(self._index.devices)
-        for by_s, _, job_id in merge_queues([line.by_deadline(at_s) for line in lines]):
+        for by_s, _, job_id in merge_sort_keys(
+            [queue.list_deadline_keys_after(at_s) for queue in queues]
+        ):
             waiting = self._index.waiting.get(job_id)
-            if waiting is None or not waiting.presses_s <= at_s < waiting.rank:
+            if waiting is None or not waiting.urgent_from_s <= at_s < waiting.rank:
                 continue
-            is_covered = credits[PRESSING] >= min(waiting.device_s, full_device_s)
+            is_covered = credit_device_s_by_fund[PRESSING] >= min(waiting.device_s, full_device_s)
             if is_covered and self._could_end_by(waiting, by_s):
-                credits[PRESSING] -= waiting.device_s
+                credit_device_s_by_fund[PRESSING] -= waiting.device_s
                 waiting.fund = PRESSING
                 yield waiting, by_s
 
     def _list_other_jobs(
-        self, lines: Sequence[WaitQueue], urgent: Collection[str]
+        self, queues: Sequence[WaitQueue], urgent_job_ids: Collection[str]
     ) -> Iterator[WaitingWithDeadline]:
-        """Yield all jobs by their aging limits; jobs past their limits count as if submitted now."""
-        ordered = [self._order_queue(line) for line in lines]
-        ordered += [line.list_overdue_shortest_first(self._index.state.at_s) for line in lines]
-        for _, _, job_id in merge_queues(ordered):
+        """Yield all jobs by their aging limits; jobs past their limits count as if they were
+        submitted now.
+        """
+        ordered = [self._list_sort_keys_of_not_overdue(line) for line in queues]
+        ordered += [
+            line.list_sort_keys_of_overdue_shortest_first(self._index.state.at_s) for line in queues
+        ]
+        for _, _, job_id in merge_sort_keys(ordered):
             waiting = self._index.waiting.get(job_id)
             if waiting is None:
                 continue
             waiting.fund = None
-            if job_id in urgent:
+            if job_id in urgent_job_ids:
                 yield waiting, inf
             else:
-                yield from self._in_time_first(waiting)
+                yield from self._yield_with_deadline_first(waiting)
 
-    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
-        """Return True: later jobs may start first, since reservations keep them from delaying this
-        one.
+    def lets_later_jobs_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
+        """Return True: jobs behind this one may start first, since reservations keep them from
+        delaying it.
         """
         return True
 
-    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
-        """Return whether the job must leave free devices for shorter jobs.
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:
+        """Return whether the job, if it starts at `start_s`, must leave free devices for shorter
+        jobs.
 
         A job need not if it is overdue, urgent or of higher priority, if it can be moved, or where
         teams share the cluster.
         """
         goes_first = (
-            min(waiting.rank, waiting.presses_s) <= at_s
+            min(waiting.rank, waiting.urgent_from_s) <= start_s
             or waiting.priority > 0
             or self._index.state.policy.is_shared
         )
         return not (goes_first or is_elastic(waiting.job))
 
-    def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
+    def select_allowed_options(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
         """Return all options, since the price of a device-second chooses among them."""
         return options
 
-    def preempt(
+    def decide_preemption(
         self,
         state: State,
-        waits: Sequence[WaitingWithReservation],
-        late: Sequence[WaitingWithDeadline],
+        jobs_with_reservations: Sequence[WaitingWithReservation],
+        late_jobs: Sequence[WaitingWithDeadline],
     ) -> Preemption:
-        """Return jobs to stop, for a guarantee, a deadline, a priority, a team's share, a gain, or
-        idle devices.
+        """Return which running jobs to stop.
+
+        The reason is a guarantee, a deadline, a priority, a team's share, a gain of waiting jobs,
+        or idle devices.
         """
         index = self._index
         at_s = state.at_s
         if (for_promise := preempt_for_guarantee(state, index)) is not None:
             return for_promise
-        moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
-        moves = moves or find_jobs_to_reclaim(index, waits, at_s)
+        moves = find_jobs_to_stop_for_deadline(
+            index, late_jobs, at_s
+        ) or find_jobs_to_stop_for_priority(index, jobs_with_reservations, at_s)
+        moves = moves or find_jobs_to_stop_for_owner(index, jobs_with_reservations, at_s)
         if moves:
             return Preemption(moves)
-        move = preempt_for_waiting(index, waits, at_s)
+        move = find_job_to_stop_for_waiting(index, jobs_with_reservations, at_s)
         move = move or (find_scale_up(index, at_s) if index.idle_devices else None)
         return Preemption() if move is None else Preemption([move])
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the next deadline of a waiting job becomes urgent; None without one."""
-        times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
+        """Return when the next deadline of a waiting job becomes urgent, in seconds since 1970;
+        None without one.
+        """
+        times_s = [
+            line.next_urgent_at_s(self._index.state.at_s) for line in self._index.lines.values()
+        ]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    def _in_time_first(self, waiting: WaitingJob) -> Iterator[WaitingWithDeadline]:
+    def _yield_with_deadline_first(self, waiting: WaitingJob) -> Iterator[WaitingWithDeadline]:
+        """Yield (job, its deadline) if the deadline can be met, then (job, infinity) if the job
+        still waits.
+        """
         by_s = waiting.job.deadline_s
         if by_s is not None and self._index.state.at_s < by_s:
             if self._could_end_by(waiting, by_s):
@@ -218,19 +240,24 @@ class AdaptivePolicy:
                 return
         yield waiting, inf
 
-    def _could_end_by(self, waiting: WaitingJob, by_s: float) -> bool:
-        within_s = by_s - self._index.state.at_s
+    def _could_end_by(self, waiting: WaitingJob, end_by_s: float) -> bool:
+        """Return whether any option of the job would end by `end_by_s` if it started now."""
+        within_s = end_by_s - self._index.state.at_s
         return any(
             menu.entries[-1].seconds <= within_s
-            for _, menu in self._index.options.options_of(waiting)
+            for _, menu in self._index.options.find_options(waiting)
             if isinstance(menu, JobOptions)
         )
 
-    def _order_queue(self, line: WaitQueue) -> Sequence[SortKey]:
-        """Return a queue's jobs by aging limit; on a cluster without shares, with the largest jobs
-        together.
+    def _list_sort_keys_of_not_overdue(self, queue: WaitQueue) -> Sequence[SortKey]:
+        """Return the sort keys of a queue's jobs that are not past their aging limits, earliest
+        limit first.
+
+        Where no teams share the cluster, the largest jobs come together.
         """
         state = self._index.state
         if state.policy.is_shared:
-            return line.in_order(state.at_s)
-        return line.largest_first(state.at_s, self._index.devices, self._index.tuning)
+            return queue.list_sort_keys_of_not_overdue(state.at_s)
+        return queue.list_sort_keys_of_not_overdue_largest_first(
+            state.at_s, self._index.devices, self._index.tuning
+        )

@@ -17,7 +17,7 @@ POLICIES: dict[str, Callable[[SchedulerIndex], QueuePolicy]] = {  # by `policy.o
 }
 
 
-def index_of(state: State) -> SchedulerIndex:
+def make_index(state: State) -> SchedulerIndex:
     """Return a new scheduler index for the state, with the queue policy that its cluster file
     names.
     """

@@ -14,7 +14,7 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingJob,
     WaitingWithDeadline,
     WaitingWithReservation,
-    merge_queues,
+    merge_sort_keys,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
@@ -22,8 +22,8 @@ from orchestrator.specs.state import State
 
 
 class RigidPolicy:
-    """Starts jobs by rank, then by submission, each on as many devices as make it faster; stops
-    none.
+    """Starts jobs by rank, then by submission, each on as many devices as make it faster; never
+    stops a job.
 
     Priority and teams do not count. Jobs whose start windows are closed come last.
     """
@@ -38,7 +38,7 @@ class RigidPolicy:
         """Return 0 for every job, so that jobs start in the order of submission."""
         return 0.0
 
-    def presses_s(self, job: Job) -> float:  # noqa: ARG002
+    def urgent_from_s(self, job: Job) -> float:  # noqa: ARG002
         """Return infinity, since this policy ignores deadlines."""
         return inf
 
@@ -47,36 +47,42 @@ class RigidPolicy:
         last.
         """
         at_s = self._index.state.at_s
-        waiting = self.by_rank()
+        waiting = self.list_jobs_by_rank()
         yield from ((entry, inf) for entry in waiting if may_start_at(entry.job.spec, at_s))
         yield from ((entry, inf) for entry in waiting if not may_start_at(entry.job.spec, at_s))
 
-    def by_rank(self) -> list[WaitingJob]:
+    def list_jobs_by_rank(self) -> list[WaitingJob]:
         """Return all jobs that wait for devices, by rank, then by submission."""
-        queues = [queue.by_rank() for queue in self._index.lines.values()]
+        queues = [queue.list_sort_keys_by_rank() for queue in self._index.lines.values()]
         return (
-            [self._index.waiting[job_id] for _, _, job_id in merge_queues(queues)] if queues else []
+            [self._index.waiting[job_id] for _, _, job_id in merge_sort_keys(queues)]
+            if queues
+            else []
         )
 
-    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
-        """Return whether later jobs may start first: only if the policy makes reservations."""
+    def lets_later_jobs_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
+        """Return whether jobs behind this one may start first: only if the policy makes
+        reservations.
+        """
         return self.reservations_max > 0
 
-    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:  # noqa: ARG002
-        """Return False: no job leaves devices for shorter ones."""
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:  # noqa: ARG002
+        """Return False: no job has to leave devices for shorter ones."""
         return False
 
-    def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return only the option with the most devices; even more would not make the job faster."""
+    def select_allowed_options(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
+        """Return only the option with the most devices, since every option is faster than those
+        with fewer.
+        """
         return options[-1:]
 
-    def preempt(
+    def decide_preemption(
         self,
         state: State,  # noqa: ARG002
-        waits: Sequence[WaitingWithReservation],  # noqa: ARG002
-        late: Sequence[WaitingWithDeadline],  # noqa: ARG002
+        jobs_with_reservations: Sequence[WaitingWithReservation],  # noqa: ARG002
+        late_jobs: Sequence[WaitingWithDeadline],  # noqa: ARG002
     ) -> Preemption:
-        """Return a preemption that stops no job."""
+        """Return the decision to stop no job."""
         return Preemption()
 
     def reevaluate_at_s(self) -> float | None:

@@ -16,21 +16,24 @@ LENGTHS = 24  # powers of two: the longest begins at 97 days
 NOBODY = (0.0,) * (LENGTHS + 1)
 
 
-def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
-    """Return the demand with a submitted job added, which needs `length_s` seconds and `device_s`
-    device-seconds.
+def add_to_demand(
+    demand: Demand | None, at_s: float, job_duration_s: float, job_device_s: float
+) -> Demand:
+    """Return the recent demand for devices with a submitted job added.
+
+    The job takes `job_duration_s` seconds and `job_device_s` device-seconds.
     """
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
     share = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
     device_seconds = [share * class_s for class_s in demand.device_s]
-    device_seconds[min(LENGTHS - 1, frexp(max(1.0, length_s))[1] - 1)] += device_s
+    device_seconds[min(LENGTHS - 1, frexp(max(1.0, job_duration_s))[1] - 1)] += job_device_s
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
-def devices_used_by_shorter_jobs(demand: Demand | None, at_s: float) -> tuple[float, ...]:
-    """Return the average numbers of devices that recent jobs used: those shorter than 1, 2, 4, 8
-    ... seconds.
+def average_devices_by_duration_class(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+    """Return how many devices recent jobs used on average: those shorter than 1 s, than 2 s, 4 s, 8
+    s and so on.
     """
     if demand is None:
         return NOBODY
@@ -41,15 +44,21 @@ def devices_used_by_shorter_jobs(demand: Demand | None, at_s: float) -> tuple[fl
     return tuple(accumulate((share * class_s for class_s in demand.device_s), initial=0.0))
 
 
-def leaves_headroom_from_s(
-    wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
+def leaves_enough_headroom_from_s(
+    average_devices: Sequence[float],
+    pool: AvailabilityProfile,
+    job_device_count: int,
+    job_duration_s: float,
 ) -> float:
-    """Return when a job on `devices` for `seconds` would leave enough free devices for much shorter
-    jobs.
+    """Return when a job with these devices and duration would leave enough free devices for much
+    shorter jobs.
 
-    `wanted` is the result of `devices_used_by_shorter_jobs`. The time is in seconds since 1970.
-    Enough are as many whole devices as those shorter jobs used lately.
+    Enough are as many whole devices as those shorter jobs used lately. `average_devices` is the
+    result of `average_devices_by_duration_class`. The time is in seconds since 1970.
     """
-    shorter_s = tuning.TUNING.short * seconds
-    others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
-    return pool.held_at_most_from_s(pool.group.devices - int(others) - devices) - shorter_s
+    shorter_s = tuning.TUNING.short * job_duration_s
+    others = average_devices[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
+    return (
+        pool.held_count_at_most_from_s(pool.group.devices - int(others) - job_device_count)
+        - shorter_s
+    )

@@ -26,9 +26,8 @@ def resolve_dependencies(
     """Return (the job with ids as its dependencies, ids of the dependencies that already ended as
     required).
 
-    `ids_by_name` maps a name to ids of jobs in the same submission; `find_job` returns any earlier
-    job. Raises SpecError where there is no such job, or where it ended in another way than
-    required.
+    `ids_by_name` has the ids of jobs in the same submission; `find_job` returns any earlier job.
+    Raises SpecError where there is no such job, or where it ended in another way than required.
     """
     depends_on = tuple(
         dependency.model_copy(update={"job": job_id})
@@ -61,47 +60,57 @@ def resolve_dependencies(
     return spec.model_copy(update={"depends_on": depends_on}), tuple(satisfied)
 
 
-def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Collection[str]) -> Job:
-    """Return the submitted job with the dependencies it must wait for; cancelled where one cannot
-    be met.
+def with_pending_dependencies(
+    job: Job, live_jobs: Mapping[str, Job], satisfied_job_ids: Collection[str]
+) -> Job:
+    """Return the submitted job with the dependencies for which it must wait; cancelled if one can
+    never be met.
 
-    `jobs` are the live jobs, and `satisfied` the ids of dependencies that ended as required before.
+    `satisfied_job_ids` are dependencies that had already ended as required at submission.
     """
     for dependency in job.spec.depends_on:
-        other = jobs.get(dependency.job)
-        if other is None and dependency.job not in satisfied and dependency.when == "success":
-            return _in_vain(
+        other = live_jobs.get(dependency.job)
+        if (
+            other is None
+            and dependency.job not in satisfied_job_ids
+            and dependency.when == "success"
+        ):
+            return _cancel_unmet_dependent(
                 job, dependency.job, "was refused"
             )  # in the same submission: it never ran
         if other is not None and other.status.ended and not _is_met(dependency, other.status):
-            return _in_vain(job, dependency.job, ENDED[other.status])
+            return _cancel_unmet_dependent(job, dependency.job, ENDED[other.status])
     waits_for = tuple(
         dependency
         for dependency in job.spec.depends_on
-        if dependency.job in jobs and not jobs[dependency.job].status.ended
+        if dependency.job in live_jobs and not live_jobs[dependency.job].status.ended
     )
     return replace(job, waits_for=waits_for)
 
 
-def on_dependency_ended(job: Job, ended: Job) -> Job:
-    """Return the job without its dependency on the `ended` job; cancelled where that did not end as
+def remove_ended_dependency(job: Job, ended_job: Job) -> Job:
+    """Return the job without its dependency on `ended_job`; cancelled if that did not end as
     required.
     """
-    wanted = [dependency for dependency in job.waits_for if dependency.job == ended.id]
-    if not all(_is_met(dependency, ended.status) for dependency in wanted):
-        return _in_vain(job, ended.id, ENDED[ended.status])
-    waits_for = tuple(dependency for dependency in job.waits_for if dependency.job != ended.id)
+    wanted = [dependency for dependency in job.waits_for if dependency.job == ended_job.id]
+    if not all(_is_met(dependency, ended_job.status) for dependency in wanted):
+        return _cancel_unmet_dependent(job, ended_job.id, ENDED[ended_job.status])
+    waits_for = tuple(dependency for dependency in job.waits_for if dependency.job != ended_job.id)
     return replace(job, waits_for=waits_for, reason="")
 
 
-def _is_met(dependency: Dependency, status: JobStatus) -> bool:
-    return dependency.when == "always" or status is JobStatus.SUCCEEDED
+def _is_met(dependency: Dependency, ended_status: JobStatus) -> bool:
+    """Return whether the dependency is met by a job that ended with this status."""
+    return dependency.when == "always" or ended_status is JobStatus.SUCCEEDED
 
 
-def _in_vain(job: Job, other: str, ended: str) -> Job:
+def _cancel_unmet_dependent(job: Job, dependency_job_id: str, how_it_ended: str) -> Job:
+    """Return the job cancelled, because the job on which it depends ended in another way than
+    required.
+    """
     return replace(
         job,
         status=JobStatus.CANCELLED,
         waits_for=(),
-        reason=f"was to run after {other}, which {ended}",
+        reason=f"was to run after {dependency_job_id}, which {how_it_ended}",
     )

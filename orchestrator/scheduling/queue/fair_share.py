@@ -22,9 +22,9 @@ FairSharePlace = tuple[
 ]  # usage per share of the team, then of the user within it: the smallest is next
 
 
-def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """Return every user's decayed usage, with the ended attempt's device-seconds added to its
-    owner's.
+def add_attempt_to_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
+    """Return the used device-seconds of every user, decayed to now, with the ended attempt's added
+    to its owner's.
 
     Users whose usage has decayed to almost nothing are left out.
     """
@@ -37,48 +37,49 @@ def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
     before = by_user.get(job.user)
     device_s = (
         _decayed_device_s(before, state.at_s, half_life_s) if before else 0.0
-    ) + _attempt_device_s(attempt, state.at_s, half_life_s)
+    ) + _decayed_device_s_of_attempt(attempt, state.at_s, half_life_s)
     by_user[job.user] = Usage(user=job.user, device_s=device_s, at_s=state.at_s)
     return tuple(sorted(by_user.values(), key=lambda usage: usage.user))
 
 
-def decayed_device_s_by_user(state: State, running: Iterable[Job]) -> dict[str, float]:
-    """Return {user: device-seconds used}, of ended attempts and of `running` jobs up to now,
-    decayed.
+def decayed_device_s_by_user(state: State, running_jobs: Iterable[Job]) -> dict[str, float]:
+    """Return {user: device-seconds used up to now}, of which older ones count less.
 
-    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n
-    * half-life / ln 2 * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
+    Ended attempts and `running_jobs` count. A device-second counts 2 ** (-age / half-life). An
+    attempt on n devices since t seconds counts n * half-life / ln 2 * (1 - 2 ** (-t / half-life)).
+    Sums are exact, whatever their order.
     """
     half_life_s = state.policy.half_life
     parts: dict[str, list[float]] = {
         usage.user: [_decayed_device_s(usage, state.at_s, half_life_s)] for usage in state.usage
     }
-    for job in running:
+    for job in running_jobs:
         for attempt in job.attempts:
             if not attempt.released:
                 parts.setdefault(job.user, []).append(
-                    _attempt_device_s(attempt, state.at_s, half_life_s)
+                    _decayed_device_s_of_attempt(attempt, state.at_s, half_life_s)
                 )
     return {user: fsum(seconds) for user, seconds in parts.items()}
 
 
-def equal_fair_share_place(_: str) -> FairSharePlace:
-    """Return the same place in the fair-share order for every user, for queues where only one user
-    waits.
-    """
+def equal_fair_share_key(_: str) -> FairSharePlace:
+    """Return the same fair-share sort key for every user, for queues where only one user waits."""
     return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FairTree:
-    """The fair-share order of users: by their team's usage per share, then by their own usage."""
+    """The fair-share order of users: by their team's usage per share, then by their own usage
+    within the team.
+    """
 
     policy: PolicySpec
     of_users: Mapping[str, float]  # device-seconds that count today
     of_teams: Mapping[str, float]
 
-    def place_of_user(self, user: str) -> FairSharePlace:
-        """Return the user's sort key in the fair-share order; the smallest is next.
+    def fair_share_key_of_user(self, user: str) -> FairSharePlace:
+        """Return the user's sort key in the fair-share order; the user with the smallest key is
+        next.
 
         Jobs of users with equal keys alternate, in order of their aging limits.
         """
@@ -87,7 +88,7 @@ class FairTree:
 
 
 def make_fair_tree(policy: PolicySpec, device_s_by_user: Mapping[str, float]) -> FairTree:
-    """Return the fair-share order of users, from each user's decayed device-seconds."""
+    """Return the fair-share order of users, from the used device-seconds of each, decayed to now."""
     parts = group_values(
         (policy.team_of(user).name, device_s) for user, device_s in device_s_by_user.items()
     )
@@ -96,16 +97,22 @@ def make_fair_tree(policy: PolicySpec, device_s_by_user: Mapping[str, float]) ->
     )
 
 
-def _decayed_device_s(usage: Usage, at_s: float, half_life_s: float) -> float:
-    return usage.device_s * _half((at_s - usage.at_s) / half_life_s)
+def _decayed_device_s(usage: Usage, now_s: float, half_life_s: float) -> float:
+    """Return a user's stored device-seconds, decayed to `now_s`."""
+    return usage.device_s * _decay_factor((now_s - usage.at_s) / half_life_s)
 
 
-def _attempt_device_s(attempt: Attempt, at_s: float, half_life_s: float) -> float:
+def _decayed_device_s_of_attempt(attempt: Attempt, now_s: float, half_life_s: float) -> float:
+    """Return the device-seconds of an attempt from its launch to `now_s`, each decayed by its age."""
     devices = device_count(attempt.placement)
     return (
-        devices * half_life_s / log(2) * (1.0 - _half((at_s - attempt.launched_at_s) / half_life_s))
+        devices
+        * half_life_s
+        / log(2)
+        * (1.0 - _decay_factor((now_s - attempt.launched_at_s) / half_life_s))
     )
 
 
-def _half(lives: float) -> float:
-    return float(0.5**lives)
+def _decay_factor(half_lives: float) -> float:
+    """Return the factor by which usage has decayed after this many half-lives."""
+    return float(0.5**half_lives)

@@ -21,7 +21,7 @@ from orchestrator.specs.state import Reservation, State
 class JobStop:
     """The decision to stop a running job, so that it resumes elsewhere or later.
 
-    `held_placement` are devices kept for its next attempt.
+    `held_placement` are devices that are kept for its next attempt; () where none are.
     """
 
     job: Job
@@ -33,8 +33,9 @@ class JobStop:
 
 
 class Preemption(NamedTuple):
-    """Running jobs to stop together, and the reservation of the waiting job that gets their
-    devices, if any.
+    """The decision which running jobs to stop together: `moves`.
+
+    `slot` is the reservation of the waiting job that gets their devices; None where there is none.
     """
 
     moves: Sequence[JobStop] = ()
@@ -42,14 +43,16 @@ class Preemption(NamedTuple):
 
 
 class QueuePolicy(Protocol):
-    """Interface of a queue policy: order, overtaking, headroom, device counts, preemption. It is
-    stateless.
+    """The interface of a queue policy, which orders waiting jobs and decides which running jobs
+    make way for them.
+
+    A policy keeps no state of its own.
     """
 
     @property
     def reservations_max(self) -> int:
-        """Number of waiting jobs that get a reservation in a decision round; no later job may delay
-        those.
+        """The largest number of waiting jobs that get a reservation in a decision round; no later
+        job may delay those.
         """
 
     @property
@@ -62,45 +65,47 @@ class QueuePolicy(Protocol):
         It must not change while the job waits.
         """
 
-    def presses_s(self, job: Job) -> float:
+    def urgent_from_s(self, job: Job) -> float:
         """Return when the job's deadline becomes so urgent that the job goes first, in seconds
-        since 1970.
-
-        Infinity means never.
+        since 1970; infinity for never.
         """
 
     def in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, time by which it should end) of the waiting jobs that may start now, first
         job first.
 
-        The time is infinity for a job that may end at any time.
+        The time is in seconds since 1970; infinity for a job that may end at any time.
         """
 
-    def may_overtake(self, waiting: WaitingJob) -> bool:
-        """Return whether later jobs may start while this job waits for devices."""
-
-    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
-        """Return whether the job, if it starts at `at_s`, must leave free devices for shorter jobs."""
-
-    def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return those of a job's options that the policy allows; all are on one kind of device.
-
-        Options differ in their number of devices, fewest first.
+    def lets_later_jobs_overtake(self, waiting: WaitingJob) -> bool:
+        """Return whether jobs behind this one in the queue may start while this one waits for
+        devices.
         """
 
-    def preempt(
+    def must_leave_headroom(self, waiting: WaitingJob, start_s: float) -> bool:
+        """Return whether the job, if it starts at `start_s`, must leave free devices for shorter
+        jobs (headroom).
+        """
+
+    def select_allowed_options(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
+        """Return those of a job's options (plan and devices) that the policy allows.
+
+        All options are on one kind of device. They differ in their number of devices, fewest first.
+        """
+
+    def decide_preemption(
         self,
         state: State,
-        waits: Sequence[WaitingWithReservation],
-        late: Sequence[WaitingWithDeadline],
+        jobs_with_reservations: Sequence[WaitingWithReservation],
+        late_jobs: Sequence[WaitingWithDeadline],
     ) -> Preemption:
         """Return which running jobs to stop after a decision round.
 
-        `waits` are the waiting jobs with reservations. `late` are jobs that will end later than
+        `jobs_with_reservations` are the waiting jobs with reservations. `late_jobs` are jobs that will end later than
         they should.
         """
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the policy's order or preemption may change without an event; None if it
-        never does.
+        """Return when the policy's order or preemption may change without an event, in seconds
+        since 1970; None for never.
         """

@@ -24,26 +24,28 @@ LARGEST_MAX = 10  # that change places with each other
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A queued job with its rank in the queue, and its cached options per pool of devices."""
+    """A queued job with its rank in the queue, and its cached options per pool (group of equal
+    nodes).
+    """
 
     job: Job
     rank: float  # by the queue's policy; under `adaptive` its aging limit
     device_s: float  # predicted device-seconds, before any measurement
     priority: int  # the highest of its own and of those that wait for its end
-    presses_s: float = inf  # when its deadline becomes urgent enough to put it first
+    urgent_from_s: float = inf  # when its deadline becomes urgent enough to put it first
     fund: CreditFund | None = None  # what pays for its start, as of the last look; None: nothing
     menus: OptionsByPool = ()
     version: int = -1  # of the knowledge of its family when `menus` were made
 
     @property
     def sort_key(self) -> SortKey:
-        """Sort key among waiting jobs of equal priority: rank, number, id."""
+        """Sort key among waiting jobs of equal priority: (rank, number of submission, id)."""
         return (self.rank, self.job.order, self.job.id)
 
     @property
     def length_key(self) -> tuple[float, int, str, float]:
-        """Sort key by the time from submission to the aging limit; the last element is the limit
-        itself.
+        """Sort key by the seconds from submission to the aging limit: (seconds, number, id, aging
+        limit).
         """
         return (self.rank - self.job.submitted_at_s, self.job.order, self.job.id, self.rank)
 
@@ -82,7 +84,7 @@ class WaitQueue:
         self._total_device_ms += round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
-            insort(self._presses, (waiting.presses_s, job.order, job.id))
+            insort(self._presses, (waiting.urgent_from_s, job.order, job.id))
 
     def remove(self, waiting: WaitingJob) -> None:
         """Remove a job from the queue."""
@@ -93,27 +95,32 @@ class WaitQueue:
         self._total_device_ms -= round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_s, job.order, job.id))]
-            del self._presses[bisect_left(self._presses, (waiting.presses_s, job.order, job.id))]
+            del self._presses[
+                bisect_left(self._presses, (waiting.urgent_from_s, job.order, job.id))
+            ]
 
-    def by_deadline(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs with deadlines after `at_s`, earliest deadline first."""
+    def list_deadline_keys_after(self, at_s: float) -> Sequence[SortKey]:
+        """Return (deadline, number, id) of the jobs with deadlines after `at_s`, earliest deadline
+        first.
+        """
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
-    def presses_at_s(self, at_s: float) -> float | None:
+    def next_urgent_at_s(self, at_s: float) -> float | None:
         """Return when the next deadline becomes urgent after `at_s`, in seconds since 1970; None if
         none does.
         """
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
-    def by_rank(self) -> Sequence[SortKey]:
-        """Return all jobs by rank, smallest first."""
+    def list_sort_keys_by_rank(self) -> Sequence[SortKey]:
+        """Return the sort keys (rank, number, id) of all jobs, smallest first."""
         return tuple(self._standing)
 
-    def list_overdue(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs whose aging limits have passed at `at_s`, in the order of submission.
+    def list_sort_keys_of_overdue(self, at_s: float) -> Sequence[SortKey]:
+        """Return (0, number, id) of the jobs whose aging limits have passed at `at_s`, in the order
+        of submission.
 
-        Jobs with devices reserved for them come first.
+        Jobs with devices reserved for them come first; minus infinity replaces their 0.
         """
         due = self._standing[: self._count_overdue(at_s)]
         return sorted(
@@ -123,11 +130,12 @@ class WaitQueue:
             ]
         )
 
-    def list_overdue_shortest_first(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs whose aging limits have passed, with new limits as if all were submitted
-        at `at_s`.
+    def list_sort_keys_of_overdue_shortest_first(self, at_s: float) -> Sequence[SortKey]:
+        """Return (new aging limit, number, id) of the jobs whose aging limits have passed at
+        `at_s`, smallest first.
 
-        The shortest job is then first. Returns () where no limit has passed.
+        The new limits are those that the jobs would have if all were submitted at `at_s`: the
+        shortest job is first. Returns () where no limit has passed.
         """
         if not self._count_overdue(at_s):
             return ()
@@ -137,16 +145,22 @@ class WaitQueue:
             if aging_limit_s <= at_s
         ]
 
-    def in_order(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs whose aging limits have not passed at `at_s`, earliest limit first."""
+    def list_sort_keys_of_not_overdue(self, at_s: float) -> Sequence[SortKey]:
+        """Return (aging limit, number, id) of the jobs whose aging limits have not passed at
+        `at_s`, earliest limit first.
+        """
         return self._standing[self._count_overdue(at_s) :]
 
-    def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
-        """Return the jobs of `in_order`, with the largest jobs moved forward so that they can end
-        together.
+    def list_sort_keys_of_not_overdue_largest_first(
+        self, at_s: float, cluster_device_count: int, tuning: Tuning
+    ) -> Sequence[SortKey]:
+        """Return the sort keys of `list_sort_keys_of_not_overdue`, with the largest jobs moved forward so that
+        they can end together.
+
+        The largest jobs are those with the most device-seconds.
         """
-        if len(self) < 2 or not self._ends_last(devices, tuning):
-            return self.in_order(at_s)
+        if len(self) < 2 or not self._largest_job_may_end_last(cluster_device_count, tuning):
+            return self.list_sort_keys_of_not_overdue(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
         largest = [
             entry
@@ -162,18 +176,22 @@ class WaitQueue:
         return changed[self._count_overdue(at_s) :]
 
     def _count_overdue(self, at_s: float) -> int:
+        """Return the number of jobs whose aging limits have passed at `at_s`."""
         return bisect_right(self._standing, (at_s, LAST, ""))
 
-    def _ends_last(self, devices: int, tuning: Tuning) -> bool:
-        """Return whether the largest job may end last of all, while another job as large can run
-        beside it.
+    def _largest_job_may_end_last(self, cluster_device_count: int, tuning: Tuning) -> bool:
+        """Return whether the largest job is so large that it may end last of all, and another job
+        as large fits beside it.
         """
         device_s, _, least_devices = self._sizes[-1]
-        if self._sizes[-2][0] < tuning.as_large * device_s or 2 * least_devices > devices:
+        if (
+            self._sizes[-2][0] < tuning.as_large * device_s
+            or 2 * least_devices > cluster_device_count
+        ):
             return False
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merge_queues(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
-    """Return the jobs of several sorted queues as one sorted queue."""
-    return lines[0] if len(lines) == 1 else merge(*lines)
+def merge_sort_keys(sorted_queues: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
+    """Return the sort keys of several sorted queues as one sorted queue."""
+    return sorted_queues[0] if len(sorted_queues) == 1 else merge(*sorted_queues)

@@ -14,10 +14,10 @@ from orchestrator.scheduling.reports.comparison_rows import (
     is_finished,
     largest_known,
     make_comparison_row,
-    merge_repeats,
+    merge_rows_of_repeats,
 )
 from orchestrator.scheduling.reports.comparison_verdict import write_verdict
-from orchestrator.scheduling.reports.intervals import ratio_interval
+from orchestrator.scheduling.reports.intervals import geometric_mean_ratio_interval
 from orchestrator.scheduling.reports.provenance import describe_shared_provenance, name_model
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
@@ -111,7 +111,9 @@ def make_comparison(
             distances.append(
                 _largest_loss_difference(firsts.get((repeat, row.learning_rate), {}), curve)
             )
-        repeated.append(replace(merge_repeats(group), loss_distance=largest_known(distances)))
+        repeated.append(
+            replace(merge_rows_of_repeats(group), loss_distance=largest_known(distances))
+        )
     rows = _with_time_ratios(_with_distinct_names(repeated))
     return Comparison(
         name=jobs[0].array or jobs[0].id,
@@ -165,7 +167,9 @@ def _with_time_ratios(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         replace(
             row,
             times_fastest=(row.step_s or 0.0) / fastest.step_s,
-            times_within=None if row is fastest else ratio_interval(row.steps_s, fastest.steps_s),
+            times_within=None
+            if row is fastest
+            else geometric_mean_ratio_interval(row.steps_s, fastest.steps_s),
         )
         if row in timed
         else row
@@ -252,9 +256,10 @@ def _largest_loss_difference(first: Mapping[int, float], curve: LossCurve | None
 
 
 def _with_distinct_names(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows with names that differ.
+    """Return the rows with a different name for each strategy.
 
-    Where learning rates differ, all names have them; where names recur, they have the batch split.
+    If learning rates differ, each name has its own. If names are still equal, they get the batch
+    split.
     """
     if len({row.learning_rate for row in rows}) > 1:
         rows = [

@@ -19,9 +19,9 @@ from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
-from orchestrator.scheduling.options.job_options import calibration_for
+from orchestrator.scheduling.options.job_options import make_calibration_for_job
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
-from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
+from orchestrator.scheduling.reports.intervals import Interval, geometric_mean_interval
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -42,7 +42,7 @@ BACKWARD_FLOPS = 2.0
 
 
 class Outcome(StrEnum):
-    """How a strategy's job ended, or that it has not ended."""
+    """What became of a strategy's job in a comparison; `pending` while it waits or runs."""
 
     FINISHED = "finished"
     OUT_OF_MEMORY = "out of memory"
@@ -55,7 +55,7 @@ class Outcome(StrEnum):
 
 @frozen
 class LossCurve:
-    """Loss and tokens at each step of a training."""
+    """The loss by step of a training, and the number of tokens of each step."""
 
     losses: Mapping[int, float]  # by step
     tokens: tuple[int, ...] = ()  # of each step
@@ -63,7 +63,11 @@ class LossCurve:
 
 @frozen
 class ComparisonRow:
-    """A strategy in a comparison; None means unknown."""
+    """What was predicted and measured for one strategy (a way to shard and offload) of a
+    comparison.
+
+    None means unknown.
+    """
 
     job_id: str
     strategy: str
@@ -112,13 +116,14 @@ class ComparisonRow:
         return self.settings.get("micro_batch_size")
 
 
-def parse_loss_curve(lines: Iterable[str]) -> LossCurve:
-    """Return the loss curve in lines of the attempts' metrics.jsonl; broken lines and odd numbers
-    are skipped.
+def parse_loss_curve(json_lines: Iterable[str]) -> LossCurve:
+    """Return the loss curve in the JSON lines of a job's metrics.jsonl files.
+
+    Broken lines are skipped, and so are numbers that are not finite.
     """
     losses: dict[int, float] = {}
     tokens: list[int] = []
-    for text in lines:
+    for text in json_lines:
         row = parse_metric_row(text)
         step = row.get("step")
         if not isinstance(step, int):
@@ -131,8 +136,8 @@ def parse_loss_curve(lines: Iterable[str]) -> LossCurve:
 
 
 def describe_strategy(plan: Plan) -> str:
-    """Return a plan's sharding, recomputation, offload and devices as text, such as `ZeRO-3 (FSDP2)
-    on 4`.
+    """Return a plan's sharding, recomputation, offload and number of devices as text, such as
+    `ZeRO-3 (FSDP2) on 4`.
     """
     parts = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
     if isinstance(plan.mechanics, Fsdp2):
@@ -144,22 +149,22 @@ def describe_strategy(plan: Plan) -> str:
     return f"{' + '.join(parts) or 'plain'} on {plan.world_size}"
 
 
-def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> ComparisonRow:
-    """Return the comparison row of one job; a job that never ran gets the predictions of its
-    closest plan.
+def make_comparison_row(state: State, job: Job, loss_curve: LossCurve | None) -> ComparisonRow:
+    """Return the comparison row of one job; a job that never ran has the predictions of the plan
+    closest to fitting.
     """
     last = job.last
     if last is None:
-        return _predicted_row(state, job)
+        return _make_predicted_row(state, job)
     estimate = correct_estimate(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
     device = find_device_spec(state, last.device)
     step_s = last.measured_step_s
     devices = last.plan.world_size
-    losses = dict(curve.losses) if curve is not None else {}
+    losses = dict(loss_curve.losses) if loss_curve is not None else {}
     last_loss = losses[max(losses)] if losses else None
-    tokens = median(curve.tokens) if curve is not None and curve.tokens else None
+    tokens = median(loss_curve.tokens) if loss_curve is not None and loss_curve.tokens else None
     device_s = sum(
         attempt.plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
         for attempt in job.attempts
@@ -170,7 +175,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
         job_id=job.id,
         strategy=describe_strategy(last.plan),
         plan=in_short(last.plan),
-        outcome=_outcome(job),
+        outcome=_find_outcome(job),
         reason=describe_status(job),
         devices=devices,
         device=last.device,
@@ -194,7 +199,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
         settings=_list_known_settings(job.spec, last.plan),
         learning_rate=job.spec.learning_rate,
-        seeds=_seeds(job),
+        seeds=_list_seeds(job),
         steps_s=(step_s,) if step_s else (),
         losses=() if last_loss is None else (last_loss,),
     )
@@ -209,9 +214,12 @@ def _list_known_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     }
 
 
-def _predicted_row(state: State, job: Job) -> ComparisonRow:
-    closest = _find_closest_plan(state, job)
-    outcome = _outcome(job)
+def _make_predicted_row(state: State, job: Job) -> ComparisonRow:
+    """Return the row of a job that never ran, with the predictions of the plan that is closest to
+    fitting.
+    """
+    closest = _find_closest_plan_and_bytes(state, job)
+    outcome = _find_outcome(job)
     pinned = format_pins(job.spec.plan)
     row = ComparisonRow(
         job_id=job.id,
@@ -220,7 +228,7 @@ def _predicted_row(state: State, job: Job) -> ComparisonRow:
         outcome=outcome,
         reason=describe_status(job),
         learning_rate=job.spec.learning_rate,
-        seeds=_seeds(job),
+        seeds=_list_seeds(job),
     )
     if closest is None and outcome is Outcome.DOES_NOT_FIT:
         return replace(row, outcome=Outcome.NO_SUCH_PLAN)
@@ -247,14 +255,13 @@ def _predicted_row(state: State, job: Job) -> ComparisonRow:
     )
 
 
-def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, int] | None:
-    """Return (node group, plan, needed bytes) of the first plan that fits; without one, of the one
-    that needs least.
+def _find_closest_plan_and_bytes(state: State, job: Job) -> tuple[NodeGroup, Candidate, int] | None:
+    """Return (node group, plan, needed bytes per device) of the first plan that fits.
 
-    None where the job has no plans.
+    Where none fits, it is the plan that needs least; None where the job has no plans.
     """
     for group in (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared)):
-        calibrated = calibration_for(state, job, group.hardware.device.name)
+        calibrated = make_calibration_for_job(state, job, group.hardware.device.name)
         try:
             candidates = find_frontier(read_plan_request(job.spec), group.hardware, calibrated)
         except SpecError:
@@ -273,7 +280,8 @@ def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, in
     return None
 
 
-def _outcome(job: Job) -> Outcome:
+def _find_outcome(job: Job) -> Outcome:
+    """Return what became of the strategy's job."""
     match job.status:
         case JobStatus.SUCCEEDED:
             return Outcome.FINISHED
@@ -314,50 +322,53 @@ def model_flops_utilisation(
     return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))
 
 
-def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
+def merge_rows_of_repeats(repeat_rows: Sequence[ComparisonRow]) -> ComparisonRow:
     """Return one row for the repeats of a strategy; a repeat that did not finish decides the
     outcome.
 
     Step times and rates are geometric means over the repeats that finished; the loss is their mean.
     """
-    if len(group) == 1:
-        return group[0]
-    finished = [row for row in group if is_finished(row)]
+    if len(repeat_rows) == 1:
+        return repeat_rows[0]
+    finished = [row for row in repeat_rows if is_finished(row)]
     steps_s = tuple(row.step_s for row in finished if row.step_s)
     losses = tuple(row.loss for row in finished if row.loss is not None)
-    prices = [row.money for row in group if row.money is not None]
+    prices = [row.money for row in repeat_rows if row.money is not None]
     return replace(
-        next((row for row in group if not is_finished(row)), group[0]),
-        samples_per_s=_mean_of_known(row.samples_per_s for row in finished),
-        tokens_per_s=_mean_of_known(row.tokens_per_s for row in finished),
-        mfu=_mean_of_known(row.mfu for row in finished),
+        next((row for row in repeat_rows if not is_finished(row)), repeat_rows[0]),
+        samples_per_s=_geometric_mean_of_known(row.samples_per_s for row in finished),
+        tokens_per_s=_geometric_mean_of_known(row.tokens_per_s for row in finished),
+        mfu=_geometric_mean_of_known(row.mfu for row in finished),
         loss=mean(losses) if losses else None,
-        job_id=group[0].job_id,
+        job_id=repeat_rows[0].job_id,
         step_s=geometric_mean(steps_s) if steps_s else None,
         peak_bytes=max(
-            (row.peak_bytes for row in group if row.peak_bytes is not None), default=None
+            (row.peak_bytes for row in repeat_rows if row.peak_bytes is not None), default=None
         ),
         reserved_bytes=max(
-            (row.reserved_bytes for row in group if row.reserved_bytes is not None), default=None
+            (row.reserved_bytes for row in repeat_rows if row.reserved_bytes is not None),
+            default=None,
         ),
-        ooms=sum(row.ooms for row in group),
-        restarts=max(row.restarts for row in group),
-        device_s=sum(row.device_s for row in group),
+        ooms=sum(row.ooms for row in repeat_rows),
+        restarts=max(row.restarts for row in repeat_rows),
+        device_s=sum(row.device_s for row in repeat_rows),
         money=sum(prices) if prices else None,
         repeats=len(steps_s),
-        seeds=tuple(seed for row in group for seed in row.seeds),
+        seeds=tuple(seed for row in repeat_rows for seed in row.seeds),
         steps_s=steps_s,
         losses=losses,
-        step_within_s=geometric_interval(steps_s),
+        step_within_s=geometric_mean_interval(steps_s),
     )
 
 
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
+def _geometric_mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the geometric mean of the values that are neither None nor 0; None without any."""
     numbers = [value for value in values if value]
     return geometric_mean(numbers) if numbers else None
 
 
-def _seeds(job: Job) -> tuple[int, ...]:
+def _list_seeds(job: Job) -> tuple[int, ...]:
+    """Return the job's random seed as a tuple; () for a script."""
     return () if job.spec.is_script else (job.spec.training.seed,)
 
 
@@ -367,5 +378,5 @@ def largest_known(values: Iterable[float | None]) -> float | None:
 
 
 def is_finished(row: ComparisonRow) -> bool:
-    """Return whether every repeat of the strategy finished."""
+    """Return whether the strategy's job, and every repeat of it, finished."""
     return row.outcome is Outcome.FINISHED

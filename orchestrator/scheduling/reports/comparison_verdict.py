@@ -16,20 +16,20 @@ NAMED_MAX = 3  # strategies that a sentence names for one reason
 
 
 def write_verdict(rows: Sequence[ComparisonRow]) -> str:
-    """Return the conclusions from these rows, in sentences.
+    """Return the conclusions from the rows of a comparison, in sentences.
 
     They are the step time of each strategy against the fastest, which strategy costs and needs
-    least, whether the losses agree, and which ones memory excludes. No difference is claimed where
+    least, whether the losses agree, and which strategies do not fit. No difference is claimed where
     the 95 % interval of a ratio includes 1.
     """
     timed = sorted(
         (row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0
     )
     sentences = [*_compare_times(timed), *_compare_memory(timed), *_compare_losses(timed)]
-    sentences += _list_excluded_by_memory(
+    sentences += _describe_strategies_excluded_by_memory(
         [row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory"
     )
-    sentences += _list_excluded_by_memory(
+    sentences += _describe_strategies_excluded_by_memory(
         [row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit"
     )
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
@@ -40,17 +40,20 @@ def write_verdict(rows: Sequence[ComparisonRow]) -> str:
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
-def _compare_times(timed: Sequence[ComparisonRow]) -> Iterator[str]:
-    """Yield sentences on the step time of each strategy and on the cheapest; `timed` has the
-    fastest first.
+def _compare_times(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on the step time of each strategy and on the cheapest one.
+
+    `timed_rows` are the finished strategies, fastest first.
     """
-    if len(timed) < 2:
-        yield from (f"Only {row.strategy} finished" for row in timed)
+    if len(timed_rows) < 2:
+        yield from (f"Only {row.strategy} finished" for row in timed_rows)
         return
-    fastest = timed[0]
+    fastest = timed_rows[0]
     yield f"{fastest.strategy} has the shortest step: {format_seconds(fastest.step_s or 0.0)}"
-    yield from (f"{row.strategy} takes {_times_of(row, fastest)}" for row in timed[1:])
-    cheapest = min(timed, key=step_device_seconds)
+    yield from (
+        f"{row.strategy} takes {_describe_relative_time(row, fastest)}" for row in timed_rows[1:]
+    )
+    cheapest = min(timed_rows, key=step_device_seconds)
     if step_device_seconds(cheapest) * ALIKE < step_device_seconds(fastest) and _is_cheaper(
         cheapest, fastest
     ):
@@ -58,7 +61,10 @@ def _compare_times(timed: Sequence[ComparisonRow]) -> Iterator[str]:
         yield f"{cheapest.strategy} costs least: {_format_ratio(share)} the device-seconds of {fastest.strategy} a step"
 
 
-def _times_of(row: ComparisonRow, fastest: ComparisonRow) -> str:
+def _describe_relative_time(row: ComparisonRow, fastest: ComparisonRow) -> str:
+    """Return the strategy's step time over the fastest one's as text, with its 95 % interval if
+    there were repeats.
+    """
     times = 1.0 if row.times_fastest is None else row.times_fastest
     if row.times_within is None:
         return f"{_format_ratio(times)}, about as long" if times < ALIKE else _format_ratio(times)
@@ -81,12 +87,10 @@ def _is_cheaper(row: ComparisonRow, fastest: ComparisonRow) -> bool:
     return (slowest or 1.0) * (row.devices or 1) < (fastest.devices or 1)
 
 
-def _compare_memory(timed: Sequence[ComparisonRow]) -> Iterator[str]:
-    """Yield sentences on the strategy that needs least memory, and how much more the others need at
-    most.
-    """
+def _compare_memory(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on which strategy needs least memory, which needs most, and how much more."""
     peaks = sorted(
-        ((row.peak_bytes, row.strategy) for row in timed if row.peak_bytes),
+        ((row.peak_bytes, row.strategy) for row in timed_rows if row.peak_bytes),
         key=lambda peak: peak[0],
     )
     if len(peaks) < 2:
@@ -100,11 +104,11 @@ def _compare_memory(timed: Sequence[ComparisonRow]) -> Iterator[str]:
         yield f"{greediest} needs most: {format_bytes(most)}, {_format_ratio(most / least)}"
 
 
-def _compare_losses(timed: Sequence[ComparisonRow]) -> Iterator[str]:
+def _compare_losses(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """Yield sentences on whether losses agree at the same step and seed, up to the rounding of
     bfloat16.
     """
-    distances = [(row, row.loss_distance) for row in timed if row.loss_distance is not None]
+    distances = [(row, row.loss_distance) for row in timed_rows if row.loss_distance is not None]
     if len(distances) < 2:
         return
     most = max(distance for _, distance in distances)
@@ -118,25 +122,30 @@ def _compare_losses(timed: Sequence[ComparisonRow]) -> Iterator[str]:
 
 
 def step_device_seconds(row: ComparisonRow) -> float:
-    """Return the device-seconds of one step of this strategy."""
+    """Return the device-seconds of one step of this strategy: its step time times its devices."""
     return (row.step_s or 0.0) * (row.devices or 1)
 
 
-def _list_excluded_by_memory(
-    rows: Sequence[ComparisonRow], singular: str, several: str = ""
+def _describe_strategies_excluded_by_memory(
+    rows: Sequence[ComparisonRow], singular_verb: str, plural_verb: str = ""
 ) -> Iterator[str]:
-    """Yield sentences on strategies that do not fit, each with the needed and the available bytes."""
+    """Yield a sentence on these strategies, which did not fit, each with its needed and available
+    bytes.
+
+    The verbs (`does not fit`) follow the names; "" as `plural_verb` means the singular one.
+    """
     if not rows:
         return
-    named = [f"{row.strategy}{_of_capacity(row)}" for row in rows]
+    named = [f"{row.strategy}{_describe_bytes_of_capacity(row)}" for row in rows]
     if len(rows) == 1:
-        yield f"{rows[0].strategy} {singular}{_of_capacity(rows[0], ': {} of {}')}"
+        yield f"{rows[0].strategy} {singular_verb}{_describe_bytes_of_capacity(rows[0], ': {} of {}')}"
     else:
-        yield f"{join_first(named, NAMED_MAX)} {several or singular}"
+        yield f"{join_first(named, NAMED_MAX)} {plural_verb or singular_verb}"
 
 
-def _of_capacity(row: ComparisonRow, form: str = " ({} of {})") -> str:
+def _describe_bytes_of_capacity(row: ComparisonRow, format_string: str = " ({} of {})") -> str:
+    """Return the strategy's needed bytes of the device's bytes as text; "" where unknown."""
     needed = row.needed_bytes if row.outcome is Outcome.DOES_NOT_FIT else row.peak_bytes
     if needed is None or row.capacity_bytes is None:
         return ""
-    return form.format(format_bytes(needed), format_bytes(row.capacity_bytes))
+    return format_string.format(format_bytes(needed), format_bytes(row.capacity_bytes))

@@ -38,11 +38,14 @@ def hourly_price_by_device(state: State) -> Mapping[str, float]:
 
 
 def sum_job_cost(
-    jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since_s: float = 0.0
+    jobs: Iterable[Job],
+    hourly_price_by_device: Mapping[str, float],
+    until_s: float,
+    since_s: float = 0.0,
 ) -> JobCost:
     """Return the cost of these jobs between `since_s` and `until_s`, in seconds since 1970.
 
-    `price` is the hourly price by device name. Running attempts count until `until_s`.
+    `hourly_price_by_device` is the hourly price by device name. Running attempts count until `until_s`.
     """
     by_device = dict[str, float]()  # by device
     for job in jobs:
@@ -51,9 +54,10 @@ def sum_job_cost(
             if lasted_s > 0:
                 count = device_count(attempt.placement)
                 by_device[attempt.device] = by_device.get(attempt.device, 0.0) + count * lasted_s
-    is_priced = bool(by_device) and all(device in price for device in by_device)
+    is_priced = bool(by_device) and all(device in hourly_price_by_device for device in by_device)
     money = (
-        sum(price[device] * device_s for device, device_s in by_device.items()) / SECONDS_AN_HOUR
+        sum(hourly_price_by_device[device] * device_s for device, device_s in by_device.items())
+        / SECONDS_AN_HOUR
         if is_priced
         else None
     )

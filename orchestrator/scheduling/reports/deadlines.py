@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import JobForecast, make_quick_forecast
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
+from orchestrator.scheduling.scheduling_pass.preemption import find_jobs_to_stop_for_deadline
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -22,27 +22,30 @@ HELPED_MAX = 100
 MARGIN = 2.0  # of a length, before the deadline of a job that nothing says the start of
 
 
-def describe_late_jobs(state: State, ids: Iterable[str]) -> dict[str, str]:
-    """Return {job id: sentence} of jobs not expected to meet their deadlines, with what is possible instead.
+def describe_late_jobs(state: State, job_ids: Iterable[str]) -> dict[str, str]:
+    """Return {job id: sentence} of the jobs that are not expected to meet their deadlines.
 
-    `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
-    more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it, nor
-    if nothing tells when it ends. Where nothing tells when it starts, as beside a drained or a lost node, it is late
-    when less than MARGIN of its length is left: hours before that a node may be back.
+    The sentence says what is possible instead: `cannot be done by Mon 08:00 UTC: earliest Mon 09:40
+    UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. The forecast assumes that nothing more is
+    submitted and nothing fails. A job is not late if a running one can make way for it, nor if
+    nothing tells when it ends. Where nothing tells when it starts, as beside a drained or a lost
+    node, it is late once less than MARGIN of its duration is left.
     """
     wanted = [
-        job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
+        job for job_id in job_ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
     ]
     forecasts = make_quick_forecast(state) if wanted else {}
-    missed = [job for job in wanted if not _is_met(job, forecasts.get(job.id))]
-    index = index_of(state)
+    missed = [job for job in wanted if not _is_deadline_met(job, forecasts.get(job.id))]
+    index = make_index(state)
     missed = [job for job in missed if job.id in forecasts or _is_near_deadline(index, job)]
-    helped = _find_jobs_with_victims(index, forecasts) if missed else set[str]()
+    helped = _find_ids_of_jobs_helped_by_stops(index, forecasts) if missed else set[str]()
     return {job.id: _describe_remedies(state, job) for job in missed if job.id not in helped}
 
 
 def _describe_remedies(state: State, job: Job) -> str:
-    """Return what would help a late job, as text: its fastest option, and the highest priority."""
+    """Return text on when a late job could end with its fastest option, and when with the highest
+    priority.
+    """
     assert job.deadline_s is not None, job.id
     assert job.spec.deadline is not None, job.id
     zone = job.spec.deadline.zone
@@ -65,20 +68,25 @@ def _describe_remedies(state: State, job: Job) -> str:
     return sentence
 
 
-def _find_jobs_with_victims(
-    index: SchedulerIndex, forecasts: Mapping[str, JobForecast]
+def _find_ids_of_jobs_helped_by_stops(
+    index: SchedulerIndex, forecast_by_job_id: Mapping[str, JobForecast]
 ) -> set[str]:
-    """Return the ids of late jobs for which a running job can be stopped, a different one for each."""
+    """Return the ids of late jobs that stopping running jobs would help; no running job counts for
+    two of them.
+    """
     helped = set[str]()
     late = (
         turn
         for turn in index.policy.in_order()
-        if turn[1] < inf and not _is_met(turn[0].job, forecasts.get(turn[0].job.id))
+        if turn[1] < inf
+        and not _is_deadline_met(turn[0].job, forecast_by_job_id.get(turn[0].job.id))
     )
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = find_array_wait(index, waiting.job, Counter()) is None
         moves = (
-            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else ()
+            find_jobs_to_stop_for_deadline(index, [(waiting, by_s)], index.state.at_s)
+            if may_start
+            else ()
         )
         if moves:
             helped.add(waiting.job.id)
@@ -88,15 +96,18 @@ def _find_jobs_with_victims(
 
 
 def _is_near_deadline(index: SchedulerIndex, job: Job) -> bool:
-    """Return whether less than MARGIN of the job's duration is left before its deadline.
+    """Return whether less than MARGIN times the job's duration is left before its deadline.
 
     Where its duration is unknown, the deadline itself must have come.
     """
     assert job.deadline_s is not None, job.id
-    length_s = index.options.remaining_work_of(job).duration_s
+    length_s = index.options.find_remaining_work(job).duration_s
     return job.deadline_s - MARGIN * length_s <= index.state.at_s
 
 
-def _is_met(job: Job, expected: JobForecast | None) -> bool:
+def _is_deadline_met(job: Job, forecast: JobForecast | None) -> bool:
+    """Return whether the job is expected to end by its deadline, or at an unknown time; False
+    without a forecast.
+    """
     due_s = inf if job.deadline_s is None else job.deadline_s
-    return expected is not None and (expected.end_s <= due_s or not expected.knows_end)
+    return forecast is not None and (forecast.end_s <= due_s or not forecast.knows_end)

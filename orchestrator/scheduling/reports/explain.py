@@ -25,9 +25,12 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import plan_kind_of
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
-from orchestrator.scheduling.failures.degrade import candidates_for_oom
+from orchestrator.scheduling.failures.degrade import select_candidates_after_oom
 from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
-from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
+from orchestrator.scheduling.options.job_options import (
+    make_calibration_for_job,
+    measured_peak_bytes_by_plan,
+)
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
@@ -44,10 +47,10 @@ ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00
 
 
 def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
-    """Return lines of text on an attempt: its prediction, its measurement, the wrong term, and the
-    effects.
+    """Return sentences on one attempt: what was predicted, measured, wrong and learned, and what
+    follows.
 
-    A term is named where the prediction was wrong by more than the margin.
+    A term of the prediction is named where the prediction was wrong by more than the margin.
     """
     observation = find_observation(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
@@ -56,20 +59,22 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
         sentences.append(_describe_measurement(attempt, observation))
         sentences += _describe_overhead(state, attempt, observation)
     if observation is not None and (
-        observation.ran_out or _is_underestimated(attempt, observation)
+        observation.ran_out or _was_underestimated(attempt, observation)
     ):
         if predicted is not None:
             sentences.append(_describe_wrong_term(attempt, observation))
-        sentences.append(_describe_learning(state, attempt, observation))
+        sentences.append(_describe_what_was_learned(state, attempt, observation))
     if ran_out_of_memory(attempt) and attempt.number < len(job.attempts):
-        sentences.append(_describe_next(state, job, attempt, job.attempts[attempt.number]))
+        sentences.append(_describe_next_attempt(state, job, attempt, job.attempts[attempt.number]))
     if attempt.failure is not None:
         sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
     return (*sentences, *list_record_warnings(attempt))
 
 
 def find_observation(state: State, job: Job, attempt: Attempt) -> Observation | None:
-    """Return the stored observation (prediction and measurement) of the attempt; None without one."""
+    """Return the stored observation (prediction beside measurement) of the attempt; None without
+    one.
+    """
     return next(
         (
             observation
@@ -81,17 +86,17 @@ def find_observation(state: State, job: Job, attempt: Attempt) -> Observation | 
 
 
 def make_plan_chart(state: State, job: Job) -> Picture | None:
-    """Return a chart of the job's plans on the devices of its last attempt, as judged today; None
+    """Return a chart of the job's possible plans (memory against step time), as judged today; None
     without plans.
 
-    Plans that the job ran are drawn at their measurement, all others at their corrected prediction
-    with margin.
+    The plans are those on the kind of device of its last attempt. Plans that the job ran are drawn
+    at their measurement, all others at their corrected prediction with margin.
     """
     group = find_node_group(state, job.last.device if job.last else None)
     if group is None or not (candidates := _list_job_plans(state, job, group)):
         return None
     device = group.hardware.device
-    calibrated = calibration_for(state, job, device.name)
+    calibrated = make_calibration_for_job(state, job, device.name)
     measured = measured_peak_bytes_by_plan(job, device.name)
     if not is_real_prediction(candidates[0].estimate, calibrated.correction):
         return None
@@ -118,13 +123,14 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
 
 
 def _choose_mark(
-    job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int
+    job: Job, candidate: Candidate, calibration: Calibration, device_bytes: int
 ) -> Mark:
+    """Return the mark of a plan in the chart: refuted, chosen, fits, or too big."""
     if candidate.plan in job.refuted:
         return Mark.REFUTED
     if job.last is not None and candidate.plan == job.last.plan:
         return Mark.CHOSEN
-    return Mark.FITS if fits_device(candidate, capacity_bytes, calibrated) else Mark.TOO_BIG
+    return Mark.FITS if fits_device(candidate, device_bytes, calibration) else Mark.TOO_BIG
 
 
 def _describe_prediction(state: State, attempt: Attempt) -> str:
@@ -137,7 +143,7 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     )
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
-    around = _bytes_outside_tensors(attempt)
+    around = _predicted_bytes_outside_tensors(attempt)
     if around:
         text += f" + {format_bytes(around)} around it"
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
@@ -150,8 +156,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     return text
 
 
-def _bytes_outside_tensors(attempt: Attempt) -> int:
-    """Return the predicted device bytes that are not allocated tensors."""
+def _predicted_bytes_outside_tensors(attempt: Attempt) -> int:
+    """Return the bytes of a device that are predicted for other things than allocated tensors."""
     estimate = attempt.estimate
     factor = attempt.correction
     return corrected_device_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
@@ -187,8 +193,10 @@ def _describe_reserved(attempt: Attempt) -> str:
 
 
 def _describe_overhead(state: State, attempt: Attempt, observation: Observation) -> list[str]:
-    """Return a sentence on the devices' memory outside the allocator, and what it changed for other
-    jobs.
+    """Return a list with a sentence on device memory outside PyTorch's allocator, and on what was
+    learned of it.
+
+    It is [] where that memory was not measured.
     """
     if observation.overhead_bytes is None:
         return []
@@ -208,7 +216,7 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
 
 
 def _calibrations_before_and_after(state: State, observation: Observation) -> Iterator[Calibration]:
-    """Yield the calibration without the observation, then the one with it."""
+    """Yield the calibration as it was without the observation, then the one with it."""
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
         yield calibrate(
@@ -216,7 +224,7 @@ def _calibrations_before_and_after(state: State, observation: Observation) -> It
         )
 
 
-def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
+def _was_underestimated(attempt: Attempt, observation: Observation) -> bool:
     """Return whether the attempt needed clearly more memory than predicted."""
     predicted = predicted_peak_bytes(attempt)
     factor = observed_activation_factor(observation.moments, observation.measured_bytes)
@@ -227,8 +235,9 @@ def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
 
 
 def _describe_wrong_term(attempt: Attempt, observation: Observation) -> str:
-    """Return a sentence on the moment of a step whose activations explain the measurement with the
-    least change.
+    """Return a sentence on the part of the memory estimate that was wrong.
+
+    It names the moment of a step whose activations explain the measurement with the least change.
     """
     moments = [moment for moment in observation.moments if moment.activation_bytes > 0]
     if not moments:
@@ -255,13 +264,15 @@ def _describe_wrong_term(attempt: Attempt, observation: Observation) -> str:
         else ""
     )
     term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
-    is_expected = not observation.ran_out and observation.measured_bytes + _bytes_outside_tensors(
-        attempt
-    ) <= (attempt.needed_bytes or 0)
+    is_expected = (
+        not observation.ran_out
+        and observation.measured_bytes + _predicted_bytes_outside_tensors(attempt)
+        <= (attempt.needed_bytes or 0)
+    )
     return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
-def _describe_learning(state: State, attempt: Attempt, observation: Observation) -> str:
+def _describe_what_was_learned(state: State, attempt: Attempt, observation: Observation) -> str:
     was, now = _calibrations_before_and_after(state, observation)
     engine = attempt.plan.engine
     where = f"{observation.family} on {observation.device}"
@@ -288,30 +299,42 @@ def _describe_learning(state: State, attempt: Attempt, observation: Observation)
     return text
 
 
-def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
-    changed = ", ".join(str(change) for change in following.change)
-    text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
+def _describe_next_attempt(
+    state: State, job: Job, failed_attempt: Attempt, next_attempt: Attempt
+) -> str:
+    """Return a sentence on the attempt after a failure: its plan, and why no faster plan was
+    chosen.
+    """
+    changed = ", ".join(str(change) for change in next_attempt.change)
+    text = f"next: attempt {next_attempt.number}, {in_short(next_attempt.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _list_job_plans(state, job, find_node_group(state, following.device))
+    candidates = _list_job_plans(state, job, find_node_group(state, next_attempt.device))
     here = [
-        attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
+        attempt
+        for attempt in job.attempts[: failed_attempt.number]
+        if attempt.device == next_attempt.device
     ]
     answers = {
         replace(candidate.plan, phase_batch_sizes=())
-        for candidate in candidates_for_oom(job.spec, here, candidates)
+        for candidate in select_candidates_after_oom(job.spec, here, candidates)
     }
     for candidate in candidates:
-        if candidate.plan == following.plan:
+        if candidate.plan == next_attempt.plan:
             break
         is_answer = candidate.plan in answers
         faster[
-            _describe_rejection(
-                job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer
+            _describe_why_not_chosen(
+                job,
+                candidate,
+                failed_attempt,
+                next_attempt,
+                _find_device_bytes(state, next_attempt),
+                needs_less_memory=is_answer,
             )
         ] += 1
     else:
         return text
-    stays = plan_kind_of(following.plan) == plan_kind_of(failed.plan)
+    stays = plan_kind_of(next_attempt.plan) == plan_kind_of(failed_attempt.plan)
     if not faster:
         return f"{text}: the fastest of all"
     chosen = "engine and mechanics stay" if stays else "the most trusted left near the fastest"
@@ -320,49 +343,57 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     )
 
 
-def _memory_of(state: State, attempt: Attempt) -> int:
+def _find_device_bytes(state: State, attempt: Attempt) -> int:
+    """Return the memory of one device of the attempt in bytes; 0 where the cluster lacks that kind."""
     device = find_device_spec(state, attempt.device)
     return 0 if device is None else device.memory
 
 
-def _describe_rejection(
+def _describe_why_not_chosen(
     job: Job,
     candidate: Candidate,
-    failed: Attempt,
-    following: Attempt,
-    memory_bytes: int,
+    failed_attempt: Attempt,
+    next_attempt: Attempt,
+    device_bytes: int,
     *,
-    is_answer: bool,
+    needs_less_memory: bool,
 ) -> str:
-    correction = following.correction
+    """Return a phrase that says why this faster plan was not chosen for the next attempt.
+
+    `needs_less_memory` is whether it needs less in the phase that ran out of memory.
+    """
+    correction = next_attempt.correction
     if any(
         ran_out_of_memory(attempt) and attempt.plan == candidate.plan
-        for attempt in job.attempts[: failed.number]
+        for attempt in job.attempts[: failed_attempt.number]
     ):
         return "ran out of memory"
-    if not is_answer:
+    if not needs_less_memory:
         return "no lighter in the optimizer step, where it ran out"
     if corrected_device_bytes(candidate.estimate, correction) >= corrected_device_bytes(
-        failed.estimate, correction
+        failed_attempt.estimate, correction
     ):
         return "no lighter than what ran out"
-    if corrected_device_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
-        if plan_kind_of(candidate.plan) != plan_kind_of(following.plan):
+    if corrected_device_bytes(candidate.estimate, correction) * MARGIN <= device_bytes:
+        if plan_kind_of(candidate.plan) != plan_kind_of(next_attempt.plan):
             return "of another engine or mechanics, or too likely to run out of memory again"
         return "too likely to run out of memory again for their speed, or as fast within the error"
     return "too big with what was learned"
 
 
-def _list_job_plans(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
-    if group is None:
+def _list_job_plans(state: State, job: Job, node_group: NodeGroup | None) -> tuple[Candidate, ...]:
+    """Return the job's plans on these nodes that no other plan beats; () without nodes or a
+    possible plan.
+    """
+    if node_group is None:
         return ()
     try:
-        calibrated = calibration_for(state, job, group.hardware.device.name)
+        calibrated = make_calibration_for_job(state, job, node_group.hardware.device.name)
         request = read_plan_request(with_measured_memory(job.spec, calibrated))
-        return find_frontier(request, group.hardware, calibrated).candidates
+        return find_frontier(request, node_group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 
 
-def _format_percent(margin: float) -> str:
-    return f"{100 * (margin - 1):.1f} %"
+def _format_percent(factor: float) -> str:
+    return f"{100 * (factor - 1):.1f} %"

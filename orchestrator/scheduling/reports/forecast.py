@@ -11,13 +11,20 @@ from statistics import NormalDist, median
 from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
-from orchestrator.scheduling.base.migration import expected_loss_s
+from orchestrator.scheduling.base.migration import expected_lost_training_s
 from orchestrator.scheduling.failures.observation import make_pace_observation
-from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.options.job_options import (
+    JobOptions,
+    count_steps_left,
+    measured_step_time_factors,
+)
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.scheduling.scheduling_pass.decide import device_second_price, expected_reservation
+from orchestrator.scheduling.scheduling_pass.decide import (
+    make_expected_reservation,
+    price_of_device_second,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import (
@@ -59,7 +66,8 @@ STOPPED = Evidence(stopped=True)
 
 @frozen
 class JobForecast:
-    """Expected start and end of a job (seconds since 1970), and its number of devices.
+    """Expected start and end of a job (seconds since 1970), and the number of devices that it will
+    use.
 
     The ranges hold with a probability of 80 %, if durations are as wrong as they were before. The
     forecast assumes that nothing more is submitted and nothing fails.
@@ -79,8 +87,8 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
     """Return {job id: forecast} of all running jobs and of at most FORECAST_MAX waiting ones, in
     queue order.
 
-    The first jobs are simulated with all decisions of the scheduler; the others are placed one
-    after another.
+    The first jobs are simulated with all decisions of the scheduler, and have ranges. The others
+    are placed one after another.
     """
     forecasts = dict(make_quick_forecast(state))
     near = [*forecasts][
@@ -89,9 +97,9 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
     near += [
         job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)
     ][:RANGED_MAX]
-    played = _keep_first_waiting(state, forecasts)
+    played = _drop_waiting_jobs_behind_first(state, forecasts)
     spreads = {job.id: duration_log_spread(state.observations, job) for job in played.jobs.values()}
-    index = index_of(played)
+    index = make_index(played)
     plays = [
         QueueSimulation(played, index, spreads, sample).run_until_ended(near)
         for sample in range(SAMPLES + 1)
@@ -102,17 +110,17 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
             base, *others = samples
             forecasts[job_id] = replace(
                 base,
-                start_range_s=_range_without_extremes([other.start_s for other in others]),
-                end_range_s=_range_without_extremes([other.end_s for other in others]),
+                start_range_s=_second_and_last_but_one([other.start_s for other in others]),
+                end_range_s=_second_and_last_but_one([other.end_s for other in others]),
             )
     return forecasts
 
 
-def with_measured_paces(state: State) -> State:
-    """Return the state with running attempts' speeds as observations, for families without any on
-    that device.
+def add_measured_paces(state: State) -> State:
+    """Return the state with the measured speeds of running attempts among its observations.
 
-    The forecast of queued jobs of the family then uses them. No decision reads this state.
+    They are added only for families without a measured speed on that kind of device. The forecast
+    of queued jobs of the family then uses them. No decision reads this state.
     """
     measured = {(entry.family, entry.device) for entry in state.observations if entry.step_ratio}
     paces = []
@@ -124,12 +132,14 @@ def with_measured_paces(state: State) -> State:
     return replace(state, observations=(*state.observations, *paces)) if paces else state
 
 
-def _keep_first_waiting(state: State, order: Iterable[str]) -> State:
-    """Return the state without the waiting jobs behind the first PLAYED_MAX of `order`, which delay
-    none of those.
+def _drop_waiting_jobs_behind_first(state: State, job_ids_in_order: Iterable[str]) -> State:
+    """Return the state without the waiting jobs behind the first PLAYED_MAX of this order; they
+    delay no earlier job.
     """
     queued = [job.id for job in state.live_jobs if job.status is JobStatus.QUEUED]
-    expected = [job_id for job_id in order if state.jobs[job_id].status is JobStatus.QUEUED]
+    expected = [
+        job_id for job_id in job_ids_in_order if state.jobs[job_id].status is JobStatus.QUEUED
+    ]
     waiting = [*dict.fromkeys((*expected, *queued))]
     jobs = state.jobs
     for job_id in waiting[PLAYED_MAX:]:
@@ -137,20 +147,22 @@ def _keep_first_waiting(state: State, order: Iterable[str]) -> State:
     return replace(state, jobs=jobs)
 
 
-def make_quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, JobForecast]:
-    """Return {job id: forecast} without ranges and moves: jobs are placed one after another.
+def make_quick_forecast(
+    state: State, hurried_job_ids: Collection[str] = ()
+) -> Mapping[str, JobForecast]:
+    """Return {job id: forecast} without ranges and migrations: jobs are placed one after another.
 
-    Jobs in `hurried` use the option that ends first, at any cost.
+    Jobs in `hurried_job_ids` use the option that ends first, at any cost.
     """
-    return _PlacementForecast(index_of(state), hurried).place_all()
+    return _PlacementForecast(make_index(state), hurried_job_ids).place_all()
 
 
 def duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
-    """Return the standard deviation of the log of true over predicted durations in the job's
-    family.
+    """Return how wrong predicted durations are in the job's family: the deviation of log(true /
+    predicted).
 
-    The assumed spread counts as SUPPOSED_OUTCOMES observations (Gelman et al. 2013, Bayesian Data
-    Analysis, section 2.6).
+    It is the standard deviation. The assumed spread counts as SUPPOSED_OUTCOMES observations
+    (Gelman et al. 2013, Bayesian Data Analysis, section 2.6).
     """
     ratios = [
         observation.step_ratio
@@ -165,24 +177,31 @@ def duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
 
 
 def may_show_step_time(
-    index: SchedulerIndex, job: Job, device: DeviceSpec, source: Source, attempt: Attempt | None
+    index: SchedulerIndex,
+    job: Job,
+    device: DeviceSpec,
+    estimate_source: Source,
+    attempt: Attempt | None,
 ) -> bool:
     """Return whether a job's predicted step time is good enough to be shown to a person.
 
     It is not on a virtual device, whose steps are the host's: a prediction was 27 times off
     (November 2026). There it is shown once the attempt has a pace, or an attempt of the family was
-    measured on this kind of device. Where `source` gives no seconds, the duration was learned from
-    other jobs.
+    measured on this kind of device. Where `estimate_source` gives no seconds, the duration was
+    learned from other jobs.
     """
-    if not device.kind.traits.is_virtual or job.spec.speeds or source in WITHOUT_SECONDS:
+    if not device.kind.traits.is_virtual or job.spec.speeds or estimate_source in WITHOUT_SECONDS:
         return True
     if attempt is not None and attempt.pace is not None:
         return True
-    calibrated = index.options.calibration_of(job, device.name)
-    return bool(calibrated.step_factors or own_step_factors(job, device.name))
+    calibrated = index.options.find_calibration(job, device.name)
+    return bool(calibrated.step_factors or measured_step_time_factors(job, device.name))
 
 
-def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
+def _is_duration_known(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
+    """Return whether the attempt's duration follows from known step times that may be shown to a
+    person.
+    """
     length = index.predict_duration(job, attempt)
     pool = index.pool_of(attempt)
     if length is None or pool is None:
@@ -193,15 +212,17 @@ def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
 
 
 class _PlacementForecast:
-    """A forecast that places jobs one after another, each with its predicted duration."""
+    """A forecast that places the jobs of the queue one after another, each with its predicted
+    duration.
+    """
 
-    def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
+    def __init__(self, index: SchedulerIndex, hurried_job_ids: Collection[str]) -> None:
         self._index = index
         self._state = index.state
-        self._hurried = hurried
+        self._hurried = hurried_job_ids
         self._forecasts: dict[str, JobForecast] = {}
         self._arrays = _RunningArrays()
-        self._price = device_second_price(index)
+        self._price = price_of_device_second(index)
         self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
@@ -210,18 +231,19 @@ class _PlacementForecast:
     def place_all(self) -> dict[str, JobForecast]:
         """Return {job id: forecast} of all running jobs, and of at most FORECAST_MAX waiting ones."""
         self._index.clear_reservations()
-        self._keep_running()
+        self._forecast_running_jobs()
         jobs_max = FORECAST_MAX + len(self._forecasts)
-        self._place_waiting(jobs_max)
+        self._place_waiting_jobs(jobs_max)
         for job_id in [*self._forecasts]:
-            self._queue_followers(job_id)
+            self._schedule_dependent_jobs(job_id)
         for waiting in self._index.waiting.values():
             if waiting.job.not_before_s > self._state.at_s:
                 heappush(self._later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
-        self._place_later(jobs_max)
+        self._place_jobs_that_start_later(jobs_max)
         return self._forecasts
 
-    def _keep_running(self) -> None:
+    def _forecast_running_jobs(self) -> None:
+        """Forecast the running jobs from their expected ends."""
         at_s = self._state.at_s
         for job in self._index.running.values():
             attempt = job.last
@@ -236,44 +258,60 @@ class _PlacementForecast:
                     launched_s,
                     end_s,
                     attempt.placement,
-                    knows_length=_knows_length(self._index, job, attempt) and not attempt.probe,
+                    is_duration_known=_is_duration_known(self._index, job, attempt)
+                    and not attempt.probe,
                 )
             self._arrays.add_running(job, end_s)
 
-    def _place_waiting(self, jobs_max: int) -> None:
-        """Place the waiting jobs in the order of the queue policy; jobs whose array is full come
-        later.
+    def _place_waiting_jobs(self, forecasts_max: int) -> None:
+        """Place the waiting jobs in the order of the queue policy; jobs whose array is full are
+        kept for later.
+
+        It ends once there are `forecasts_max` forecasts.
         """
         for waiting, by_s in self._index.policy.in_order():
-            if len(self._forecasts) >= jobs_max:
+            if len(self._forecasts) >= forecasts_max:
                 break
             if waiting.job.id not in self._forecasts:
-                if self._arrays.next_free_s(waiting.job) > -inf:
+                if self._arrays.room_for_one_more_from_s(waiting.job) > -inf:
                     heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
                 else:
-                    self._place_job(waiting, self._state.at_s, by_s)
+                    self._reserve_and_forecast_job(waiting, self._state.at_s, by_s)
 
-    def _place_later(self, jobs_max: int) -> None:
-        """Place the jobs that cannot start yet, the first to be ready first."""
-        while self._later and len(self._forecasts) < jobs_max:
+    def _place_jobs_that_start_later(self, forecasts_max: int) -> None:
+        """Place the jobs that cannot start yet, the first to be ready first, up to `forecasts_max`
+        forecasts.
+        """
+        while self._later and len(self._forecasts) < forecasts_max:
             ready_s, _, job_id = heappop(self._later)
             job = self._state.jobs[job_id]
             for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
                 if job_id not in self._forecasts:
                     waiting = self._index.waiting.get(job_id) or self._index.make_queue_entry(job)
-                    self._place_job(waiting, max(ready_s, self._arrays.next_free_s(job)), by_s)
+                    self._reserve_and_forecast_job(
+                        waiting, max(ready_s, self._arrays.room_for_one_more_from_s(job)), by_s
+                    )
             if job_id in self._forecasts:
-                self._queue_followers(job_id)
+                self._schedule_dependent_jobs(job_id)
 
-    def _place_job(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
+    def _reserve_and_forecast_job(
+        self, waiting: WaitingJob, earliest_s: float, end_by_s: float
+    ) -> None:
+        """Reserve the devices with which the job would start at `earliest_s` or later, and forecast
+        it.
+
+        Nothing happens where that is impossible.
+        """
         job = waiting.job
         price = 0.0 if job.id in self._hurried else self._price
-        reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
+        reservation = make_expected_reservation(
+            self._index, waiting, price, earliest_s=earliest_s, end_by_s=end_by_s
+        )
         if reservation is None:
             return
-        self._index.reserve((reservation,), backfill=True)
+        self._index.reserve((reservation,), if_any_is_idle=True)
         knows_length = True
-        for profile, menu in self._index.options.options_of(waiting):
+        for profile, menu in self._index.options.find_options(waiting):
             if isinstance(menu, JobOptions):
                 entry = menu.entries[0]
                 device = profile.group.hardware.device
@@ -286,12 +324,13 @@ class _PlacementForecast:
             reservation.start_s,
             reservation.end_s,
             reservation.placement,
-            knows_length=knows_length,
+            is_duration_known=knows_length,
         )
         self._arrays.add_running(job, reservation.end_s)
 
-    def _queue_followers(self, job_id: str) -> None:
-        for follower_id in self._index.followers_of(job_id):
+    def _schedule_dependent_jobs(self, job_id: str) -> None:
+        """Keep for later the jobs that wait for this job, if all that they wait for is forecast."""
+        for follower_id in self._index.list_dependent_job_ids(job_id):
             job = self._state.jobs[follower_id]
             if job.held_by is None and all(other.job in self._forecasts for other in job.waits_for):
                 ready_s = max(self._forecasts[other.job].end_s for other in job.waits_for)
@@ -299,19 +338,24 @@ class _PlacementForecast:
 
 
 class _VagueDevices:
-    """Devices whose next free time is unknown, in a forecast from `at_s` on."""
+    """Devices of which a forecast cannot say when they become free, since a job of unknown duration
+    runs there.
+    """
 
-    def __init__(self, at_s: float) -> None:
-        self._at_s = at_s
+    def __init__(self, now_s: float) -> None:
+        self._at_s = now_s
         self._devices = set[Device]()
 
     def forecast_job(
-        self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
+        self, start_s: float, end_s: float, placement: Placement, *, is_duration_known: bool
     ) -> JobForecast:
-        """Return the forecast of a job on these devices, and whether its start and end are known."""
+        """Return the forecast of a job on these devices, with whether its start and end are known.
+
+        If its end is not, the devices count as vague from then on.
+        """
         devices = set(devices_in(placement))
         knows_start = start_s <= self._at_s or not devices & self._devices
-        knows_end = knows_start and knows_length
+        knows_end = knows_start and is_duration_known
         if not knows_end:
             self._devices |= devices
         return JobForecast(
@@ -325,7 +369,7 @@ class _VagueDevices:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedAttempt:
-    """An attempt in a simulation, with its launch and end in seconds since 1970."""
+    """An attempt in a simulation, with the times of its launch and its end in seconds since 1970."""
 
     job: Job
     attempt: Attempt
@@ -335,28 +379,32 @@ class SimulatedAttempt:
 
 
 class QueueSimulation:
-    """A simulation of the scheduler's next decisions with sampled job durations.
+    """A simulation of the scheduler's next decisions. Each sample number gives the jobs other
+    durations.
 
-    Sample 0 has the predicted durations.
+    Sample 0 has the predicted durations themselves.
     """
 
     def __init__(
         self,
         state: State,
         index: SchedulerIndex,
-        spreads: Mapping[str, float],
-        sample: int,
+        log_spread_by_job_id: Mapping[str, float],
+        sample_number: int,
         *,
-        saved_steps: Mapping[str, int | None] = MappingProxyType({}),
+        saved_step_by_job_id: Mapping[str, int | None] = MappingProxyType({}),
         list_submissions: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
     ) -> None:
-        """`saved_steps` are the steps that stopped jobs had saved, by job id. `list_submissions`
-        returns further submissions after each event.
+        """Prepare the simulation of one sample.
+
+        `log_spread_by_job_id` says how wrong durations may be. `saved_step_by_job_id` has the steps
+        that stopped jobs had saved. `list_submissions` returns further submissions after each
+        event.
         """
         self._scheduler = Scheduler(state)
-        self._spreads = spreads
-        self._sample = sample
-        self._saved = saved_steps
+        self._spreads = log_spread_by_job_id
+        self._sample = sample_number
+        self._saved = saved_step_by_job_id
         self._more = list_submissions
         self._going = set[str]()
         self.stints: list[SimulatedAttempt] = []
@@ -375,12 +423,12 @@ class QueueSimulation:
             if attempt.ended_at_s is None:
                 self._begin_attempt(job, attempt)
 
-    def run_until_ended(self, near: Sequence[str]) -> Mapping[str, JobForecast]:
-        """Run the simulation, and return {job id: forecast} of those jobs in `near` that ended in
-        it.
+    def run_until_ended(self, job_ids: Sequence[str]) -> Mapping[str, JobForecast]:
+        """Run the simulation until all of these jobs have ended, and return {job id: forecast} of
+        those that did.
         """
-        going = self._going = {*near}
-        self._submit_more()
+        going = self._going = {*job_ids}
+        self._submit_due_jobs()
         for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.status is AttemptStatus.ENDED:
@@ -406,10 +454,10 @@ class QueueSimulation:
                     self._end_attempt(runs, DONE, end_s)
             elif wake_s is not None:
                 self._apply_event(TimerFired(at_s=wake_s))
-            self._submit_more()
+            self._submit_due_jobs()
         return {
             job_id: outcome
-            for job_id in near
+            for job_id in job_ids
             if (outcome := self._found.get(job_id)) and outcome.end_s < inf
         }
 
@@ -421,7 +469,8 @@ class QueueSimulation:
     def _state(self) -> State:
         return self._scheduler.state
 
-    def _submit_more(self) -> None:
+    def _submit_due_jobs(self) -> None:
+        """Submit the jobs that `list_submissions` returns for the present state."""
         for event in self._more(self._state):
             self._going.add(event.job_id)
             self._apply_event(event)
@@ -434,6 +483,7 @@ class QueueSimulation:
                 self._stop_job(action.job_id)
 
     def _begin_attempt(self, job: Job, attempt: Attempt) -> None:
+        """Record that an attempt runs, with the end that this sample gives it."""
         launched_s = attempt.launched_at_s
         at_s = self._state.at_s
         length = self._index.predict_duration(job, attempt)
@@ -442,7 +492,8 @@ class QueueSimulation:
             share = _duration_quantile(job, self._sample)
             spread = max(self._spreads[job.id], 0.0 if length is None else length.spread)
             self._longer[job.id] = (
-                _duration_beyond(length_s, at_s - launched_s, spread, share) / length_s
+                _remaining_duration_quantile_s(length_s, at_s - launched_s, spread, share)
+                / length_s
             )
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
         end_s = min(end_s, self._index.time_limit_end_s(job, attempt))
@@ -452,7 +503,7 @@ class QueueSimulation:
             launched_s,
             inf,
             attempt.placement,
-            knows_length=length is None or _knows_length(self._index, job, attempt),
+            is_duration_known=length is None or _is_duration_known(self._index, job, attempt),
         )
         begun = self._found.get(job.id, expected)
         self._found[job.id] = replace(begun, knows_end=expected.knows_end)
@@ -465,7 +516,9 @@ class QueueSimulation:
             heappush(self._ends, (end_s, job.order, job.id))
 
     def _stop_job(self, job_id: str) -> None:
-        """End a job that the scheduler stops, with what it has trained so far saved."""
+        """End the attempt of a job that the scheduler stops; what it has trained so far counts as
+        saved.
+        """
         attempt, end_s = self._running[job_id]
         job = self._state.jobs[job_id]
         at_s = self._state.at_s
@@ -486,30 +539,32 @@ class QueueSimulation:
 
 
 def estimate_saved_step(
-    index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float
+    index: SchedulerIndex, job: Job, attempt: Attempt, expected_end_s: float, stop_at_s: float
 ) -> int | None:
-    """Return the step that the job will have saved by `at_s`, if it would end at `end_s`; None if
+    """Return the last step that the job would have saved if it were stopped at `stop_at_s`; None if
     unknown.
+
+    Steps are assumed to be spread evenly up to `expected_end_s`.
     """
     pool = index.pool_of(attempt)
-    left = steps_left(job, attempt)
+    left = count_steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
-    kept_s = max(0.0, at_s - expected_loss_s(job, at_s) - from_s)
-    trained = kept_s / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+    kept_s = max(0.0, stop_at_s - expected_lost_training_s(job, stop_at_s) - from_s)
+    trained = kept_s / max(expected_end_s - from_s, stop_at_s - from_s, OVERDUE_S)
     return job.spec.optimizer_steps - left + int(left * trained)
 
 
 class _RunningArrays:
-    """The ends of the running jobs of each array that limits how many run at once."""
+    """For each array that limits how many jobs run at once: when its running jobs end."""
 
     def __init__(self) -> None:
         self._ends_s: dict[
             str, list[float]
         ] = {}  # of those that run together, the first to end first
 
-    def next_free_s(self, job: Job) -> float:
+    def room_for_one_more_from_s(self, job: Job) -> float:
         """Return when one more job of the array may run, in seconds since 1970; minus infinity for
         now.
         """
@@ -528,8 +583,8 @@ class _RunningArrays:
         heappush(ends_s, end_s)
 
 
-def _duration_quantile(job: Job, sample: int) -> float:
-    """Return the quantile (0 to 1) of its duration that the job has in this sample.
+def _duration_quantile(job: Job, sample_number: int) -> float:
+    """Return which quantile (0 to 1) of its possible durations the job has in this sample.
 
     Over all samples, a job has each quantile once: a Latin hypercube (McKay, Beckman, Conover 1979,
     Technometrics 21:239) without random numbers. SAMPLES is a prime, so multiples of a step modulo
@@ -537,21 +592,24 @@ def _duration_quantile(job: Job, sample: int) -> float:
     """
     steps = 1 + job.order % (SAMPLES - 1)
     offset = job.order // (SAMPLES - 1)
-    return ((sample * steps + offset) % SAMPLES + 0.5) / SAMPLES
+    return ((sample_number * steps + offset) % SAMPLES + 0.5) / SAMPLES
 
 
-def _duration_beyond(expected_s: float, past_s: float, spread: float, quantile: float) -> float:
-    """Return this quantile of a lognormal duration, given that the job has already run for `past_s`
-    seconds.
+def _remaining_duration_quantile_s(
+    expected_s: float, ran_s: float, log_spread: float, quantile: float
+) -> float:
+    """Return a quantile (0 to 1) of a job's total duration, given that it has already run for
+    `ran_s` seconds.
 
-    `expected_s` is the predicted duration, and `spread` the standard deviation of its logarithm.
+    The duration is lognormal: `expected_s` is predicted, and `log_spread` is the standard deviation
+    of its logarithm.
     """
     if expected_s <= 0 or not expected_s < float("inf"):
         return expected_s
-    before = 0.0 if past_s <= 0 else NORMAL.cdf(log(past_s / expected_s) / spread)
+    before = 0.0 if ran_s <= 0 else NORMAL.cdf(log(ran_s / expected_s) / log_spread)
     if before > LATE:
-        return past_s  # nothing is known of what takes so much longer than expected
-    return expected_s * exp(spread * _normal_quantile(before + quantile * (1 - before)))
+        return ran_s  # nothing is known of what takes so much longer than expected
+    return expected_s * exp(log_spread * _normal_quantile(before + quantile * (1 - before)))
 
 
 NORMAL = NormalDist()
@@ -563,6 +621,7 @@ def _normal_quantile(share: float) -> float:
     return NORMAL.inv_cdf(share)
 
 
-def _range_without_extremes(values: Sequence[float]) -> tuple[float, float]:
+def _second_and_last_but_one(values: Sequence[float]) -> tuple[float, float]:
+    """Return the second smallest and the second largest of the values, as a range."""
     ordered = sorted(values)
     return ordered[1], ordered[-2]

@@ -18,38 +18,42 @@ REPEATS_MAX = 1 + len(STUDENT) // 2
 Interval = tuple[float, float]
 
 
-def geometric_interval(values: Sequence[float]) -> Interval | None:
+def geometric_mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the 95 % interval of the geometric mean of positive numbers, by Student's t.
 
     None for fewer than two numbers.
     """
     if len(values) < 2:
         return None
-    mean, square = _mean_and_error_of_logs(values)
+    mean, square = _mean_and_squared_error_of_logs(values)
     half = STUDENT[len(values) - 2] * sqrt(square)
     return exp(mean - half), exp(mean + half)
 
 
-def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval | None:
+def geometric_mean_ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float]
+) -> Interval | None:
     """Return the 95 % interval of the ratio of two geometric means; None where either has fewer
     than two values.
 
     It is Welch's t (Welch 1947, Biometrika 34:28) on logarithms, its degrees of freedom rounded
     down.
     """
-    if min(len(values), len(others)) < 2:
+    if min(len(numerators), len(denominators)) < 2:
         return None
-    mean, square = _mean_and_error_of_logs(values)
-    other_mean, other_square = _mean_and_error_of_logs(others)
+    mean, square = _mean_and_squared_error_of_logs(numerators)
+    other_mean, other_square = _mean_and_squared_error_of_logs(denominators)
     total = square + other_square
     half = 0.0
     if total > 0:
-        freedom = total**2 / (square**2 / (len(values) - 1) + other_square**2 / (len(others) - 1))
+        freedom = total**2 / (
+            square**2 / (len(numerators) - 1) + other_square**2 / (len(denominators) - 1)
+        )
         half = STUDENT[max(1, min(int(freedom + 1e-9), len(STUDENT))) - 1] * sqrt(total)
     return exp(mean - other_mean - half), exp(mean - other_mean + half)
 
 
-def _mean_and_error_of_logs(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_squared_error_of_logs(values: Sequence[float]) -> tuple[float, float]:
     """Return (mean of the logarithms, square of its standard error)."""
     logs = [log(value) for value in values]
     return fmean(logs), variance(logs) / len(logs)

@@ -36,7 +36,7 @@ NOT_LOST = (
 
 @frozen
 class ReportLine:
-    """A job in the report, with a sentence about it."""
+    """A job in the morning report, with one sentence about it."""
 
     id: str
     name: str
@@ -65,7 +65,7 @@ class MemoryMiss:
 
 @frozen
 class OccupiedSpan:
-    """Devices of one node that an attempt held, and when, clipped to the report's time."""
+    """Devices of one node that an attempt occupied, and from when to when within the report's time."""
 
     node: str
     devices: tuple[int, ...]
@@ -77,7 +77,9 @@ class OccupiedSpan:
 
 @frozen
 class DeviceTimeCost:
-    """Device-seconds within the report's time by use, and their price; None without prices."""
+    """Device-seconds within the report's time by what they were used for, and their price; None
+    without prices.
+    """
 
     trained_s: float  # by attempts that succeeded, run, or saved their progress
     lost_s: float  # by attempts that failed
@@ -96,7 +98,10 @@ class DeviceTimeCost:
 
 @frozen
 class MorningReport:
-    """What happened between two times, in seconds since 1970; lists are in the order of submission."""
+    """What happened to jobs and devices between two times, in seconds since 1970.
+
+    Its lists of jobs are in the order of submission.
+    """
 
     since_s: float
     until_s: float
@@ -120,7 +125,9 @@ class MorningReport:
 
 
 def ended_at_s(job: Job) -> float:
-    """Return when the job's last attempt ended; the time of submission where none did."""
+    """Return when the job's last attempt ended, in seconds since 1970; the time of submission where
+    none did.
+    """
     return max(
         (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None),
         default=job.submitted_at_s,
@@ -129,7 +136,7 @@ def ended_at_s(job: Job) -> float:
 
 def make_morning_report(
     state: State,
-    ended: Iterable[Job],
+    ended_jobs: Iterable[Job],
     since_s: float,
     until_s: float,
     sweeps: Iterable[SweepReport] = (),
@@ -138,7 +145,7 @@ def make_morning_report(
 
     Jobs that ended before, and sweeps without a trial in this time, are left out.
     """
-    by_id = {job.id: job for job in (*ended, *state.jobs.values())}
+    by_id = {job.id: job for job in (*ended_jobs, *state.jobs.values())}
     jobs = sorted(
         (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s),
         key=lambda job: job.order,
@@ -148,10 +155,10 @@ def make_morning_report(
         # a strategy without a plan is what a comparison has found out
         if not (job.status is JobStatus.REFUSED and job.spec.is_compared):
             by_status[job.status].append(job)
-    missed = _list_late(state, jobs)
+    missed = _make_lines_of_late_jobs(state, jobs)
     ids = {job.id for job in jobs}
     recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _list_failed_attempts(job)]
-    spans = tuple(_list_spans(jobs, since_s, until_s))
+    spans = tuple(_list_occupied_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
         nodes[span.node] = max(nodes.get(span.node, 0), 1 + max(span.devices, default=-1))
@@ -159,33 +166,38 @@ def make_morning_report(
         since_s=since_s,
         until_s=until_s,
         summary="",
-        succeeded=_make_lines(by_status[JobStatus.SUCCEEDED], _describe_success),
-        recovered=_make_lines(recovered, _describe_recovery),
-        failed=_make_lines(by_status[JobStatus.FAILED], _describe_reason),
-        refused=_make_lines(by_status[JobStatus.REFUSED], _describe_reason),
-        cancelled=_make_lines(by_status[JobStatus.CANCELLED], _describe_reason),
+        succeeded=_make_report_lines(by_status[JobStatus.SUCCEEDED], _describe_success),
+        recovered=_make_report_lines(recovered, _describe_recovery),
+        failed=_make_report_lines(by_status[JobStatus.FAILED], _describe_reason),
+        refused=_make_report_lines(by_status[JobStatus.REFUSED], _describe_reason),
+        cancelled=_make_report_lines(by_status[JobStatus.CANCELLED], _describe_reason),
         late=missed,
-        running=_make_lines(by_status[JobStatus.RUNNING], _describe_progress),
-        waiting=_make_lines(by_status[JobStatus.QUEUED], _describe_reason),
+        running=_make_report_lines(by_status[JobStatus.RUNNING], _describe_progress),
+        waiting=_make_report_lines(by_status[JobStatus.QUEUED], _describe_reason),
         sweeps=tuple(
             _describe_sweep(sweep)
             for sweep in sweeps
             if not ids.isdisjoint(trial.job for trial in sweep.trials)
         ),
-        idle=_make_lines((job for job in jobs if _leaves_idle(job, since_s)), _describe_idle),
+        idle=_make_report_lines(
+            (job for job in jobs if _left_cards_idle(job, since_s)), _describe_idle
+        ),
         misses=tuple(_list_memory_misses(jobs, since_s)),
         cost=_sum_device_time(state, jobs, spans, since_s, until_s, {job.id for job in recovered}),
         to_do=tuple(
-            _list_tasks(state, by_status, missed, {job.retry_of for job in by_id.values()})
+            _describe_things_to_do(
+                state, by_status, missed, {job.retry_of for job in by_id.values()}
+            )
         ),
-        stops=_count_stops(jobs, since_s, until_s),
+        stops=_count_stops_by_cause(jobs, since_s, until_s),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
     )
     return replace(report, summary=_write_summary(report))
 
 
-def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[str, int]:
+def _count_stops_by_cause(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[str, int]:
+    """Return {cause: number} of the stops by the scheduler within this time."""
     counts: Counter[str] = Counter()
     for job in jobs:
         for attempt in job.attempts:
@@ -198,9 +210,11 @@ def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[st
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-def _make_lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> ReportLines:
+def _make_report_lines(jobs: Iterable[Job], describe_job: Callable[[Job], str]) -> ReportLines:
+    """Return a report line per job, with the sentence that `describe_job` returns."""
     return tuple(
-        ReportLine(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
+        ReportLine(id=job.id, name=job.spec.name, user=job.user, sentence=describe_job(job))
+        for job in jobs
     )
 
 
@@ -232,8 +246,8 @@ def _list_failed_attempts(job: Job) -> list[Attempt]:
 
 
 def _describe_recovery(job: Job) -> str:
-    """Return each failure with the change that followed it, such as `device_oom: micro_batch_size 8
-    -> 4`.
+    """Return text with each failure of the job and the change that followed: `device_oom:
+    micro_batch_size 8 -> 4`.
     """
     sentences = []
     for failed in _list_failed_attempts(job):
@@ -262,8 +276,10 @@ def _describe_sweep(sweep: SweepReport) -> ReportLine:
     )
 
 
-def _list_late(state: State, jobs: Iterable[Job]) -> ReportLines:
-    """Return the jobs that ended after their deadlines, and live jobs that are expected to."""
+def _make_lines_of_late_jobs(state: State, jobs: Iterable[Job]) -> ReportLines:
+    """Return lines of the jobs that ended after their deadlines, and of live jobs that are expected
+    to.
+    """
     sentences = dict(describe_late_jobs(state, [job.id for job in jobs if not job.status.ended]))
     for job in jobs:
         if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
@@ -271,7 +287,9 @@ def _list_late(state: State, jobs: Iterable[Job]) -> ReportLines:
         late_s = ended_at_s(job) - job.deadline_s
         if late_s > 0:
             sentences[job.id] = f"ended {format_seconds(late_s)} after its deadline"
-    return _make_lines((job for job in jobs if job.id in sentences), lambda job: sentences[job.id])
+    return _make_report_lines(
+        (job for job in jobs if job.id in sentences), lambda job: sentences[job.id]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- measured and spent
@@ -294,7 +312,9 @@ def _list_memory_misses(jobs: Iterable[Job], since_s: float) -> Iterator[MemoryM
                 predicted_bytes=predicted,
                 measured_bytes=measured,
                 ran_out=ran_out_of_memory(attempt),
-                sentence=_describe_miss(predicted, measured, ran_out_of_memory(attempt)),
+                sentence=_describe_memory_difference(
+                    predicted, measured, ran_out_of_memory(attempt)
+                ),
             )
             if miss.ratio > MARGIN or (
                 # its peak is that of whole steps
@@ -304,9 +324,9 @@ def _list_memory_misses(jobs: Iterable[Job], since_s: float) -> Iterator[MemoryM
     yield from sorted(misses, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
 
 
-def _leaves_idle(job: Job, since_s: float) -> bool:
-    """Return whether the job's last attempt trained for IDLE_S but kept its cards busy for less
-    than BUSY_MIN.
+def _left_cards_idle(job: Job, since_s: float) -> bool:
+    """Return whether the job's last attempt ran for IDLE_S or longer but kept its cards busy for
+    less than BUSY_MIN.
     """
     last = job.last
     if last is None or last.ended_at_s is None or last.started_at_s is None:
@@ -317,7 +337,9 @@ def _leaves_idle(job: Job, since_s: float) -> bool:
 
 
 def _describe_idle(job: Job) -> str:
-    """Return text on how busy the job kept its cards, and which settings would use them better."""
+    """Return text on what percentage of the time the job's cards were busy, and which settings
+    would use them better.
+    """
     assert job.last is not None, job.id
     plan = job.last.plan
     fills = []
@@ -331,16 +353,21 @@ def _describe_idle(job: Job) -> str:
     return f"its cards were busy {job.last.facts.busy_percent:.0f} % of the time, measured; {rest} may fill them"
 
 
-def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool) -> str:
-    """Return the difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12
-    x)`.
+def _describe_memory_difference(predicted_bytes: int, measured_bytes: int, ran_out: bool) -> str:
+    """Return both bytes and their ratio as text, such as `predicted 61.8 MiB, measured at least 254
+    MiB (4.12 x)`.
     """
-    least = "at least " if has_run_out else ""
+    least = "at least " if ran_out else ""
     ratio = measured_bytes / max(1, predicted_bytes)
     return f"predicted {format_bytes(predicted_bytes)}, measured {least}{format_bytes(measured_bytes)} ({ratio:.2f} x)"
 
 
-def _list_spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[OccupiedSpan]:
+def _list_occupied_spans(
+    jobs: Iterable[Job], since_s: float, until_s: float
+) -> Iterator[OccupiedSpan]:
+    """Yield the devices and times within the report's time that each attempt of these jobs
+    occupied.
+    """
     for job in jobs:
         for attempt in job.attempts:
             from_s = max(since_s, attempt.launched_at_s)
@@ -367,14 +394,15 @@ def _sum_device_time(
     spans: Iterable[OccupiedSpan],
     since_s: float,
     until_s: float,
-    recovered: Set[str],
+    recovered_job_ids: Set[str],
 ) -> DeviceTimeCost:
+    """Return the device-seconds of these spans by use, the idle ones, and their price."""
     saved_s = 0.0
     by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0, "cancelled": 0.0}
     for span in spans:
         device_s = len(span.devices) * (span.until_s - span.from_s)
         by_use[_classify_use(span.outcome)] += device_s
-        if span.job in recovered and _classify_use(span.outcome) == "trained":
+        if span.job in recovered_job_ids and _classify_use(span.outcome) == "trained":
             saved_s += device_s
     capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
     return DeviceTimeCost(
@@ -389,6 +417,9 @@ def _sum_device_time(
 
 
 def _classify_use(outcome: str) -> str:
+    """Return what device-seconds of an attempt with this outcome were: trained, lost, probing or
+    cancelled.
+    """
     if outcome == FailureKind.PROBED:
         return "probing"
     if outcome == FailureKind.CANCELLED:
@@ -399,17 +430,17 @@ def _classify_use(outcome: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- to do
 
 
-def _list_tasks(
+def _describe_things_to_do(
     state: State,
-    by_status: Mapping[JobStatus, list[Job]],
-    missed: ReportLines,
-    retried: Set[str | None],
+    jobs_by_status: Mapping[JobStatus, list[Job]],
+    late_lines: ReportLines,
+    retried_job_ids: Set[str | None],
 ) -> Iterator[str]:
     """Yield sentences on what a person can do, each with the command; jobs that were retried need
     nothing.
     """
-    for job in by_status[JobStatus.FAILED]:
-        if job.id in retried:
+    for job in jobs_by_status[JobStatus.FAILED]:
+        if job.id in retried_job_ids:
             continue
         if job.last is None:
             yield f"{job.id}: `orc show {job.id}`"
@@ -421,9 +452,9 @@ def _list_tasks(
     for job in state.jobs.values():
         if job.asks:
             yield f"{job.id} asks: {job.asks}"
-    for job in by_status[JobStatus.REFUSED]:
+    for job in jobs_by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
-    for line in missed:
+    for line in late_lines:
         job_is_live = line.id in state.jobs and not state.jobs[line.id].status.ended
         if job_is_live:
             yield f"{line.id}: raise its priority, or move its deadline"

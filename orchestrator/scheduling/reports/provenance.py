@@ -17,9 +17,10 @@ MILLION = 1e6
 
 
 def describe_provenance(spec: JobSpec) -> dict[str, str]:
-    """Return {name: text} for model, size, data, optimizer, learning rate, seed and commit.
+    """Return {name: text} of what the job's figures rest on: model, size, data, optimizer, learning
+    rate, seed, commit.
 
-    Unknown ones are left out.
+    Unknown values are left out.
     """
     training = spec.training
     source = spec.source
@@ -31,7 +32,7 @@ def describe_provenance(spec: JobSpec) -> dict[str, str]:
     if spec.is_script:
         texts["learning_rate"] = "" if rate is None or rate.default is None else str(rate.default)
     else:
-        texts["data"] = _data_words(spec.data.files)
+        texts["data"] = _describe_data_files(spec.data.files)
         texts["optimizer"] = training.optimizer.value
         texts["learning_rate"] = f"{training.learning_rate:g}"
         texts["seed"] = str(training.seed)
@@ -41,7 +42,9 @@ def describe_provenance(spec: JobSpec) -> dict[str, str]:
 
 
 def describe_shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
-    """Return {name: text} of the provenance of several jobs; differing values are all listed."""
+    """Return {name: text} as `describe_provenance`, for several jobs; differing values are joined
+    by commas.
+    """
     values: dict[str, dict[str, None]] = {}
     for spec in specs:
         for name, text in describe_provenance(spec).items():
@@ -50,7 +53,7 @@ def describe_shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
 
 
 def name_model(spec: JobSpec) -> str:
-    """Return the name of the job's model, as far as its file gives one, else its script."""
+    """Return a name of the job's model if its file tells one, else the name of its script."""
     model = spec.known_model
     if model is not None and model.decoder is not None:
         return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
@@ -75,6 +78,7 @@ def _format_parameters(spec: JobSpec) -> str:
     return f"{count / MILLION:.3g}M"
 
 
-def _data_words(files: tuple[str, ...]) -> str:
+def _describe_data_files(files: tuple[str, ...]) -> str:
+    """Return the names of the first NAMED_MAX data files, and how many more there are."""
     rest = f" and {len(files) - NAMED_MAX} more" if len(files) > NAMED_MAX else ""
     return ", ".join(files[:NAMED_MAX]) + rest

@@ -15,7 +15,7 @@ from orchestrator.specs.state import State
 
 @frozen
 class TrialReport:
-    """A trial of a sweep: its job, its parameters and its metric."""
+    """A trial of a sweep: its job, its hyperparameters, and the last value of its metric."""
 
     number: int
     job: str
@@ -50,28 +50,28 @@ class SweepReport:
     trials: tuple[TrialReport, ...]
 
 
-def is_stopped_early(job: Job) -> bool:
+def was_stopped_early(job: Job) -> bool:
     """Return whether the job is a trial that was stopped because others were better."""
     return job.status is JobStatus.CANCELLED and bool(job.cancel_reason)
 
 
 def make_sweep_report(
     sweep_id: str,
-    ended: str,
+    end_reason: str,
     jobs: Sequence[Job],
-    values: Mapping[int, float | None],
+    metric_by_trial_number: Mapping[int, float | None],
     state: State,
     now_s: float,
 ) -> SweepReport:
-    """Return the report of a sweep from its jobs, of which there must be one; `values` is {trial
-    number: metric}.
+    """Return the report of a sweep from its jobs; there must be at least one.
 
-    `ended` says why the sweep ended; "" while it goes on.
+    `end_reason` says why the sweep ended; "" while it goes on. `metric_by_trial_number` has None
+    for a trial without a value.
     """
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
     sweep = first.sweep
-    trials = tuple(_make_trial_report(job, values) for job in jobs)
+    trials = tuple(_make_trial_report(job, metric_by_trial_number) for job in jobs)
     sign = 1 if sweep.metric.goal == "minimize" else -1
     done = [
         (sign * trial.value, trial)
@@ -89,8 +89,8 @@ def make_sweep_report(
         metric=sweep.metric.name,
         goal=sweep.metric.goal,
         submitted_at_s=jobs[0].submitted_at_s,
-        ended=ended,
-        state=_describe_progress(trials, live, sweep.trials, ended),
+        ended=end_reason,
+        state=_describe_progress(trials, live, sweep.trials, end_reason),
         max_trials=sweep.trials,
         live=live,
         best=None if best is None else best.number,
@@ -104,32 +104,36 @@ def make_sweep_report(
     )
 
 
-def _make_trial_report(job: Job, values: Mapping[int, float | None]) -> TrialReport:
+def _make_trial_report(job: Job, metric_by_trial_number: Mapping[int, float | None]) -> TrialReport:
     trial = job.spec.trial
     assert trial is not None, job.id
     return TrialReport(
         number=trial.number,
         job=job.id,
         parameters=dict(trial.parameters),
-        text=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
-        status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
+        text=", ".join(
+            f"{name} {_format_parameter_value(value)}" for name, value in trial.parameters
+        ),
+        status=STOPPED_EARLY if was_stopped_early(job) else job.status.value,
         reason=describe_status(job),
         plan="" if job.last is None else in_short(job.last.plan),
-        value=values.get(trial.number),
+        value=metric_by_trial_number.get(trial.number),
     )
 
 
-def _value_text(value: Value) -> str:
+def _format_parameter_value(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _describe_progress(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> str:
-    """Return the progress as text, such as `finished: 8 of 8 trials ended, 2 stopped early`."""
+def _describe_progress(
+    trials: Sequence[TrialReport], live_count: int, trials_max: int, end_reason: str
+) -> str:
+    """Return a sweep's progress as text, such as `finished: 8 of 8 trials ended, 2 stopped early`."""
     stopped = sum(trial.status == STOPPED_EARLY for trial in trials)
     failed = sum(trial.status in (JobStatus.FAILED, JobStatus.REFUSED) for trial in trials)
-    text = f"{len(trials) - live} of {most} trials ended"
+    text = f"{len(trials) - live_count} of {trials_max} trials ended"
     if stopped:
         text += f", {stopped} stopped early"
     if failed:
         text += f", {failed} failed"
-    return f"{ended}: {text}" if ended else text
+    return f"{end_reason}: {text}" if end_reason else text

@@ -12,7 +12,11 @@ from orchestrator.planning.profiles import find_own_settings
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.base.migration import (
+    can_move,
+    make_migration,
+    placement_kept_for_next_attempt,
+)
 from orchestrator.scheduling.base.time_limits import stop_at_time_limit
 from orchestrator.scheduling.failures.observation import make_running_observation
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
@@ -30,14 +34,14 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     StartDecision,
     Wait,
     decide_on_job,
-    device_second_price,
     explain_wait,
     find_array_wait,
+    price_of_device_second,
     repeat_wait,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import (
     apply_guarantee,
-    find_kept_slots,
+    find_reservations_to_keep,
     has_idle_guaranteed_devices,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -58,13 +62,13 @@ NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {
 
 
 def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, Stops) of jobs whose nodes' maintenance begins, or whose start window
-    closes.
+    """Return (new state, Stop actions) for jobs that must leave: their nodes' maintenance begins,
+    or their start window closes.
 
-    They resume later.
+    The jobs resume later.
     """
     stops = []
-    for at_s, job_id, cause in sorted(index.list_leaving()):
+    for at_s, job_id, cause in sorted(index.list_leaving_jobs()):
         if at_s > state.at_s:
             break
         job = index.running[job_id]
@@ -74,17 +78,17 @@ def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
         if cause is StopCause.MAINTENANCE:
             nodes = ", ".join(part.node for part in job.attempts[-1].placement)
             why = f"stopped for the maintenance of {nodes}"
-        leaving, stop = request_migration(job, cause, why, state.at_s)
+        leaving, stop = make_migration(job, cause, why, state.at_s)
         index.update_job(job, leaving)
         state = with_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
 
-def stop_over_time_limit(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, Stops) that make jobs save and end whose time limit is used up."""
+def stop_jobs_over_time_limit(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, Stop actions) for jobs whose time limit is used up; they save and end."""
     stops = []
-    for job_id in index.list_over_time_limit(state.at_s):
+    for job_id in index.list_job_ids_over_time_limit(state.at_s):
         job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
         state = with_job(state, job)
@@ -93,8 +97,8 @@ def stop_over_time_limit(state: State, index: SchedulerIndex) -> Transition:
 
 
 def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported) -> Transition:
-    """Return (new state, Stops) that move the event's job to a faster plan, if its measurements
-    show one.
+    """Return (new state, Stop actions) that restart the event's job with a faster plan, if its
+    measurements show one.
 
     Only a job that recovered from an out-of-memory failure is moved so.
     """
@@ -126,7 +130,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     assert attempt.pace is not None, "it told what it measured"
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
-    leaving, stop = request_migration(
+    leaving, stop = make_migration(
         job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
@@ -134,10 +138,10 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     return with_job(state, leaving), (stop,)
 
 
-def fail_unanswered(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, actions) that fail jobs whose questions nobody answered within a week."""
+def fail_jobs_with_unanswered_questions(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, actions) in which jobs fail whose questions nobody answered within a week."""
     actions: list[Action] = []
-    for job_id in index.list_unanswered(state.at_s):
+    for job_id in index.pop_unanswered_job_ids(state.at_s):
         job = state.jobs.get(job_id)
         if job is not None and job.asks and not job.status.ended and job.asks_until_s <= state.at_s:
             failed = replace(
@@ -205,8 +209,8 @@ def run_decision_round(state: State, index: SchedulerIndex) -> Transition:
 
 
 def _refuse_impossible_jobs(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, actions) that refuse arrived jobs which can never start, or ask a person
-    about them.
+    """Return (new state, actions) for jobs which arrived and can never start: they are refused, or
+    a person is asked.
     """
     actions: list[Action] = []
     for waiting in index.arrived:
@@ -214,7 +218,9 @@ def _refuse_impossible_jobs(state: State, index: SchedulerIndex) -> Transition:
         if asks and not index.policy.promises_speed:
             state, done = _apply_decision(state, index, waiting, NO_PROMISES)
             actions += done
-        elif not any(isinstance(menu, JobOptions) for _, menu in index.options.options_of(waiting)):
+        elif not any(
+            isinstance(menu, JobOptions) for _, menu in index.options.find_options(waiting)
+        ):
             outcome = explain_wait(state, index, waiting)
             if isinstance(outcome, Infeasible | Question):
                 state, done = _apply_decision(state, index, waiting, outcome)
@@ -229,11 +235,11 @@ def _refuse_impossible_jobs(state: State, index: SchedulerIndex) -> Transition:
 def _preempt_jobs(
     state: State,
     index: SchedulerIndex,
-    waits: Sequence[WaitingWithReservation],
-    late: Sequence[WaitingWithDeadline],
+    jobs_with_reservations: Sequence[WaitingWithReservation],
+    late_jobs: Sequence[WaitingWithDeadline],
 ) -> Transition:
-    """Return (new state, Stops) of the running jobs that the queue policy preempts."""
-    moves, slot = index.policy.preempt(state, waits, late)
+    """Return (new state, Stop actions) for the running jobs that the queue policy decides to stop."""
+    moves, slot = index.policy.decide_preemption(state, jobs_with_reservations, late_jobs)
     if not moves:
         return state, ()
     stopped, stops = _stop_jobs(state, index, moves)
@@ -246,13 +252,13 @@ def _preempt_jobs(
     return stopped, stops
 
 
-def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) -> Transition:
-    """Return (new state, Stops) of all these jobs.
+def _stop_jobs(state: State, index: SchedulerIndex, job_stops: Sequence[JobStop]) -> Transition:
+    """Return (new state, Stop actions) that stop all these jobs.
 
-    If some have not run for long enough, none is stopped, and the round is run again when they
-    have.
+    If some have not run for long enough, none is stopped. The state then says when to run the round
+    again.
     """
-    from_s = max(move.from_s for move in moves)
+    from_s = max(move.from_s for move in job_stops)
     if from_s == inf:
         return state, ()
     if from_s > state.at_s:
@@ -261,8 +267,8 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) ->
         )
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
-    for move in moves:
-        leaving, stop = request_migration(
+    for move in job_stops:
+        leaving, stop = make_migration(
             move.job, move.cause, move.why, state.at_s, move.held_placement
         )
         state = spend_credit(state, STOPS, index.devices, move.cost_device_s)
@@ -289,10 +295,10 @@ def _decide_waiting_jobs(
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
-    slots = find_kept_slots(state, index)
+    slots = find_reservations_to_keep(state, index)
     index.clear_reservations()
     index.reserve(slots.values())
-    price = device_second_price(index)
+    price = price_of_device_second(index)
     of_array = Counter[str | None]()
     quota_pass = QuotaRound(index)
     for waiting, by_s, devices_max in quota_pass:
@@ -305,7 +311,7 @@ def _decide_waiting_jobs(
         if slot is not None:
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
-        if held_placement := held_placement_of(waiting.job):
+        if held_placement := placement_kept_for_next_attempt(waiting.job):
             devices_max = device_count(held_placement)
             job_price = index.tuning.price_idle
         else:
@@ -317,15 +323,15 @@ def _decide_waiting_jobs(
             waiting,
             job_price,
             may_reserve=may_reserve,
-            by_s=by_s,
+            end_by_s=by_s,
             devices_max=devices_max,
         )
         waits_for_devices = limited is None and (outcome is None or isinstance(outcome, Wait))
-        if waits_for_devices and not index.policy.may_overtake(waiting):
+        if waits_for_devices and not index.policy.lets_later_jobs_overtake(waiting):
             break
         outcome = apply_guarantee(state, waiting, outcome, slot)
         if outcome is None:
-            if by_s < inf and waiting.presses_s <= state.at_s:
+            if by_s < inf and waiting.urgent_from_s <= state.at_s:
                 late.append((waiting, by_s))
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
@@ -348,12 +354,12 @@ def _decide_waiting_jobs(
 
 
 def _apply_decision(
-    state: State, index: SchedulerIndex, waiting: WaitingJob, outcome: Decision
+    state: State, index: SchedulerIndex, waiting: WaitingJob, decision: Decision
 ) -> Transition:
-    """Return (new state, actions) after a decision on a waiting job."""
+    """Return (new state, actions) after this decision on a waiting job."""
     job = waiting.job
     actions: tuple[Action, ...] = ()
-    match outcome:
+    match decision:
         case StartDecision() as chosen:
             job, attempt = _start_attempt(state, index, job, chosen)
             if waiting.fund is not None:
@@ -384,54 +390,55 @@ def _apply_decision(
     return state, (*actions, *archived)
 
 
-def _describe_impossible(job: Job, never: Infeasible) -> str:
+def _describe_impossible(job: Job, infeasible: Infeasible) -> str:
     """Return why no plan is left for the job, as text."""
     failure = job.last and job.last.failure
     if failure and failure.kind is FailureKind.HOST_OOM:
         return f"{failure.kind}: {failure.reason}; no other plan is left"
-    return never.why()
+    return infeasible.why()
 
 
 def _start_attempt(
-    state: State, index: SchedulerIndex, job: Job, chosen: StartDecision
+    state: State, index: SchedulerIndex, job: Job, decision: StartDecision
 ) -> tuple[Job, Attempt]:
+    """Return (job in its new version, its new attempt) for the decision to start."""
     before = job.trained[-1] if job.trained else None
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,
-        plan=chosen.candidate.plan,
-        placement=chosen.placement,
-        device=chosen.device,
-        estimate=chosen.candidate.estimate,
-        correction=chosen.correction,
-        step_s=chosen.candidate.step_s,
-        busy_share=chosen.candidate.busy_share,
-        needed_bytes=chosen.needed_bytes,
-        fit_probability=chosen.fit_probability,
-        change=_list_plan_changes(job.spec, before.plan, chosen.candidate.plan) if before else (),
+        plan=decision.candidate.plan,
+        placement=decision.placement,
+        device=decision.device,
+        estimate=decision.candidate.estimate,
+        correction=decision.correction,
+        step_s=decision.candidate.step_s,
+        busy_share=decision.candidate.busy_share,
+        needed_bytes=decision.needed_bytes,
+        fit_probability=decision.fit_probability,
+        change=_list_plan_changes(job.spec, before.plan, decision.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
-        relative_to=_settings_of_estimate(index, job, chosen),
-        probe=chosen.probe,
+        relative_to=_find_script_settings_of_estimate(index, job, decision),
+        probe=decision.probe,
     )
     job = replace(
         job,
         status=JobStatus.RUNNING,
         attempts=(*job.attempts, attempt),
-        reason=_describe_start(chosen, before),
+        reason=_describe_start(decision, before),
         pending=None,
         facts=(),
     )
     return job, attempt
 
 
-def _list_plan_changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
-    """Return the settings that differ between two plans, and the learning rate where a smaller
-    batch changed it.
+def _list_plan_changes(spec: JobSpec, earlier_plan: Plan, new_plan: Plan) -> tuple[Change, ...]:
+    """Return the settings that differ between two plans; also the learning rate if a smaller batch
+    changed it.
     """
-    different = changes(before, plan)
+    different = changes(earlier_plan, new_plan)
     rate = spec.learning_rate
-    factor = learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size)
+    factor = learning_rate_factor(spec, new_plan.global_batch_size / earlier_plan.global_batch_size)
     if rate is None or factor == 1:
         return different
     return (
@@ -440,27 +447,28 @@ def _list_plan_changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change,
     )
 
 
-def _settings_of_estimate(
-    index: SchedulerIndex, job: Job, chosen: StartDecision
+def _find_script_settings_of_estimate(
+    index: SchedulerIndex, job: Job, decision: StartDecision
 ) -> OwnSettings | None:
-    """Return the script's settings to which the estimate is relative; None where the model is
-    known.
+    """Return the script's own settings on which the plan's memory estimate is based; None where the
+    model is known.
     """
-    if chosen.candidate.estimate.source not in UNTIMED:
+    if decision.candidate.estimate.source not in UNTIMED:
         return None
-    spec = with_measured_memory(job.spec, index.options.calibration_of(job, chosen.device))
+    spec = with_measured_memory(job.spec, index.options.find_calibration(job, decision.device))
     return find_own_settings(read_plan_request(spec))
 
 
-def _describe_start(chosen: StartDecision, before: Attempt | None) -> str:
-    candidate = chosen.candidate
-    if chosen.probe:
+def _describe_start(decision: StartDecision, earlier_attempt: Attempt | None) -> str:
+    """Return why the job starts with this plan and these devices, as text."""
+    candidate = decision.candidate
+    if decision.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"
-    if before is None or before.failure is None:
-        return f"runs {describe_choice(chosen.fit_probability, chosen.passed_over)}"
-    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
-    if before.failure.kind is FailureKind.MOVED:
-        return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"
-    if before.plan == candidate.plan:
-        return f"runs the same plan again after {before.failure.kind}"
-    return f"runs a cheaper plan after {before.failure.kind}: {changed}"
+    if earlier_attempt is None or earlier_attempt.failure is None:
+        return f"runs {describe_choice(decision.fit_probability, decision.passed_over)}"
+    changed = ", ".join(str(change) for change in changes(earlier_attempt.plan, candidate.plan))
+    if earlier_attempt.failure.kind is FailureKind.MOVED:
+        return f"goes on with {changed or 'the same plan'}: {earlier_attempt.failure.reason}"
+    if earlier_attempt.plan == candidate.plan:
+        return f"runs the same plan again after {earlier_attempt.failure.kind}"
+    return f"runs a cheaper plan after {earlier_attempt.failure.kind}: {changed}"

@@ -28,7 +28,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     find_devices_after_stops,
-    find_victims,
+    find_jobs_to_stop_for_option,
     list_movable_jobs,
     make_job_stops,
 )
@@ -45,35 +45,40 @@ TRIED_MAX = 3  # reservations, first come first, for which a preemption is looke
 
 
 def apply_guarantee(
-    state: State, waiting: WaitingJob, outcome: Decision | None, slot: Reservation | None
+    state: State,
+    waiting: WaitingJob,
+    decision: Decision | None,
+    earlier_reservation: Reservation | None,
 ) -> Decision | None:
-    """Return the decision `outcome`, changed for a job with a guarantee; None if the job waits as
+    """Return the decision on a waiting job, changed if the job has a guarantee; None if it waits as
     before.
 
-    The job keeps `slot`, its earlier reservation, unless it can start sooner. Without one, its
-    first reservation sets the promised start, or the job is refused.
+    A guaranteed job keeps `earlier_reservation` unless it can start sooner. Without one, its first
+    reservation sets the promised start, or the job is refused.
     """
     job = waiting.job
-    if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
+    if earlier_reservation is not None and not isinstance(
+        decision, StartDecision | Infeasible | Question
+    ):
         later = (
-            outcome is None
-            or outcome.reservation is None
-            or outcome.reservation.start_s > slot.start_s
+            decision is None
+            or decision.reservation is None
+            or decision.reservation.start_s > earlier_reservation.start_s
         )
         if not later:
-            return outcome
-        if outcome is None:
-            return repeat_wait(job, slot)
-        return Wait(code=outcome.code, facts=outcome.facts, reservation=slot)
+            return decision
+        if decision is None:
+            return repeat_wait(job, earlier_reservation)
+        return Wait(code=decision.code, facts=decision.facts, reservation=earlier_reservation)
     if (
         not job.spec.guaranteed_gpus
         or job.starts_by_s is not None
-        or isinstance(outcome, Infeasible | Question)
+        or isinstance(decision, Infeasible | Question)
     ):
-        return outcome
+        return decision
     reason = _why_beyond_quota(state, waiting)
     if reason is None:
-        match outcome:
+        match decision:
             case StartDecision():
                 starts_by_s = state.at_s
             case Wait(reservation=Reservation(start_s=start_s)) if (
@@ -88,15 +93,15 @@ def apply_guarantee(
                 reason = "nobody can tell when it could start"
     if reason is None:
         waiting.job = replace(job, starts_by_s=starts_by_s)
-        return outcome
+        return decision
     gpus = job.spec.guaranteed_gpus
     refused = f"cannot be promised the speed of {gpus} device{'s' if gpus > 1 else ''}: {reason}"
     return Infeasible(why=lambda: f"{refused}; without `guarantee` it gets what is left")
 
 
 def _why_beyond_quota(state: State, waiting: WaitingJob) -> str | None:
-    """Return why the job's guaranteed devices would exceed its team's quota, as text; None where
-    they do not.
+    """Return why the devices of the job's guarantee would exceed its team's quota, as text; None
+    where they do not.
     """
     if not state.policy.has_quotas:
         return None
@@ -113,7 +118,7 @@ def _why_beyond_quota(state: State, waiting: WaitingJob) -> str | None:
     return f"{promised} of the {team.quota} devices of team {team.name}'s quota are promised to its other jobs"
 
 
-def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
+def find_reservations_to_keep(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
     """Return {job id: reservation} of guaranteed jobs whose earlier reservations can still be met.
 
     A reservation is kept because, if all were made anew, a job that starts sooner elsewhere could
@@ -132,19 +137,19 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
 
 
 def has_idle_guaranteed_devices(index: SchedulerIndex, waiting: WaitingJob) -> bool:
-    """Return whether as many devices are idle as the job's promised speed needs, on whichever
+    """Return whether as many devices of one kind are idle as the job's promised speed needs, on any
     nodes.
     """
     return any(
         pool.idle >= menu.entries[0].devices
-        for pool, menu in index.options.options_of(waiting)
+        for pool, menu in index.options.find_options(waiting)
         if isinstance(menu, JobOptions)
     )
 
 
 def preempt_for_guarantee(state: State, index: SchedulerIndex) -> Preemption | None:
-    """Return the preemption that starts a guaranteed job before its reservation; None where none is
-    needed.
+    """Return the jobs to stop so that a guaranteed job starts before its reservation; None where
+    none need be stopped.
     """
     preemption: Preemption | None = None
     for reservation in [
@@ -152,7 +157,7 @@ def preempt_for_guarantee(state: State, index: SchedulerIndex) -> Preemption | N
     ][:TRIED_MAX]:
         index.clear_reservations()
         index.reserve([other for other in state.reservations if other is not reservation])
-        preemption = preemption or _find_jobs_to_stop(
+        preemption = preemption or _find_preemption_for_job(
             index,
             index.guaranteed[reservation.job_id],
             reservation.start_s - state.at_s,
@@ -164,28 +169,30 @@ def preempt_for_guarantee(state: State, index: SchedulerIndex) -> Preemption | N
     return preemption
 
 
-def _find_jobs_to_stop(
-    index: SchedulerIndex, waiting: WaitingJob, waits_s: float, at_s: float
+def _find_preemption_for_job(
+    index: SchedulerIndex, waiting: WaitingJob, wait_s: float, now_s: float
 ) -> Preemption | None:
-    """Return the preemption of lower-ranked jobs that lets this job start; None without one.
+    """Return the jobs of lower rank to stop so that this job can start; None without such jobs.
 
-    It causes the least relative delay. Nothing is stopped for devices that come free about as soon
-    by themselves.
+    They are those with the least relative delay. Nothing is stopped for devices that come free
+    about as soon by themselves: `wait_s` is the time until then.
     """
-    for pool, menu in index.options.options_of(waiting):
-        if not isinstance(menu, JobOptions) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:
+    for pool, menu in index.options.find_options(waiting):
+        if not isinstance(menu, JobOptions) or wait_s <= MOVE_GRACE_S + pool.launch_cost_s:
             continue
         entry = menu.entries[0]
         able = [
             moving
-            for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), at_s)
+            for moving in list_movable_jobs(
+                index, index.list_stoppable_job_ids_latest_first(), now_s
+            )
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
-        stopped = find_victims(pool, able, entry, at_s)
-        placement = find_devices_after_stops(pool, stopped, entry, at_s) if stopped else None
+        stopped = find_jobs_to_stop_for_option(pool, able, entry, now_s)
+        placement = find_devices_after_stops(pool, stopped, entry, now_s) if stopped else None
         if placement is not None:
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
-            start_s = at_s + MOVE_GRACE_S
+            start_s = now_s + MOVE_GRACE_S
             return Preemption(
                 moves=make_job_stops(stopped, StopCause.GUARANTEE, why),
                 slot=Reservation(

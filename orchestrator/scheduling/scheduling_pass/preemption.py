@@ -13,13 +13,13 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
+from orchestrator.scheduling.base.credit import STOPS, credit_suffices_at_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
     can_move,
-    expected_loss_s,
-    stopped_at_s,
+    expected_lost_training_s,
+    last_moved_at_s,
 )
 from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
@@ -30,7 +30,7 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingWithDeadline,
     WaitingWithReservation,
 )
-from orchestrator.scheduling.scheduling_pass.decide import idle_device_second_price
+from orchestrator.scheduling.scheduling_pass.decide import price_of_idle_device_second
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
 from orchestrator.specs.job_record import Job
@@ -54,7 +54,7 @@ GAIN_RESTS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MovableJob:
-    """A running job that could be stopped and resumed, with what that would cost."""
+    """A running job that could be stopped and resumed later, with what that would cost."""
 
     job: Job
     attempt: Attempt
@@ -72,7 +72,9 @@ class MovableJob:
 
     @property
     def paid_s(self) -> float:
-        """Seconds that stopping the job costs: one more launch, and the training that is repeated."""
+        """Seconds that stopping the job costs it: one more launch, and the training that is
+        repeated.
+        """
         return self.pool.launch_cost_s + self.loss_s
 
     @property
@@ -80,13 +82,15 @@ class MovableJob:
         return self.attempt.plan.world_size
 
     def delay(self, away_s: float) -> float:
-        """Return the delay of the job if it is away for `away_s` seconds, as a share of its
-        duration.
+        """Return the seconds by which the job would end later if it is away for `away_s` seconds,
+        over its duration.
         """
         return (away_s + SAVE_S + self.paid_s) / self.length_s
 
     def slowdown(self, away_s: float) -> float:
-        """Return (submission to end) over the job's duration, if it is away for `away_s` seconds."""
+        """Return the time from submission to end over the job's duration, if it is away for
+        `away_s` seconds.
+        """
         submitted_s = self.attempt.launched_at_s + self.ran_s - self.job.submitted_at_s
         return (submitted_s + self.left_s) / self.length_s + self.delay(away_s)
 
@@ -98,23 +102,25 @@ class MovableJob:
 
     @property
     def cost_device_s(self) -> float:
-        """Device-seconds that stopping the job costs: the save, a launch, and the training that is
-        repeated.
+        """Device-seconds that stopping the job costs: for the save, a launch, and the training that
+        is repeated.
         """
         return self.devices * (SAVE_S + self.paid_s)
 
 
-def stoppable_for_gain_from_s(index: SchedulerIndex, moving: MovableJob) -> float:
-    """Return when the job may be stopped for a gain of others, in seconds since 1970; infinity if
-    never.
+def may_be_stopped_for_gain_from_s(index: SchedulerIndex, movable_job: MovableJob) -> float:
+    """Return when the job may be stopped because other jobs gain more, in seconds since 1970;
+    infinity for never.
     """
-    rested_s = moving.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
-    affordable_s = credit_suffices_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
-    return max(moving.trained_s, rested_s, affordable_s)
+    rested_s = movable_job.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + movable_job.paid_s))
+    affordable_s = credit_suffices_at_s(
+        index.state, STOPS, index.devices, movable_job.cost_device_s
+    )
+    return max(movable_job.trained_s, rested_s, affordable_s)
 
 
 class _PreemptionGain(NamedTuple):
-    """The gain and cost of stopping a running job for waiting jobs."""
+    """The gain and the cost, in seconds, of stopping a running job for waiting jobs."""
 
     first: str  # id
     priority: int  # of the first
@@ -122,22 +128,24 @@ class _PreemptionGain(NamedTuple):
     gain_s: float  # of waiting
     cost_s: float  # until it goes on
 
-    def is_worth(self, worth: float) -> bool:
-        return self.gain_s > worth * self.cost_s
+    def exceeds_cost(self, factor: float) -> bool:
+        """Return whether the gain is more than `factor` times the cost."""
+        return self.gain_s > factor * self.cost_s
 
 
-def find_scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
-    """Return the move that lets a running job use idle devices; None without a worthwhile one.
+def find_scale_up(index: SchedulerIndex, now_s: float) -> JobStop | None:
+    """Return the running job to restart on more, idle devices; None if no restart is worth its
+    cost.
 
-    It is the move with the largest gain, which must exceed twice its restart cost.
+    It is the restart with the largest gain, which must exceed twice its cost.
     """
-    price = idle_device_second_price(index)
+    price = price_of_idle_device_second(index)
     ways: list[tuple[float, MovableJob, SizeOption, float]] = []
-    for moving in list_movable_jobs(index, index.growing, at_s):
+    for moving in list_movable_jobs(index, index.growing, now_s):
         if not moving.pool.idle or moving.left_s <= 2 * moving.paid_s:
             continue
         cost_s = moving.left_s * (1 + price * moving.devices)
-        for entry in index.options.options_of_running(moving.job, moving.pool):
+        for entry in index.options.find_options_of_running_job(moving.job, moving.pool):
             if moving.devices < entry.devices <= moving.devices + moving.pool.idle:
                 seconds = (
                     moving.paid_s + moving.left_s * entry.candidate.step_s / moving.attempt.step_s
@@ -147,11 +155,11 @@ def find_scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
                     ways.append((gain_s, moving, entry, seconds))
     best = nlargest(GROWING_MAX, ways, key=lambda way: way[0])
     best.sort(
-        key=lambda way: stoppable_for_gain_from_s(index, way[1]) > at_s
+        key=lambda way: may_be_stopped_for_gain_from_s(index, way[1]) > now_s
     )  # who may be stopped now comes first
     for _, moving, entry, seconds in best[:TRIED_MAX]:
         held_placement = moving.pool.find_devices_without_attempt(
-            moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
+            moving.attempt.placement, entry.shape, now_s + seconds, entry.least_bytes
         )
         if held_placement is not None:
             earlier = format_seconds(moving.left_s - seconds)
@@ -159,7 +167,7 @@ def find_scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
             return JobStop(
                 job=moving.job,
-                from_s=stoppable_for_gain_from_s(index, moving),
+                from_s=may_be_stopped_for_gain_from_s(index, moving),
                 cause=StopCause.GROWTH,
                 why=why,
                 cost_device_s=moving.cost_device_s,
@@ -168,33 +176,35 @@ def find_scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
     return None
 
 
-def preempt_for_deadline(
-    index: SchedulerIndex, late: Sequence[WaitingWithDeadline], at_s: float
+def find_jobs_to_stop_for_deadline(
+    index: SchedulerIndex, late_jobs: Sequence[WaitingWithDeadline], now_s: float
 ) -> Sequence[JobStop]:
     """Return the jobs to stop so that a waiting job meets its deadline; () where that is
     impossible.
 
     A job with a deadline is stopped only for an earlier one, and only if it still meets its own.
-    The earliest deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46;
-    Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for Real-Time Database Systems,
-    RTSS). Together they lose no more training than the waiting job needs. No job is stopped for one
-    with a start window, which would start and be stopped again and again.
+    With earliest deadline first alone, both jobs would miss theirs in an overload. (Liu and Layland
+    1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for Real-Time
+    Database Systems, RTSS.) Together the stopped jobs lose no more training than the waiting job
+    needs. No job is stopped for one with a start window, which would start and be stopped again and
+    again.
     """
-    able = list(list_movable_jobs(index, index.stoppable, at_s)) if late else []
-    for waiting, by_s in late[:LATE_MAX]:
+    able = list(list_movable_jobs(index, index.stoppable, now_s)) if late_jobs else []
+    for waiting, by_s in late_jobs[:LATE_MAX]:
         if waiting.job.spec.start_window is not None:
             continue
-        for pool, entry in options_by_device_seconds(index, waiting):
-            if at_s + entry.seconds > by_s:
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
+            if now_s + entry.seconds > by_s:
                 continue
             victims = [
                 moving
                 for moving in able
-                if moving.pool is pool and _may_be_late(index, moving, waiting, by_s, entry)
+                if moving.pool is pool
+                and _may_be_stopped_for_deadline(index, moving, waiting, by_s, entry)
             ]
-            stopped = find_victims(pool, victims, entry, at_s)
+            stopped = find_jobs_to_stop_for_option(pool, victims, entry, now_s)
             lost_device_s = sum(moving.devices * moving.loss_s for moving in stopped)
-            starts_s = max([at_s, *(moving.from_s for moving in stopped)])
+            starts_s = max([now_s, *(moving.from_s for moving in stopped)])
             if (
                 stopped
                 and lost_device_s <= entry.device_seconds
@@ -205,42 +215,52 @@ def preempt_for_deadline(
     return ()
 
 
-def _may_be_late(
-    index: SchedulerIndex, moving: MovableJob, waiting: WaitingJob, by_s: float, entry: SizeOption
+def _may_be_stopped_for_deadline(
+    index: SchedulerIndex,
+    movable_job: MovableJob,
+    waiting: WaitingJob,
+    end_by_s: float,
+    option: SizeOption,
 ) -> bool:
-    """Return whether a running job may be stopped for another job's deadline and still meet its
-    own.
+    """Return whether a running job may be stopped for a waiting job's deadline, as it would still
+    meet its own.
+
+    The waiting job would run with `option` and end by `end_by_s`.
     """
-    if moving.priority > waiting.priority:
+    if movable_job.priority > waiting.priority:
         return False
-    if moving.priority == waiting.priority:
-        is_due = index.policy.rank(moving.job) <= index.state.at_s
-        if index.state.policy.is_shared or (is_due and moving.job.order < waiting.job.order):
+    if movable_job.priority == waiting.priority:
+        is_due = index.policy.rank(movable_job.job) <= index.state.at_s
+        if index.state.policy.is_shared or (is_due and movable_job.job.order < waiting.job.order):
             return False
-    if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
+    if (
+        movable_job.slack_s < inf
+        and movable_job.job.deadline_s is not None
+        and movable_job.job.deadline_s <= end_by_s
+    ):
         return False
-    return entry.seconds + moving.paid_s <= moving.slack_s
+    return option.seconds + movable_job.paid_s <= movable_job.slack_s
 
 
-def preempt_for_priority(
-    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+def find_jobs_to_stop_for_priority(
+    index: SchedulerIndex, jobs_with_reservations: Sequence[WaitingWithReservation], now_s: float
 ) -> Sequence[JobStop]:
-    """Return the jobs of lower priority to stop for a waiting job, which gains more than they lose;
-    () if none.
+    """Return the jobs of lower priority to stop for a waiting job that gains more than they lose;
+    () if there are none.
 
     Gain and loss are compared in device-seconds, as the jobs use different numbers of devices.
     """
-    highest = max((waiting.priority for waiting, _ in waits), default=-inf)
+    highest = max((waiting.priority for waiting, _ in jobs_with_reservations), default=-inf)
     # what they have by themselves, as a cheap test before a dear one
     if not any(job.spec.priority < highest for job in index.stoppable.values()):
         return ()
     lowest = min(map(index.priority_of, index.stoppable.values()))
     urgent = [
         (waiting, promised, gain_s)
-        for waiting, promised in waits
-        if waiting.priority > lowest and (gain_s := promised.start_s - at_s - MOVE_GRACE_S) > 0
+        for waiting, promised in jobs_with_reservations
+        if waiting.priority > lowest and (gain_s := promised.start_s - now_s - MOVE_GRACE_S) > 0
     ]
-    able = list(list_movable_jobs(index, index.stoppable, at_s)) if urgent else []
+    able = list(list_movable_jobs(index, index.stoppable, now_s)) if urgent else []
     for waiting, promised, gain_s in urgent[:SETS_MAX]:
         victims = [
             moving
@@ -248,11 +268,11 @@ def preempt_for_priority(
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
         devices = device_count(promised.placement)
-        for pool, entry in options_by_device_seconds(index, waiting):
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             if entry.devices != devices:
                 continue
             here = [moving for moving in victims if moving.pool is pool]
-            stopped = find_victims(pool, here, entry, at_s)
+            stopped = find_jobs_to_stop_for_option(pool, here, entry, now_s)
             cost_device_s = sum(moving.cost_device_s for moving in stopped)
             if stopped and gain_s * devices > index.tuning.worth * cost_device_s:
                 gain = format_seconds(gain_s)
@@ -261,59 +281,66 @@ def preempt_for_priority(
     return ()
 
 
-def options_by_device_seconds(
+def list_pools_and_options_by_device_seconds(
     index: SchedulerIndex, waiting: WaitingJob
 ) -> list[tuple[AvailabilityProfile, SizeOption]]:
-    """Return (pool, option) for each option of a waiting job, fewest device-seconds first."""
+    """Return (pool of equal nodes, option) for each option of a waiting job, fewest device-seconds
+    first.
+    """
     entries = [
         (pool, entry)
-        for pool, menu in index.options.options_of(waiting)
+        for pool, menu in index.options.find_options(waiting)
         if isinstance(menu, JobOptions)
         for entry in menu.entries
     ]
     return sorted(entries, key=lambda pair: pair[1].device_seconds)
 
 
-def make_job_stops(stopped: Sequence[MovableJob], cause: StopCause, why: str) -> list[JobStop]:
+def make_job_stops(
+    jobs_to_stop: Sequence[MovableJob], cause: StopCause, reason: str
+) -> list[JobStop]:
     """Return the decisions to stop these jobs, all for the same cause and reason."""
     return [
-        JobStop(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped
+        JobStop(job=moving.job, from_s=moving.from_s, cause=cause, why=reason)
+        for moving in jobs_to_stop
     ]
 
 
-def find_victims(
-    pool: AvailabilityProfile, candidates: Sequence[MovableJob], option: SizeOption, at_s: float
+def find_jobs_to_stop_for_option(
+    pool: AvailabilityProfile, movable_jobs: Sequence[MovableJob], option: SizeOption, now_s: float
 ) -> Sequence[MovableJob]:
-    """Return those of `candidates` to stop so that the option can start, with the least relative
-    delay in all.
+    """Return those of `movable_jobs` to stop so that the option can start; () where all together
+    would not suffice.
 
-    Returns () where none suffice. Jobs that may be stopped now are tried before those that may be
-    stopped later. A search looks at VICTIMS_MAX jobs.
+    The sum of their relative delays is the least that the search finds. Jobs that may be stopped
+    now are tried before those that may be stopped later. A search looks at VICTIMS_MAX jobs.
     """
-    ready = [moving for moving in candidates if moving.from_s <= at_s]
-    for group in (ready, candidates) if len(ready) < len(candidates) else (candidates,):
+    ready = [moving for moving in movable_jobs if moving.from_s <= now_s]
+    for group in (ready, movable_jobs) if len(ready) < len(movable_jobs) else (movable_jobs,):
         lacks = option.devices - pool.idle
         if group and sum(moving.devices for moving in group) >= lacks:
-            stopped = _find_least_delay(pool, group, option, at_s)
+            stopped = _find_victims_with_least_delay(pool, group, option, now_s)
             if stopped:
                 return stopped
     return ()
 
 
-def _find_least_delay(
-    pool: AvailabilityProfile, able: Sequence[MovableJob], entry: SizeOption, at_s: float
+def _find_victims_with_least_delay(
+    pool: AvailabilityProfile, movable_jobs: Sequence[MovableJob], option: SizeOption, now_s: float
 ) -> Sequence[MovableJob]:
-    """Return the jobs with the least delay whose stop lets the option start, spread over nodes in
-    any allowed way.
+    """Return the jobs whose stop lets the option start, with the least sum of relative delays; ()
+    without any.
+
+    Every allowed way to spread the option over nodes is tried.
     """
-    delays = {moving.job.id: moving.delay(entry.seconds) for moving in able}
-    ordered = sorted(able, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
+    delays = {moving.job.id: moving.delay(option.seconds) for moving in movable_jobs}
+    ordered = sorted(movable_jobs, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
     best = list[MovableJob]()
     least = inf
-    for share in entry.shape.shares:
-        stopped = _find_jobs_to_free(pool, ordered, share, entry.devices // share, delays)
-        if stopped and find_devices_after_stops(pool, stopped, entry, at_s) is not None:
-            stopped = _drop_needless_stops(pool, stopped, entry, at_s)
+    for share in option.shape.shares:
+        stopped = _find_jobs_to_free_nodes(pool, ordered, share, option.devices // share, delays)
+        if stopped and find_devices_after_stops(pool, stopped, option, now_s) is not None:
+            stopped = _drop_needless_stops(pool, stopped, option, now_s)
             delay = sum(delays[moving.job.id] for moving in stopped)
             if delay < least:
                 best = stopped
@@ -321,18 +348,20 @@ def _find_least_delay(
     return best
 
 
-def _find_jobs_to_free(
+def _find_jobs_to_free_nodes(
     pool: AvailabilityProfile,
-    ordered: Sequence[MovableJob],
-    share: int,
-    nodes: int,
-    delays: Mapping[str, float],
+    movable_jobs: Sequence[MovableJob],
+    devices_per_node: int,
+    node_count: int,
+    delay_by_job_id: Mapping[str, float],
 ) -> list[MovableJob]:
-    """Return jobs whose stop frees `share` devices on each of `nodes` nodes, by least delay; [] if
+    """Return jobs whose stop frees `devices_per_node` devices on each of `node_count` nodes; [] if
     none do.
+
+    Nodes with the least sum of delays are freed first.
     """
     by_node: dict[str, list[MovableJob]] = {name: [] for name in pool.names}
-    for moving in ordered:
+    for moving in movable_jobs:
         for part in moving.attempt.placement:
             by_node[part.node].append(moving)
     choices: list[tuple[float, str]] = []
@@ -341,46 +370,47 @@ def _find_jobs_to_free(
         free = pool.count_idle_devices(node)
         stopped = leaving[node] = []
         for moving in jobs:
-            if free >= share:
+            if free >= devices_per_node:
                 break
             stopped.append(moving)
             free += sum(len(part.devices) for part in moving.attempt.placement if part.node == node)
-        if free >= share:
-            choices.append((sum(delays[moving.job.id] for moving in stopped), node))
+        if free >= devices_per_node:
+            choices.append((sum(delay_by_job_id[moving.job.id] for moving in stopped), node))
     chosen: dict[str, MovableJob] = {}
-    for _, node in sorted(choices)[:nodes]:
+    for _, node in sorted(choices)[:node_count]:
         chosen |= {moving.job.id: moving for moving in leaving[node]}
-    return list(chosen.values()) if len(choices) >= nodes else []
+    return list(chosen.values()) if len(choices) >= node_count else []
 
 
 def _drop_needless_stops(
-    pool: AvailabilityProfile, stopped: list[MovableJob], entry: SizeOption, at_s: float
+    pool: AvailabilityProfile, jobs_to_stop: list[MovableJob], option: SizeOption, now_s: float
 ) -> list[MovableJob]:
-    """Return the jobs without those that need not be stopped; the jobs with the most delay are
-    tried first.
+    """Return the jobs without those that need not be stopped for the option; the last in the list
+    are tried first.
     """
-    for moving in [*reversed(stopped)][:PRUNED_MAX]:
-        others = [other for other in stopped if other is not moving]
-        if others and find_devices_after_stops(pool, others, entry, at_s) is not None:
-            stopped = others
-    return stopped
+    for moving in [*reversed(jobs_to_stop)][:PRUNED_MAX]:
+        others = [other for other in jobs_to_stop if other is not moving]
+        if others and find_devices_after_stops(pool, others, option, now_s) is not None:
+            jobs_to_stop = others
+    return jobs_to_stop
 
 
 def find_devices_after_stops(
-    pool: AvailabilityProfile, stopped: Sequence[MovableJob], option: SizeOption, at_s: float
+    pool: AvailabilityProfile, stopped_jobs: Sequence[MovableJob], option: SizeOption, now_s: float
 ) -> Placement | None:
-    """Return the devices on which the option can start once these jobs have left; None where too
-    few.
+    """Return the devices on which the option can start once these jobs have left; None where they
+    are too few.
     """
     return pool.find_devices_without_attempt(
-        _merge_placements([moving.attempt.placement for moving in stopped]),
+        _merge_placements([moving.attempt.placement for moving in stopped_jobs]),
         option.shape,
-        at_s + MOVE_GRACE_S + option.seconds,
+        now_s + MOVE_GRACE_S + option.seconds,
         option.least_bytes,
     )
 
 
 def _merge_placements(placements: Sequence[Placement]) -> Placement:
+    """Return the devices of all placements as one placement."""
     devices: dict[str, tuple[int, ...]] = {}
     for placement in placements:
         for part in placement:
@@ -390,8 +420,8 @@ def _merge_placements(placements: Sequence[Placement]) -> Placement:
     )
 
 
-def preempt_for_waiting(
-    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+def find_job_to_stop_for_waiting(
+    index: SchedulerIndex, jobs_with_reservations: Sequence[WaitingWithReservation], now_s: float
 ) -> JobStop | None:
     """Return the running job to stop for waiting jobs that gain more than it loses; None without
     one.
@@ -400,19 +430,23 @@ def preempt_for_waiting(
     """
     later: JobStop | None = None
     for moving in list_movable_jobs(
-        index, islice(index.list_stoppable_latest_first(), TRIED_MAX) if waits else (), at_s
+        index,
+        islice(index.list_stoppable_job_ids_latest_first(), TRIED_MAX)
+        if jobs_with_reservations
+        else (),
+        now_s,
     ):
-        ahead = _list_jobs_ahead(index, moving, waits)
-        ways = [_gain_of_replacing(moving, ahead[first:], at_s) for first in range(len(ahead))]
-        if not any(way.is_worth(index.tuning.worth) for way in ways):
+        ahead = _list_jobs_to_go_before(index, moving, jobs_with_reservations)
+        ways = [_gain_of_replacing(moving, ahead[first:], now_s) for first in range(len(ahead))]
+        if not any(way.exceeds_cost(index.tuning.worth) for way in ways):
             continue  # a cheap test before a dear one: no order of starts would be worth it
         starts = (
             way
             for way, (_, _, entry) in zip(ways, ahead, strict=True)
-            if _could_start_after(moving, entry, at_s)
+            if _could_start_in_place_of(moving, entry, now_s)
         )
         way = next(starts, None)
-        if way is not None and way.is_worth(index.tuning.worth):
+        if way is not None and way.exceeds_cost(index.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
             gain = format_seconds(way.gain_s)
             cost = format_seconds(way.cost_s)
@@ -424,59 +458,68 @@ def preempt_for_waiting(
             else:
                 move = JobStop(
                     job=moving.job,
-                    from_s=stoppable_for_gain_from_s(index, moving),
+                    from_s=may_be_stopped_for_gain_from_s(index, moving),
                     cause=StopCause.GAIN,
                     why=why,
                     cost_device_s=moving.cost_device_s,
                 )
-            if move.from_s <= at_s:
+            if move.from_s <= now_s:
                 return move
             if later is None or move.from_s < later.from_s:
                 later = move
     return later
 
 
-def _list_jobs_ahead(
-    index: SchedulerIndex, moving: MovableJob, waits: Iterable[WaitingWithReservation]
+def _list_jobs_to_go_before(
+    index: SchedulerIndex,
+    movable_job: MovableJob,
+    jobs_with_reservations: Iterable[WaitingWithReservation],
 ) -> list[tuple[WaitingJob, Reservation, SizeOption]]:
-    """Return the waiting jobs that would go before the running one, each with its reservation and
+    """Return the waiting jobs that may replace the running one, each with its reservation and
     option.
 
-    Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less
-    than half as much. They never do on a shared cluster: fair share decides there. A job makes way
-    for another user's job only if its own user holds more than twice an equal share. No job goes
-    before one that runs to meet its deadline.
+    Jobs of equal priority may only if much shorter, and if the running one would be slowed down by
+    less than half as much. They never may on a shared cluster: fair share decides there. A job
+    makes way for another user's job only if its own user has more than twice an equal share. No job
+    replaces one that runs to meet its deadline.
     """
-    if moving.slack_s < inf:
+    if movable_job.slack_s < inf:
         return []
-    room = moving.devices + moving.pool.idle
-    place = _queue_position(
-        moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s
+    room = movable_job.devices + movable_job.pool.idle
+    place = _queue_sort_key(
+        movable_job.job, movable_job.priority, index.policy.rank(movable_job.job), index.state.at_s
     )
     worth = index.tuning.worth
     holds_twice = None
-    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
+    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * movable_job.left_s
     ahead = []
-    for waiting, promised in waits:
+    for waiting, promised in jobs_with_reservations:
         priority = waiting.priority
-        if _queue_position(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
+        if _queue_sort_key(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
             continue
         seconds = promised.end_s - promised.start_s
         slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
-        is_shorter = seconds < shorter_s and worth * moving.slowdown(seconds) < slowdown
-        if is_shorter and waiting.job.user != moving.job.user:
+        is_shorter = seconds < shorter_s and worth * movable_job.slowdown(seconds) < slowdown
+        if is_shorter and waiting.job.user != movable_job.job.user:
             if holds_twice is None:
-                holds_twice = _holds_twice_its_share(index, moving.job.user)
+                holds_twice = _uses_twice_an_equal_share(index, movable_job.job.user)
             is_shorter = holds_twice
-        if priority > moving.priority or is_shorter:
+        if priority > movable_job.priority or is_shorter:
             wide = device_count(promised.placement)
-            entry = _find_option(index, waiting, moving.pool, wide) if wide <= room else None
+            entry = (
+                _find_option_with_devices(index, waiting, movable_job.pool, wide)
+                if wide <= room
+                else None
+            )
             if entry is not None:
                 ahead.append((waiting, promised, entry))
     return ahead
 
 
-def _holds_twice_its_share(index: SchedulerIndex, user: str) -> bool:
+def _uses_twice_an_equal_share(index: SchedulerIndex, user: str) -> bool:
+    """Return whether the user's running jobs have more than twice as many devices as an equal share
+    of all users.
+    """
     users = index.waiting_users | {job.user for job in index.running.values()}
     used = sum(
         job.attempts[-1].plan.world_size for job in index.running.values() if job.user == user
@@ -484,53 +527,59 @@ def _holds_twice_its_share(index: SchedulerIndex, user: str) -> bool:
     return used * len(users) > 2 * index.devices
 
 
-def _queue_position(
-    job: Job, priority: int, aging_limit_s: float, at_s: float
+def _queue_sort_key(
+    job: Job, priority: int, aging_limit_s: float, now_s: float
 ) -> tuple[int, bool, float]:
     """Return a sort key of the job's place in the queue: a job past its aging limit precedes later
     jobs.
     """
-    is_due = aging_limit_s <= at_s
+    is_due = aging_limit_s <= now_s
     return -priority, not is_due, job.order if is_due else aging_limit_s
 
 
 def _gain_of_replacing(
-    moving: MovableJob, ahead: Sequence[tuple[WaitingJob, Reservation, SizeOption]], at_s: float
+    movable_job: MovableJob,
+    replacing_jobs: Sequence[tuple[WaitingJob, Reservation, SizeOption]],
+    now_s: float,
 ) -> _PreemptionGain:
     """Return gain and cost if the first of these jobs replaces the running one, then others that
     still fit.
+
+    `replacing_jobs` are (waiting job, its reservation, its option).
     """
-    room = moving.devices + moving.pool.idle
+    room = movable_job.devices + movable_job.pool.idle
     gain_s = 0.0
     away_s = 0.0
     jobs = 0
-    for waiting, promised, entry in ahead:
+    for waiting, promised, entry in replacing_jobs:
         if not room:
             break
         if entry.devices <= room:
             room -= entry.devices
-            gain_s += promised.start_s - at_s
-            if waiting.priority == moving.priority:
+            gain_s += promised.start_s - now_s
+            if waiting.priority == movable_job.priority:
                 away_s = max(away_s, promised.end_s - promised.start_s)
             jobs += 1
-    first = ahead[0][0]
-    return _PreemptionGain(first.job.id, first.priority, jobs, gain_s, moving.paid_s + away_s)
+    first = replacing_jobs[0][0]
+    return _PreemptionGain(first.job.id, first.priority, jobs, gain_s, movable_job.paid_s + away_s)
 
 
-def _find_option(
-    index: SchedulerIndex, waiting: WaitingJob, pool: AvailabilityProfile, devices: int
+def _find_option_with_devices(
+    index: SchedulerIndex, waiting: WaitingJob, pool: AvailabilityProfile, device_count: int
 ) -> SizeOption | None:
-    for where, menu in index.options.options_of(waiting):
+    """Return the job's option on this pool with this number of devices; None without one."""
+    for where, menu in index.options.find_options(waiting):
         if where is pool and isinstance(menu, JobOptions):
-            return next((entry for entry in menu.entries if entry.devices == devices), None)
+            return next((entry for entry in menu.entries if entry.devices == device_count), None)
     return None
 
 
-def _could_start_after(moving: MovableJob, entry: SizeOption, at_s: float) -> bool:
-    end_s = at_s + entry.seconds
+def _could_start_in_place_of(movable_job: MovableJob, option: SizeOption, now_s: float) -> bool:
+    """Return whether the option could start now if the running job had left its devices."""
+    end_s = now_s + option.seconds
     return (
-        moving.pool.find_devices_without_attempt(
-            moving.attempt.placement, entry.shape, end_s, entry.least_bytes
+        movable_job.pool.find_devices_without_attempt(
+            movable_job.attempt.placement, option.shape, end_s, option.least_bytes
         )
         is not None
     )
@@ -539,7 +588,7 @@ def _could_start_after(moving: MovableJob, entry: SizeOption, at_s: float) -> bo
 def list_movable_jobs(
     index: SchedulerIndex,
     job_ids: Iterable[str],
-    at_s: float,
+    now_s: float,
     min_trained_launches: float | None = None,
 ) -> Iterator[MovableJob]:
     """Yield those of the running jobs `job_ids` that can be stopped, each with its cost.
@@ -560,18 +609,18 @@ def list_movable_jobs(
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             trained_s = attempt.launched_at_s + (1 + min_trained_launches) * pool.launch_cost_s
-            stopped_s = stopped_at_s(job) if len(job.attempts) > 1 else -inf
+            stopped_s = last_moved_at_s(job) if len(job.attempts) > 1 else -inf
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield MovableJob(
                 job,
                 attempt,
                 pool,
-                index.ends_s[job_id] - at_s,
+                index.ends_s[job_id] - now_s,
                 trained_s,
                 max(trained_s, stopped_s + between_s),
                 index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
-                expected_loss_s(job, at_s),
+                expected_lost_training_s(job, now_s),
                 stopped_s,
-                at_s - attempt.launched_at_s,
+                now_s - attempt.launched_at_s,
             )

@@ -11,7 +11,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
     Wait,
-    has_no_startable_option,
+    fits_no_idle_devices,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import device_count
@@ -19,10 +19,10 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 
 
-def count_devices_by_team(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
-    """Return {team: number of devices that its running jobs hold}."""
+def count_devices_by_team(policy: PolicySpec, running_jobs: Iterable[Job]) -> Counter[str]:
+    """Return {team: number of devices that its running jobs occupy}."""
     devices: Counter[str] = Counter()
-    for job in running:
+    for job in running_jobs:
         team = policy.team_of(job.user).name
         devices[team] += sum(
             device_count(attempt.placement) for attempt in job.attempts if not attempt.released
@@ -34,12 +34,12 @@ LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be st
 
 
 class QuotaRound:
-    """Iterates over the waiting jobs of a decision round; jobs within their team's quota come
-    first.
+    """The order in which a decision round takes the waiting jobs, with jobs within their team's
+    quota first.
 
     Quotas count only while several teams wait: a team alone takes what there is. A reservation
-    counts as held devices, so that a team with many jobs does not exceed its quota before others
-    are served. A team that holds nothing comes before all quotas with one job that is due: no team
+    counts as used devices, so that a team with many jobs does not exceed its quota before others
+    are served. A team without devices comes before all quotas with one job that is due: no team
     starves, even if quotas cover the whole cluster. Guaranteed jobs come before all of them: their
     teams' quotas were counted at submission.
     """
@@ -53,7 +53,7 @@ class QuotaRound:
         self._promised = index.list_guaranteed_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_of, index.waiting_users))
+        teams = set(map(self._team_name_of, index.waiting_users))
         if len(teams) > 1:
             devices = count_devices_by_team(self._policy, index.running.values())
             self._without = {team for team in teams if not devices[team]}
@@ -61,7 +61,7 @@ class QuotaRound:
 
     def __iter__(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
         """Yield (job to decide on, time by which it should end, most devices that it may take or
-        None).
+        None for any number).
 
         The round ends when no device is idle. A job that must wait is yielded only once a later job
         could start, since its reservation matters to no other job before. It is yielded at once
@@ -76,7 +76,7 @@ class QuotaRound:
             not has_claims
             and index.all_wait
             and not index.is_stale
-            and all(has_no_startable_option(index, waiting) for waiting in index.arrived)
+            and all(fits_no_idle_devices(index, waiting) for waiting in index.arrived)
         )
         index.all_wait = is_calm
         ahead: list[tuple[WaitingJob, float, int | None]] = []
@@ -92,7 +92,7 @@ class QuotaRound:
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
-            can_start = not has_no_startable_option(index, turn[0])
+            can_start = not fits_no_idle_devices(index, turn[0])
             could_start = could_start or can_start
             if self._left or is_looked_at or can_start:
                 for entry in ahead:
@@ -107,46 +107,52 @@ class QuotaRound:
             ]
 
     def _list_all_turns(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
+        """Yield as `__iter__` does, but every job that waits, whether or not it could start."""
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._list_undecided() if self._without else ():
             if (
                 waiting.rank <= self._index.state.at_s
-                and self._team_of(waiting.job.user) in self._without
+                and self._team_name_of(waiting.job.user) in self._without
             ):
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._list_undecided():
-                left = self._left.get(self._team_of(waiting.job.user), 0)
+                left = self._left.get(self._team_name_of(waiting.job.user), 0)
                 if waiting.job.spec.gpus.min <= left:
                     yield waiting, by_s, left
         for waiting, by_s in self._list_undecided():
             yield waiting, by_s, None
 
     def _list_undecided(self) -> Iterator[WaitingWithDeadline]:
+        """Return the waiting jobs without a decision in this round, in the policy's order, with
+        their times to end by.
+        """
         return (
             (waiting, by_s)
             for waiting, by_s in self._index.policy.in_order()
             if waiting.job.id not in self._decided_ids
         )
 
-    def record_decision(self, waiting: WaitingJob, outcome: Decision) -> None:
-        """Record the decision on a job, and subtract its devices from its team's quota."""
+    def record_decision(self, waiting: WaitingJob, decision: Decision) -> None:
+        """Record that the job has its decision, and subtract the devices that it got from its
+        team's quota.
+        """
         self._decided_ids.add(waiting.job.id)
         if not self._left:
             return
-        match outcome:
+        match decision:
             case StartDecision():
-                placement = outcome.placement
+                placement = decision.placement
             case Wait() if (
-                outcome.reservation is not None and waiting.job.spec.start_window is None
+                decision.reservation is not None and waiting.job.spec.start_window is None
             ):
-                placement = outcome.reservation.placement
+                placement = decision.reservation.placement
             case _:  # who waits for its hours keeps no device from others of its team
                 return
-        team = self._team_of(waiting.job.user)
+        team = self._team_name_of(waiting.job.user)
         self._without.discard(team)
         if team in self._left:
             self._left[team] -= device_count(placement)
 
-    def _team_of(self, user: str) -> str:
+    def _team_name_of(self, user: str) -> str:
         return self._policy.team_of(user).name

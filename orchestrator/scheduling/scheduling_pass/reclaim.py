@@ -14,10 +14,10 @@ from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     SETS_MAX,
     MovableJob,
-    find_victims,
+    find_jobs_to_stop_for_option,
     list_movable_jobs,
+    list_pools_and_options_by_device_seconds,
     make_job_stops,
-    options_by_device_seconds,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
@@ -25,41 +25,41 @@ from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
 
 
-def find_jobs_to_reclaim(
-    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+def find_jobs_to_stop_for_owner(
+    index: SchedulerIndex, jobs_with_reservations: Sequence[WaitingWithReservation], now_s: float
 ) -> Sequence[JobStop]:
-    """Return the jobs to stop for a waiting job of a team that holds less than its own devices; ()
-    if none.
+    """Return the jobs to stop for a waiting job of a team that uses fewer devices than it owns; ()
+    if there are none.
 
-    No team is brought below its own, so that two teams never take turns. Without quotas, the team
-    must also have used less of its share than the other. While jobs leave for such a team, no
-    others are stopped.
+    A team owns its quota, or else its share. No team is brought below what it owns, so that two
+    teams never take turns. Without quotas, the team must also have used less of its share than the
+    other. While jobs leave for such a team, no others are stopped.
     """
     policy = index.state.policy
     if (
-        not waits
+        not jobs_with_reservations
         or not policy.is_shared
         or policy.reclaim == "never"
-        or _is_reclaim_under_way(index)
+        or _is_any_job_leaving_for_owner(index)
     ):
         return ()
     used = count_devices_by_team(policy, index.running.values())
-    owned = _own_devices_by_team(index)
+    owned = _count_owned_devices_by_team(index)
     turn = index.make_fair_share_lookup()
     tried = 0
     claimed = Counter(used)  # with what is reserved for jobs before
-    for waiting, promised in waits:
+    for waiting, promised in jobs_with_reservations:
         team = policy.team_of(waiting.job.user).name
         devices = device_count(promised.placement)
         claimed[team] += devices
-        if claimed[team] > owned.get(team, 0) or promised.start_s - at_s <= PATIENCE_S:
+        if claimed[team] > owned.get(team, 0) or promised.start_s - now_s <= PATIENCE_S:
             continue
         tried += 1
         if tried > SETS_MAX:
             break
         above = {name: count - owned.get(name, 0) for name, count in used.items()}
         able: list[MovableJob] = []
-        for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), at_s):
+        for moving in list_movable_jobs(index, index.list_stoppable_job_ids_latest_first(), now_s):
             borrower = policy.team_of(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
             if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
@@ -67,9 +67,13 @@ def find_jobs_to_reclaim(
             if may_leave and above[borrower] >= moving.devices:
                 above[borrower] -= moving.devices
                 able.append(moving)
-        for pool, entry in options_by_device_seconds(index, waiting):
+        for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             here = [moving for moving in able if moving.pool is pool]
-            stopped = find_victims(pool, here, entry, at_s) if entry.devices == devices else ()
+            stopped = (
+                find_jobs_to_stop_for_option(pool, here, entry, now_s)
+                if entry.devices == devices
+                else ()
+            )
             if stopped:
                 why = (
                     f"stopped to make way for {waiting.job.id}: team {team} holds less than its own"
@@ -78,8 +82,10 @@ def find_jobs_to_reclaim(
     return ()
 
 
-def _own_devices_by_team(index: SchedulerIndex) -> dict[str, int]:
-    """Return {team: devices of its own}: its quota, or else its share among the teams with jobs."""
+def _count_owned_devices_by_team(index: SchedulerIndex) -> dict[str, int]:
+    """Return {team: number of devices that it owns}: its quota, or else its share among the teams
+    with jobs.
+    """
     policy = index.state.policy
     if policy.has_quotas:
         return {team.name: team.quota for team in policy.teams}
@@ -88,7 +94,8 @@ def _own_devices_by_team(index: SchedulerIndex) -> dict[str, int]:
     return {name: index.devices * share // sum(shares.values()) for name, share in shares.items()}
 
 
-def _is_reclaim_under_way(index: SchedulerIndex) -> bool:
+def _is_any_job_leaving_for_owner(index: SchedulerIndex) -> bool:
+    """Return whether a running job is being stopped so that a team gets its own devices back."""
     for job in index.running.values():
         attempt = job.attempts[-1]
         if attempt.stop_cause is StopCause.OWNER and attempt.status is AttemptStatus.STOPPING:

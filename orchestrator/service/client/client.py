@@ -18,7 +18,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.transfer.archive import Limits, unpack_archive
+from orchestrator.service.transfer.archive import Limits, unpack_and_hash_archive
 from orchestrator.service.visible import escape_controls
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.json_object import JsonObject
@@ -77,35 +77,39 @@ class Client:
         self._home = None if isinstance(service, Login) else service
 
     def submit_job(
-        self, spec: JsonObject, fault: JsonObject | None = None, idempotency_key: str | None = None
+        self,
+        job_data: JsonObject,
+        fault: JsonObject | None = None,
+        idempotency_key: str | None = None,
     ) -> str:
-        """Submit a job, and return its id once it is in the queue.
+        """Submit a job, and return its id once it is in the queue. `fault` is a planned failure for
+        tests.
 
         A submission without a response is sent again, without making a second job. With an
-        idempotency `idempotency_key` (at most 64 characters), the caller may also repeat it, to any service of
-        the same journal. `fault` is a planned failure for tests.
+        `idempotency_key` (at most 64 characters), the caller may also repeat it, to any service of
+        the same journal.
         """
-        body = {"spec": self._add_user(spec), "fault": fault}
+        body = {"spec": self._add_submitter(job_data), "fault": fault}
         return (
             self._post_submission("/jobs", body)
             if idempotency_key is None
             else self._request_json("POST", "/jobs", body, idempotency_key)
         )["id"]
 
-    def submit_jobs(self, specs: Sequence[JsonObject]) -> BatchAnswer:
-        """Submit jobs atomically, and return their ids once they are in the journal.
+    def submit_jobs(self, jobs_data: Sequence[JsonObject]) -> BatchAnswer:
+        """Submit all of these jobs or none, and return their ids once they are in the journal.
 
-        Further fields of the answer say by id which jobs are expected to be late, which guarantees
-        are kept, and which jobs are refused. If one job is invalid, none is submitted.
+        If one job is invalid, none is submitted. Further fields of the answer say by job id which
+        jobs are expected to be late, which guarantees are kept, and which jobs are refused.
         """
-        jobs = [{"spec": self._add_user(spec)} for spec in specs]
+        jobs = [{"spec": self._add_submitter(spec)} for spec in jobs_data]
         return self._post_submission("/jobs/batch", {"jobs": jobs})
 
     def whoami(self) -> dict[str, str]:
-        """Return the user name and the role that the service knows for this client's token."""
+        """Return the name and the role of the user to whom this client's token belongs."""
         return self._request_json("GET", "/whoami")
 
-    def sign_in_link(self, job_id: str | None) -> str:
+    def create_sign_in_url(self, job_id: str | None) -> str:
         """Return a URL that signs a browser in once, and leads to the job's page; with None, to the
         first page.
         """
@@ -142,13 +146,13 @@ class Client:
         """Return at most `rows_max` rows of the audit log, newest first."""
         return self._request_json("GET", f"/audit?limit={rows_max}")["rows"]
 
-    def unreadable_rows(self) -> list[JsonObject]:
-        """Return the unreadable rows of the journal."""
+    def list_unreadable_rows(self) -> list[JsonObject]:
+        """Return the journal's rows that cannot be read, each with its table, key and reason."""
         return self._request_json("GET", "/journal/unreadable")["rows"]
 
-    def delete_unreadable_row(self, table_name: str, row: str) -> None:
-        """Delete an unreadable row for good."""
-        self._request_json("DELETE", _route_path("journal", "unreadable", table_name, row))
+    def delete_unreadable_row(self, table_name: str, row_key: str) -> None:
+        """Delete a row of the journal that cannot be read, for good."""
+        self._request_json("DELETE", _route_path("journal", "unreadable", table_name, row_key))
 
     def list_jobs(self, ended_max: int = ENDED_SHOWN) -> list[JobView]:
         """Return every live job, in queue order, and at most `ended_max` jobs that ended last."""
@@ -159,30 +163,32 @@ class Client:
             jobs |= {job["id"]: job for job in answer["jobs"]}
         return [*jobs.values()]
 
-    def fetch_job(
-        self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S
+    def fetch_job_and_version(
+        self, job_id: str, known_version: int | None = None, wait_s: float = LONG_POLL_S
     ) -> tuple[JobView, int]:
-        """Return (job, version of the service's state). With `version`, wait at most `wait_s`
-        seconds for a newer version.
+        """Return (job, version of the service's state in which it was read).
+
+        With `known_version`, wait at most `wait_s` seconds for a newer version.
         """
-        query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
+        query = "" if known_version is None else f"?seen={known_version}&wait_s={wait_s}"
         answer = self._request_json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
         return answer["job"], answer["version"]
 
-    def missing_uploads(self, digests: Sequence[str]) -> list[str]:
-        """Return those of these digests whose archives the service lacks; it keeps the others for
-        at least an hour.
+    def list_missing_uploads(self, digests: Sequence[str]) -> list[str]:
+        """Return those of these digests whose archives the service lacks.
+
+        It keeps the archives of the others for at least an hour.
         """
         return self._request_json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
 
-    def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
-        """Send a compressed archive of this size; `digest` is the SHA-256 of its unpacked
+    def upload(self, digest: str, archive_chunks: Iterable[bytes], size_bytes: int) -> None:
+        """Send a compressed archive of `size_bytes` bytes; `digest` is the SHA-256 of its unpacked
         content.
         """
         try:
             answer = self._http.put(
                 f"/uploads/{digest}",
-                content=archive,
+                content=archive_chunks,
                 headers={"Content-Length": str(size_bytes)},
                 timeout=UPLOAD_TIMEOUT_S,
             )
@@ -190,12 +196,12 @@ class Client:
             raise ServiceError(f"the upload was cut off ({error}): submit again") from None
         _raise_for_error(answer)
 
-    def fetch_output(self, job_id: str, target_folder: Path) -> tuple[int, int]:
-        """Download a job's output to a new folder, all or nothing. Return (bytes, number of entries
+    def download_output_and_count(self, job_id: str, target_folder: Path) -> tuple[int, int]:
+        """Download a job's output to a new folder, all or nothing; return (bytes, number of entries
         left out).
 
-        Links that leave the folder are left out. Raises ServiceError where the transfer is cut off
-        or too large.
+        Links that lead out of the folder are left out. Raises ServiceError where the transfer is
+        cut off or too large.
         """
         from orchestrator.service.transfer.outputs import ENTRIES_MAX
 
@@ -221,7 +227,9 @@ class Client:
                     )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
-                    unpack_archive(_Reader(answer.iter_bytes()).read, target_folder, limits)
+                    unpack_and_hash_archive(
+                        _Reader(answer.iter_bytes()).read, target_folder, limits
+                    )
                 except SpecError as error:
                     raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:
@@ -237,7 +245,7 @@ class Client:
         return self._request_json("GET", _route_path("jobs", job_id, "explanation"))
 
     def fetch_comparison(self, job_id: str) -> ComparisonView:
-        """Return the strategies of a comparison side by side, by the id of one of their jobs."""
+        """Return the comparison of strategies to which this job belongs."""
         return self._request_json("GET", _route_path("jobs", job_id, "comparison"))
 
     def list_sweeps(self) -> list[SweepReport]:
@@ -255,34 +263,37 @@ class Client:
         answer = self._request_json("GET", _route_path("sweeps", sweep_id))
         return parse_answer(SweepReport, answer)
 
-    def test_targets(self, target_names: Sequence[str]) -> dict[str, str | None]:
-        """Send a test notice to these notification targets, or to all if none is named. Return
-        {name: error, or None}.
+    def send_test_notices(self, target_names: Sequence[str]) -> dict[str, str | None]:
+        """Send a test notice to these notification targets, or to all if none is named.
+
+        Returns {target's name: error text, or None for success}.
         """
         return self._request_json("POST", "/notify/test", {"targets": list(target_names)})[
             "problems"
         ]
 
-    def send_observations(self, observations: Sequence[Observation]) -> int:
-        """Send observations (predicted and measured values) of another home; return how many the
-        service did not have yet.
+    def send_and_count_new_observations(self, observations: Sequence[Observation]) -> int:
+        """Send observations (predicted and measured values) of another home; return how many were
+        new to the service.
         """
-        from orchestrator.service.views.records import observations_view
+        from orchestrator.service.views.records import make_observations_view
 
         parts = [
             observations[first : first + OBSERVATIONS_SENT]
             for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
         return sum(
-            self._request_json("POST", "/observations", {"observations": observations_view(part)})[
-                "count"
-            ]
+            self._request_json(
+                "POST", "/observations", {"observations": make_observations_view(part)}
+            )["count"]
             for part in parts
         )
 
     def cancel_jobs(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
-        """Cancel these jobs, or also all jobs of their arrays; return the cancelled ids once the
-        request is durable.
+        """Cancel these jobs, and with `whole_arrays` all jobs of their arrays; return the ids of
+        the jobs that end.
+
+        The call returns once the request is durable.
         """
         return self._request_json(
             "POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays}
@@ -291,20 +302,23 @@ class Client:
     def retry_job(
         self,
         job_id: str,
-        settings: Sequence[Override] = (),
+        new_values: Sequence[Override] = (),
         *,
         allow: str | None = None,
         global_batch_size: int | None = None,
         learning_rate: str | None = None,
     ) -> JsonObject:
-        """Answer a job's question, or submit an ended job again. Return a JSON object with the
-        continuing job's id.
+        """Answer a job's question, or submit an ended job again; return a JSON object with the id
+        of the job that continues.
+
+        `allow` is a class of degradation. `learning_rate` is the rule by which the learning rate
+        follows a smaller batch.
         """
         body = {
             "allow": allow,
             "global_batch_size": global_batch_size,
             "learning_rate": learning_rate,
-            "settings": dict(settings),
+            "settings": dict(new_values),
         }
         return self._post_submission(_route_path("jobs", job_id, "retry"), body)
 
@@ -314,11 +328,11 @@ class Client:
         """
         return self._request_json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
 
-    def update_job(self, job_id: str, settings: Sequence[Override]) -> bool:
-        """Change the priority, deadline or time limit of a job; return whether any value
+    def update_job(self, job_id: str, new_values: Sequence[Override]) -> bool:
+        """Give a job new values of its priority, deadline or time limit; return whether any value
         changed.
         """
-        body = {"settings": dict(settings)}
+        body = {"settings": dict(new_values)}
         return bool(
             self._request_json("POST", _route_path("jobs", job_id, "update"), body)["changed"]
         )
@@ -329,32 +343,32 @@ class Client:
         """
         return self._request_json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
 
-    def drain_node(self, node: str, *, undo: bool) -> None:
-        """Let a node take no new jobs (drain it), or with `undo` take them again; return once the
-        request is durable.
+    def drain_node(self, node_name: str, *, undo: bool) -> None:
+        """Let a node take no new jobs (a drain); with `undo`, let it take jobs again. Returns once
+        the request is durable.
         """
-        self._request_json("POST", _route_path("nodes", node, "drain"), {"undo": undo})
+        self._request_json("POST", _route_path("nodes", node_name, "drain"), {"undo": undo})
 
     def fetch_join_information(self) -> JsonObject:
-        """Return what a joining machine needs to know: Ray's address, and versions and settings
-        that must be equal.
+        """Return what a joining machine needs: Ray's address, and the versions and settings that
+        must equal the service's.
         """
         return self._request_json("GET", "/join")
 
-    def add_node(self, node: JsonObject, address: str) -> None:
-        """Register this machine as a node of the service; a node that is registered already is no
-        error.
+    def add_node(self, node_data: JsonObject, machine_address: str) -> None:
+        """Register the machine at this address as a node of the service; one that is registered
+        already is no error.
         """
-        self._request_json("POST", "/nodes", {"node": node, "address": address})
+        self._request_json("POST", "/nodes", {"node": node_data, "address": machine_address})
 
-    def remove_node(self, node: str) -> None:
-        """Remove from the service's list a node whose machine has left."""
-        self._request_json("DELETE", _route_path("nodes", node))
+    def remove_node(self, node_name: str) -> None:
+        """Remove a node whose machine has left from the service's list of nodes."""
+        self._request_json("DELETE", _route_path("nodes", node_name))
 
-    def read_log(
+    def read_log_and_offset(
         self, job_id: str, attempt_number: int, rank: int, offset: int
     ) -> tuple[bytes, int]:
-        """Return (bytes of a rank's log from `offset`, offset after them); b"" if there are none
+        """Return (bytes of a rank's log from `offset` on, offset after them); b"" if there are none
         yet.
         """
         path = f"/jobs/{quote(job_id, safe='')}/attempts/{attempt_number}/logs?rank={rank}&offset={offset}"
@@ -401,16 +415,20 @@ class Client:
         return self._request_json("GET", "/cluster")
 
     def shut_down(self, force: bool, timeout_s: float = TIMEOUT_S) -> None:
-        """Shut the service down. Without `force`, the service refuses while jobs run."""
+        """Shut the service down. Without `force`, it refuses while jobs run."""
         self._request_json("POST", "/shutdown", {"force": force}, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
 
-    def _add_user(self, spec: JsonObject) -> JsonObject:
-        """Return the job's data with its user, which is the submitter if the job names none."""
-        return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
+    def _add_submitter(self, job_data: JsonObject) -> JsonObject:
+        """Return the job's data with its user; that is the submitter if the job names none."""
+        return (
+            job_data
+            if job_data.get("user") or self._home is None
+            else {**job_data, "user": user_name()}
+        )
 
     def _post_submission(self, path: str, body: JsonObject) -> Any:
         """Send a submission, and return the service's answer. If no answer comes, send it again
@@ -455,6 +473,9 @@ class Client:
         idempotency_key: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
+        """Send a request, and return its JSON answer. Raises SpecError or ServiceError as the
+        service says.
+        """
         return escape_controls(
             self._send_request(method, path, body, idempotency_key, timeout_s).json()
         )
@@ -477,7 +498,7 @@ class Client:
 
 
 class _Reader:
-    """File object that reads from an iterator of chunks."""
+    """File object that reads from an iterator of bytes."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -493,6 +514,7 @@ class _Reader:
 
 
 def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
+    """Return the error for a service that did not answer the request."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return ServiceError(
             "the service shows a certificate that is not trusted here: none was pinned, or another one. Compare its "
@@ -579,10 +601,9 @@ def _read_token(home: Path) -> str:
 
 
 def parse_answer(answer_type: type[Noun], answer: object) -> Noun:
-    """Return the object of this type that a service's JSON holds. Raises ServiceError for JSON of
-    another form.
+    """Return the object of this type in a service's JSON answer.
 
-    A much older service may send such JSON.
+    Raises ServiceError for JSON of another form, which a much older service may send.
     """
     try:
         return TypeAdapter(answer_type).validate_python(answer)
@@ -595,6 +616,7 @@ def parse_answer(answer_type: type[Noun], answer: object) -> Noun:
 
 
 def _error_text(answer: httpx.Response) -> str:
+    """Return the reason in a service's error answer, as text."""
     try:
         return str(answer.json()["error"])
     except (ValueError, KeyError, TypeError):

@@ -49,11 +49,11 @@ class Endpoint:
         }
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the certificate, as `orc login --fingerprint` expects it."""
-        return fingerprint_of(Path(self.certificate).read_text())
+        """The SHA-256 of the endpoint's certificate, as `orc login --fingerprint` expects it."""
+        return fingerprint_of_certificate(Path(self.certificate).read_text())
 
 
-def fingerprint_of(certificate_pem: str) -> str:
+def fingerprint_of_certificate(certificate_pem: str) -> str:
     """Return `sha256:` and the digest of the first certificate in a PEM text. Raises ValueError without one."""
     first = (
         certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
@@ -61,11 +61,12 @@ def fingerprint_of(certificate_pem: str) -> str:
     return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
 
 
-def parse_listen(
+def parse_host_and_port(
     host_and_port: str, option_name: str = "--listen", example: str = "0.0.0.0:8443"
 ) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT; IPv6 addresses are in brackets. Raises SpecError, which
-    names `option_name`.
+    """Return (host, port) of a text HOST:PORT; IPv6 addresses are in brackets.
+
+    Raises SpecError, which names `option_name` and gives `example`.
     """
     host, colon, port = host_and_port.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -78,13 +79,13 @@ def parse_listen(
     return host.strip("[]"), int(port)
 
 
-def reachable_address(host: str) -> str:
-    """Return the IPv4 address by which other machines reach a service that is bound to `host`.
-    Raises SpecError.
+def find_reachable_address(host: str) -> str:
+    """Return the IPv4 address by which other machines reach a service that listens on `host`.
+    Raises SpecError without one.
     """
     if host in ANY:
         try:
-            return address_towards(DOCUMENTATION, 9)
+            return local_address_towards(DOCUMENTATION, 9)
         except OSError:
             hint = "this machine has no default route: name its address, such as 10.0.0.1:8443"
             raise SpecError(
@@ -96,9 +97,9 @@ def reachable_address(host: str) -> str:
         return "127.0.0.1"  # an IPv6 address: Ray stays on the loopback
 
 
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to `host`. Sends nothing. Raises OSError if there
-    is no route.
+def local_address_towards(host: str, port: int) -> str:
+    """Return the address that this machine has on its route to `host`. Sends nothing. Raises
+    OSError without a route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -107,21 +108,21 @@ def address_towards(host: str, port: int) -> str:
 
 def make_endpoint(
     home: Path,
-    listen: str,
+    listen_address: str,
     certificate: Path | None,
     private_key: Path | None,
     allowed_hosts: tuple[str, ...],
     *,
     trusts_users: bool = False,
 ) -> Endpoint:
-    """Return the endpoint for `orc up --listen`. If no certificate is given, create one in the
-    home.
+    """Return the endpoint for `orc up --listen`, with a new certificate in the home if none is
+    given.
 
     Raises SpecError where a file cannot be read, or where certificate and key do not belong
     together.
     """
-    host, port = parse_listen(listen)
-    address = reachable_address(host)
+    host, port = parse_host_and_port(listen_address)
+    address = find_reachable_address(host)
     if (certificate is None) != (private_key is None):
         raise SpecError(
             "a certificate and its key go together", source="--tls-cert", allowed="both, or neither"
@@ -171,8 +172,9 @@ def parse_endpoint(endpoint_text: str) -> Endpoint | None:
 
 
 def _make_certificate(certificate: Path, private_key: Path, host_names: set[str]) -> None:
-    """Write a self-signed certificate and its key for these host names. Clients pin it by its
-    fingerprint.
+    """Write a self-signed certificate for these host names, and its key, to the two paths.
+
+    Clients recognise the certificate by its fingerprint.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

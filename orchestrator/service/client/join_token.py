@@ -16,8 +16,9 @@ FORM = "what `orc up --listen` or `orc token join` prints"
 
 
 def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> str:
-    """Return the home's token for joining machines; create it if it is missing. `renew` replaces
-    and invalidates the old token.
+    """Return the home's token with which machines join; create it if it is missing.
+
+    `renew` replaces the old token, which is then invalid.
     """
     secret = "" if renew else read_join_secret(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
@@ -27,7 +28,7 @@ def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> s
 
 
 def read_join_secret(home: Path) -> str:
-    """Return the secret in the home's token for joining machines; "" if there is no token."""
+    """Return the secret part of the home's token with which machines join; "" if there is no token."""
     try:
         return (home / FILE).read_text().partition(".")[0]
     except OSError:
@@ -35,8 +36,9 @@ def read_join_secret(home: Path) -> str:
 
 
 def split_secret_and_fingerprint(token: str) -> tuple[str, str]:
-    """Return (secret, certificate's fingerprint) of a token for joining machines. Raises SpecError,
-    which hides the token.
+    """Return (secret, certificate's fingerprint) of a token with which machines join.
+
+    Raises SpecError for another text; the error does not contain the text.
     """
     secret, _, digest = token.strip().partition(".")
     if not secret.startswith(PREFIX) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):

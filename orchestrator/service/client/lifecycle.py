@@ -50,16 +50,14 @@ def start_service(
     sentences.
 
     Returns None where it already ran. Raises ServiceError; SpecError where no cluster is named and
-    this machine's devices make none.
-
-    The home folder stores `cluster_file`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the
-    address of a PostgreSQL journal, and ORC_MLFLOW, the address of an MLflow server. A restart
-    without any of them uses the stored values.
+    this machine's devices make none. The home folder stores `cluster_file`, `ray_address`,
+    `endpoint` and two variables: ORC_JOURNAL, the address of a PostgreSQL journal, and ORC_MLFLOW,
+    the address of an MLflow server. A restart without any of them uses the stored values.
     """
     prepare_home(home)
-    _refuse_another_machine(home)
-    with _start_lock(home):
-        notes = _store_settings(home, cluster_file, ray_address, endpoint)
+    _check_runs_on_this_machine(home)
+    with _hold_start_lock(home):
+        notes = _store_settings_and_detect(home, cluster_file, ray_address, endpoint)
         if notes is None:
             return None
         (home / "service.json").unlink(missing_ok=True)
@@ -81,9 +79,9 @@ def exec_service(
     the endpoint of the service started last.
     """
     prepare_home(home)
-    _refuse_another_machine(home)
-    with _start_lock(home):
-        if _store_settings(home, cluster_file, ray_address, endpoint) is None:
+    _check_runs_on_this_machine(home)
+    with _hold_start_lock(home):
+        if _store_settings_and_detect(home, cluster_file, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
     command = [*_daemon_command(home), "--standby"]
     if endpoint is not None:  # another service of this home may have noted its own since
@@ -91,7 +89,7 @@ def exec_service(
     os.execv(command[0], command)
 
 
-def _store_settings(
+def _store_settings_and_detect(
     home: Path, cluster_file: Path | None, ray_address: str | None, endpoint: Endpoint | None
 ) -> Notes | None:
     """Store the service's settings in the home, and return notes on detected hardware, as
@@ -115,12 +113,12 @@ def _store_settings(
         }
     up = is_up(home)
     if up or (home / "ray.json").exists():
-        _refuse_other_settings(home, files)
+        _check_settings_unchanged(home, files)
     if up:
         return None
     notes: Notes = ()
     if cluster_file is None and ray_address is None:
-        spec, notes = find_cluster(home)
+        spec, notes = find_cluster_and_notes(home)
         if notes and not spec.nodes[0].device.kind.traits.is_virtual:
             files[CLUSTER_FILE] = format_cluster(spec, notes)
     for name, text in files.items():
@@ -134,7 +132,7 @@ def stop_service(home: Path, force: bool) -> None:
     With `force`, every process of the home on this machine ends, also where the service hangs or is
     gone. Raises ServiceError if jobs run without `force`, if nothing runs, or if the service hangs.
     """
-    _refuse_another_machine(home)
+    _check_runs_on_this_machine(home)
     timeout_s = FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S
     if up := is_up(home, min(timeout_s, TIMEOUT_S)):
         pid = int(read_service_file(home)["pid"])
@@ -149,24 +147,24 @@ def stop_service(home: Path, force: bool) -> None:
                 f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}"
             )
     if force or not up:
-        _clear_remains(home, force, was_up=up)
+        _remove_remains(home, force, was_up=up)
 
 
-def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
-    """End the processes, and remove the files, that a killed or hanging service left; without
+def _remove_remains(home: Path, force: bool, *, was_up: bool) -> None:
+    """End the processes and remove the files that a killed or hanging service left; without
     `force`, refuse if jobs may run.
     """
     from orchestrator.backends.mlflow.server import end_server, list_server_processes
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    services = _list_service_processes(home)
+    services = _list_service_process_ids(home)
     if services and not force:
         raise ServiceError(
             f"process {services[0]} is the service, but does not answer: see {home / 'service.log'}; "
             "`orc down --force` ends it, with the jobs that run"
         )
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _list_service_processes(home):
+        for pid in _list_service_process_ids(home):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         _wait_for_end(services, FORCED_TIMEOUT_S)
@@ -198,8 +196,8 @@ def _wait_for_end(process_ids: Sequence[int], timeout_s: float) -> bool:
     return True
 
 
-def _refuse_another_machine(home: Path) -> None:
-    """Raise ServiceError where the service of this home, a shared folder, runs on another
+def _check_runs_on_this_machine(home: Path) -> None:
+    """Raise ServiceError where the service of this home, which is on a shared disk, runs on another
     machine.
     """
     from orchestrator.backends.ray import embedded as embedded_ray
@@ -211,9 +209,10 @@ def _refuse_another_machine(home: Path) -> None:
         )
 
 
-def _list_service_processes(home: Path) -> list[int]:
-    """Return the ids of this machine's processes that serve the home, found by command line:
-    `service.json` may be missing.
+def _list_service_process_ids(home: Path) -> list[int]:
+    """Return the ids of this machine's processes that serve the home.
+
+    They are found by their command lines, since `service.json` may be missing.
     """
     pids = []
     command = "\0".join(_daemon_command(home)[1:]).encode()
@@ -249,16 +248,18 @@ def write_service_file(home: Path, port: int) -> None:
 
 
 def find_journal_url(home: Path) -> str:
-    """Return the journal's address: ORC_JOURNAL at the service's start, else that of a file in the
-    home folder.
+    """Return the journal's address: that of ORC_JOURNAL at the service's start, else of a file in
+    the home folder.
     """
     path = home / "journal_url"
     return path.read_text().strip() if path.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
-def find_cluster(home: Path) -> tuple[ClusterSpec, Notes]:
-    """Return (cluster, notes): the home's stored cluster without notes, else this machine's
-    detected one. Raises SpecError.
+def find_cluster_and_notes(home: Path) -> tuple[ClusterSpec, Notes]:
+    """Return (cluster, notes for people): the home's stored cluster without notes, else this
+    machine's detected one.
+
+    Raises SpecError where the cluster is invalid.
     """
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return load_cluster(home), ()
@@ -268,7 +269,7 @@ def find_cluster(home: Path) -> tuple[ClusterSpec, Notes]:
     ), machine.notes
 
 
-def _refuse_other_settings(home: Path, text_by_file: Mapping[str, str]) -> None:
+def _check_settings_unchanged(home: Path, text_by_file: Mapping[str, str]) -> None:
     """Raise ServiceError if the running service was started with another cluster, Ray address or
     journal.
     """
@@ -281,9 +282,10 @@ def _refuse_other_settings(home: Path, text_by_file: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _start_lock(home: Path) -> Iterator[None]:
-    """Hold the lock of the service's start: a concurrent `orc up` waits for it, and then finds the
-    service running.
+def _hold_start_lock(home: Path) -> Iterator[None]:
+    """Hold the lock that only one start of the service may have.
+
+    A concurrent `orc up` waits for it, and then finds the service running.
     """
     with (home / "up.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
-from orchestrator.service.client.endpoint import fingerprint_of
+from orchestrator.service.client.endpoint import fingerprint_of_certificate
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 
 @frozen
 class Login:
-    """Address and credentials of one service."""
+    """The address of a service, and the credentials with which this user logs in there."""
 
     url: str
     token: str
@@ -54,8 +54,8 @@ def store_login(login: Login) -> None:
 
 
 def delete_login(service_url: str) -> bool:
-    """Delete the login for this URL; return False if there was none. Raises SpecError for a text
-    that is no URL.
+    """Delete the stored login for this URL; return whether there was one. Raises SpecError for a
+    text that is no URL.
     """
     logins = _read_logins()
     service_url = normalise_url(service_url)
@@ -97,9 +97,9 @@ def fetch_pinned_certificate(url: str, fingerprint: str) -> str:
         shown = ssl.get_server_certificate((parts.hostname, parts.port or 443), timeout=CONNECT_S)
     except OSError as error:
         raise ServiceError(f"{url} does not answer under TLS: {error}") from None
-    if fingerprint_of(shown) != fingerprint.lower():
+    if fingerprint_of_certificate(shown) != fingerprint.lower():
         raise ServiceError(
-            f"{url} shows the certificate {fingerprint_of(shown)}, not {fingerprint}. "
+            f"{url} shows the certificate {fingerprint_of_certificate(shown)}, not {fingerprint}. "
             "`orc up` prints the right one; another one may mean that somebody stands between"
         )
     return shown

@@ -18,7 +18,7 @@ from orchestrator.service.intake.intake import (
     read_jobs_for_service,
 )
 from orchestrator.service.transfer.archive import Listing, list_files
-from orchestrator.service.transfer.ignore import read_ignore
+from orchestrator.service.transfer.ignore import make_ignore_check
 from orchestrator.service.transfer.store import LIMITS, PREFIX
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import change_paths, list_paths
@@ -37,10 +37,10 @@ def read_and_upload_jobs(
     *,
     only_one: bool = False,
 ) -> list[JobSpec]:
-    """Return the jobs in these job files. For a service on another machine, the files that they
-    name are uploaded first.
+    """Return the jobs in these job files, with overrides applied.
 
-    Raises SpecError; with `only_one`, also for an array of jobs.
+    For a service on another machine, the files that the jobs name are uploaded first. Raises
+    SpecError; with `only_one`, also for an array of jobs.
     """
     if isinstance(service, Path):
         if only_one:
@@ -63,11 +63,11 @@ def upload_files(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
     where one is too large.
     """
     uploads = {
-        root: _list_files(root)
+        root: _list_files_to_upload(root)
         for root in dict.fromkeys(root for job in jobs for root in _list_upload_roots(job))
     }
     digests = {root: _listing_digest(listing) for root, listing in uploads.items()}
-    missing = set(client.missing_uploads(sorted(set(digests.values())))) if digests else set()
+    missing = set(client.list_missing_uploads(sorted(set(digests.values())))) if digests else set()
     for digest, listing in {
         digests[root]: uploads[root] for root in uploads if digests[root] in missing
     }.items():
@@ -89,8 +89,8 @@ def _list_upload_roots(job: ReadJob) -> Iterator[Path]:
             yield Path(path)
 
 
-def _list_files(root: Path) -> Listing:
-    is_ignored = read_ignore(root) if root.is_dir() else (lambda _: False)
+def _list_files_to_upload(root: Path) -> Listing:
+    is_ignored = make_ignore_check(root) if root.is_dir() else (lambda _: False)
     tokens = logins_file()
     try:
         listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)

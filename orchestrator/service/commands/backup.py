@@ -53,8 +53,8 @@ BEGINS_ANEW = "The job begins anew: no output of it could be taken from {home}.\
 
 @frozen
 class Restored:
-    """Result of a restore: the backup's origin, the number of queued jobs, and the attempts that
-    are lost.
+    """The result of a restore: where the backup comes from, the number of queued jobs, and the lost
+    attempts.
     """
 
     created_at: str  # of the backup, in UTC
@@ -142,18 +142,18 @@ def restore_backup(archive: Path, home: Path) -> Restored:
         if read_schema(new_home / JOURNAL) != manifest["schema"]:
             raise _damage_error(archive, "its manifest names another schema than its journal has")
         # older archives do not name it
-        restored = _settle_running_jobs(
+        restored = _restore_running_jobs(
             new_home, Path(str(manifest.get("home", "unknown"))), manifest
         )
         new_home.replace(home)  # an empty folder may be there
     return restored
 
 
-def _settle_running_jobs(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
-    """For each job that ran, take its output from the earlier home, and write a log from which the
-    service sees the loss.
+def _restore_running_jobs(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
+    """Take over the output of each job that ran from the earlier home, and write a log that tells
+    the service of the loss.
 
-    Returns the restore's result.
+    Returns the result of the restore.
     """
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
         snapshot, tail = journal.load_state_and_events()
@@ -167,7 +167,7 @@ def _settle_running_jobs(home: Path, earlier_home: Path, manifest: JsonObject) -
         attempt = job.last
         if attempt is None or job.status.ended:
             continue
-        has_output = _link_output(JobFolder(earlier_home, job.id), JobFolder(home, job.id))
+        has_output = _take_over_output(JobFolder(earlier_home, job.id), JobFolder(home, job.id))
         if attempt.status is AttemptStatus.ENDED:
             continue
         log = JobFolder(home, job.id).attempt(attempt.number).log(0)
@@ -185,7 +185,7 @@ def _settle_running_jobs(home: Path, earlier_home: Path, manifest: JsonObject) -
     )
 
 
-def _link_output(source: JobFolder, target: JobFolder) -> bool:
+def _take_over_output(source: JobFolder, target: JobFolder) -> bool:
     """Link or copy a job's checkpoints and output into the new home; return whether it had any and
     all were taken.
     """
@@ -223,8 +223,9 @@ def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
 def _iterate_chunks(
     archive_file: zipfile.ZipFile, entry_name: str, left_bytes: int, archive: Path
 ) -> Iterator[bytes]:
-    """Yield the content of a file in the archive, at most `left_bytes` + 1 bytes. Raises SpecError
-    for a damaged archive.
+    """Yield the content of an entry of the archive, at most `left_bytes` + 1 bytes, in pieces.
+
+    Raises SpecError for a damaged archive.
     """
     try:
         with archive_file.open(entry_name) as source:

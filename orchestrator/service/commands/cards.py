@@ -51,15 +51,18 @@ def parse_cards(gpu_option: str) -> ClusterSpec:
             allowed=", ".join(names or load_devices()),
             hint="name one of them" if names else hint,
         )
-    cluster = _make_cluster(names[0], *_split_count(match, gpu_option), match["host"])
+    cluster = _make_cluster(
+        names[0], *_split_gpus_per_node_and_nodes(match, gpu_option), match["host"]
+    )
     if match["network"] is None:
         return cluster
     return _set_network(cluster, match["network"])
 
 
-def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
-    """Return (GPUs per node, number of nodes). Raises SpecError for a number of GPUs that does not
-    make equal nodes.
+def _split_gpus_per_node_and_nodes(match: re.Match[str], text: str) -> tuple[int, int]:
+    """Return (GPUs per node, number of nodes) of the text that `match` has matched.
+
+    Raises SpecError for a number of GPUs that does not make equal nodes.
     """
     count = int(match["count"] or 1)
     if match["nodes"]:
@@ -98,21 +101,25 @@ def _set_network(cluster: ClusterSpec, bandwidth_text: str) -> ClusterSpec:
     return cluster.model_copy(update={"network_bandwidth": bandwidth})
 
 
-def _make_cluster(name: str, per_node: int, nodes: int, host: str | None) -> ClusterSpec:
+def _make_cluster(
+    gpu_name: str, gpus_per_node: int, node_count: int, host_memory: str | None
+) -> ClusterSpec:
     node = NodeSpec.model_validate(
         {
             "name": "node",
-            "count": nodes,
-            "devices": per_node,
-            "device": name,
+            "count": node_count,
+            "devices": gpus_per_node,
+            "device": gpu_name,
             "host_memory": "64GiB",
         }
     )
-    host_bytes = max(HOST_BYTES_MIN, 2 * per_node * node.device.memory)
-    if host is not None:
+    host_bytes = max(HOST_BYTES_MIN, 2 * gpus_per_node * node.device.memory)
+    if host_memory is not None:
         try:
-            host_bytes = parse_bytes(host)
+            host_bytes = parse_bytes(host_memory)
         except ValueError as error:
             what = f"no host memory of a node: {error}"
-            raise SpecError(what, source=SOURCE, got=host, allowed="1TiB or the like") from None
+            raise SpecError(
+                what, source=SOURCE, got=host_memory, allowed="1TiB or the like"
+            ) from None
     return ClusterSpec(name="cards", nodes=(node.model_copy(update={"host_memory": host_bytes}),))

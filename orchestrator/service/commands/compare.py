@@ -43,13 +43,13 @@ Pins = tuple[tuple[str, Any], ...]
 
 def choose_strategies(
     spec: JobSpec,
-    choice: str,
+    strategies_option: str,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
     micro_batch_choice: MicroBatchChoice = MicroBatchChoice.COMMON,
 ) -> tuple[Pins, ...]:
-    """Return the pins (fixed settings) of each strategy that `choice` names, as a complete plan
-    where one fits.
+    """Return the pins (fixed plan settings) of each strategy that `--strategies` names, as complete
+    plans where one fits.
 
     `all`: each way to shard and offload on each layout. `frontier`: each plan that no other beats.
     `zero=`: each of the ZeRO stages. A file: each of its pins. Open micro-batches get one common
@@ -70,7 +70,7 @@ def choose_strategies(
         )
     calibrated = calibrate(observations, device=group.hardware.device.name, family=spec.family_name)
     spec = with_measured_memory(spec, calibrated)
-    if choice == "frontier":
+    if strategies_option == "frontier":
         candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
         exact = [
             candidate for candidate in candidates if candidate.degradation is Degradation.EXACT
@@ -78,17 +78,19 @@ def choose_strategies(
         best = [
             candidate
             for candidate in exact
-            if not any(_dominates(other, candidate) for other in exact)
+            if not any(_is_better_plan(other, candidate) for other in exact)
         ]
         pins_of_strategies = [_pins_of_plan(spec, candidate.plan) for candidate in best]
     else:
         partial = (
-            _iterate_strategies(spec, group) if choice == "all" else _read_strategies(spec, choice)
+            _iterate_strategies(spec, group)
+            if strategies_option == "all"
+            else _read_strategies(spec, strategies_option)
         )
         ways = list(dict.fromkeys(partial))
-        _check_count(len(ways))
+        _check_strategy_count(len(ways))
         common = (
-            _common_micro_batch(spec, ways, group, calibrated)
+            _find_common_micro_batch(spec, ways, group, calibrated)
             if micro_batch_choice is MicroBatchChoice.COMMON
             else None
         )
@@ -96,11 +98,11 @@ def choose_strategies(
             _complete_pins(spec, pins, common, group, calibrated) for pins in ways
         ]
     pins_of_strategies = list(dict.fromkeys(pins_of_strategies))
-    _check_count(len(pins_of_strategies))
+    _check_strategy_count(len(pins_of_strategies))
     return tuple(pins_of_strategies)
 
 
-def _check_count(strategy_count: int) -> None:
+def _check_strategy_count(strategy_count: int) -> None:
     if strategy_count > STRATEGIES_MAX:
         hint = "name some in a file, or pin a setting with --plan"
         raise SpecError(
@@ -122,11 +124,9 @@ def make_comparison_jobs(
     """Return one job per strategy, learning rate and repeat. They run one at a time, so that none
     slows another.
 
-    Raises SpecError. Without learning rates, all have the job's own.
-
-    Strategies alternate, so that changes on the machine affect all of them. They share the job's
-    data, start and seed; repeats of a model have the next seeds. An out-of-memory failure ends the
-    job, as a result.
+    Without learning rates, all have the job's own. Strategies alternate, so that changes on the
+    machine affect all of them. They share the job's data, start and seed; repeats of a model have
+    the next seeds. An out-of-memory failure ends the job, as a result. Raises SpecError.
     """
     knob = spec.knobs.learning_rate
     if spec.is_script and learning_rates and knob is None:
@@ -192,19 +192,19 @@ def _pins_of_plan(spec: JobSpec, plan: Plan) -> Pins:
     return make_pins(plan, spec.knobs if spec.is_script else None)
 
 
-def _dominates(candidate: Candidate, rival: Candidate) -> bool:
-    """Return whether `candidate` is no worse than `rival` in step time, bytes and devices, and
-    better in one of them.
+def _is_better_plan(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether `candidate` is no worse than `other` in step time, bytes and devices, and
+    better in any of these.
     """
     costs, rival_costs = (
         (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size)
-        for candidate in (candidate, rival)
+        for candidate in (candidate, other)
     )
     return costs != rival_costs and all(a <= b for a, b in zip(costs, rival_costs, strict=True))
 
 
-def _common_micro_batch(
-    spec: JobSpec, strategies: Sequence[Pins], device_group: NodeGroup, calibrated: Calibration
+def _find_common_micro_batch(
+    spec: JobSpec, strategies: Sequence[Pins], device_group: NodeGroup, calibration: Calibration
 ) -> int | None:
     """Return the largest micro-batch size with which all strategies fit; None if there is none.
 
@@ -225,7 +225,7 @@ def _common_micro_batch(
         fitting_sizes = {
             size
             for size in legal
-            if _fits_empty_device(spec, _pin_micro_batch(pins, size), device_group, calibrated)
+            if _fits_empty_device(spec, _pin_micro_batch(pins, size), device_group, calibration)
         }
         if fitting_sizes:
             sizes = fitting_sizes if sizes is None else sizes & fitting_sizes
@@ -233,27 +233,27 @@ def _common_micro_batch(
 
 
 def _fits_empty_device(
-    spec: JobSpec, pins: Pins, device_group: NodeGroup, calibrated: Calibration
+    spec: JobSpec, pins: Pins, device_group: NodeGroup, calibration: Calibration
 ) -> bool:
     """Return whether a plan with these pins (fixed settings) fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibration)
     except SpecError:
         return False
     return (
-        next(list_fitting(candidates, device_group.hardware.device.memory, calibrated), None)
+        next(list_fitting(candidates, device_group.hardware.device.memory, calibration), None)
         is not None
     )
 
 
-def _pin_micro_batch(pins: Pins, size: int | None) -> Pins:
+def _pin_micro_batch(pins: Pins, micro_batch_size: int | None) -> Pins:
     """Return the pins (fixed settings) with this micro-batch size added, unless they have one or
-    `size` is None.
+    `micro_batch_size` is None.
     """
-    if size is None or any(name == MICRO_BATCH for name, _ in pins):
+    if micro_batch_size is None or any(name == MICRO_BATCH for name, _ in pins):
         return pins
-    return (*pins, (MICRO_BATCH, size))
+    return (*pins, (MICRO_BATCH, micro_batch_size))
 
 
 def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins]:
@@ -273,28 +273,28 @@ def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins
         yield tuple(pin for pin in _pins_of_plan(spec, plan) if pin[0] in names)
 
 
-def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
-    """Yield the pins (fixed settings) of the job for each strategy that `choice` names: ZeRO
+def _read_strategies(spec: JobSpec, strategies_option: str) -> Iterator[Pins]:
+    """Yield the pins (fixed settings) of the job for each strategy that `strategies_option` names: ZeRO
     stages, or a file. Raises SpecError.
     """
-    stages = _STAGES.fullmatch(choice)
+    stages = _STAGES.fullmatch(strategies_option)
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _parse_stages(stages[1])]
-    elif Path(choice).is_file():
+    elif Path(strategies_option).is_file():
         rows = read_document(
-            f"strategies:\n{_indent_lines(Path(choice).read_text())}", choice
+            f"strategies:\n{_indent_lines(Path(strategies_option).read_text())}", strategies_option
         ).data["strategies"]
     else:
         raise SpecError(
             "no way to choose strategies, and no file",
             path="--strategies",
-            got=choice,
+            got=strategies_option,
             allowed=WAYS,
         )
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise SpecError(
             "not a list of pins",
-            source=choice,
+            source=strategies_option,
             got=rows,
             allowed="- {zero_stage: 2, micro_batch: 4}",
         )
@@ -302,12 +302,15 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     for row in rows:
         pins = {SHORT.get(key, key): value for key, value in row.items()}
         yield parse_job_data(
-            {**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies"
+            {**job, "plan": {**job["plan"], **pins}},
+            strategies_option if stages is None else "--strategies",
         ).plan
 
 
 def _parse_stages(text: str) -> list[int]:
-    """Return the ZeRO stages in `0..3` or `0,2,3`."""
+    """Return the ZeRO stages in a text such as `0..3` or `0,2,3`. Raises SpecError for another
+    text.
+    """
     stages: list[int] = []
     for part in text.split(","):
         first, *last = map(int, part.split(".."))
@@ -324,21 +327,21 @@ def _complete_pins(
     pins: Pins,
     micro_batch: int | None,
     device_group: NodeGroup,
-    calibrated: Calibration,
+    calibration: Calibration,
 ) -> Pins:
-    """Return the pins of the fastest plan with these pins that fits, else of the plan that needs
-    the least memory.
+    """Return all settings of the fastest fitting plan with these pins (fixed settings), as pins.
 
-    The pins are unchanged where no plan has them.
+    Where none fits, it is the plan with these pins that needs the least memory. The pins are
+    unchanged where no plan has them.
     """
     pinned = spec.model_copy(update={"plan": _pin_micro_batch(pins, micro_batch)})
     try:
-        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibrated)
+        candidates = find_frontier(read_plan_request(pinned), device_group.hardware, calibration)
     except SpecError:
         return (
             pins
             if micro_batch is None
-            else _complete_pins(spec, pins, None, device_group, calibrated)
+            else _complete_pins(spec, pins, None, device_group, calibration)
         )
-    candidate = find_best_or_nearest(candidates, device_group.hardware.device.memory, calibrated)
+    candidate = find_best_or_nearest(candidates, device_group.hardware.device.memory, calibration)
     return pins if candidate is None else _pins_of_plan(spec, candidate.plan)

@@ -33,8 +33,8 @@ EXIT_CODE = 1  # where none is given
 
 @frozen
 class Diagnosis:
-    """Why a training ended: the cause and its log line, what the service would do, and what a
-    person can do.
+    """Why a training ended elsewhere: the cause and its log line, what the service would do, and
+    what a person can do.
     """
 
     kind: str | None  # a FailureKind; None: nothing failed
@@ -47,12 +47,15 @@ class Diagnosis:
     you_can: str
 
 
-def diagnose_training(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
+def diagnose_training(
+    logs: Sequence[Path], exit_codes: Sequence[int], oom_kill_count: int
+) -> Diagnosis:
     """Return why a training ended, from its ranks' logs, rank 0 first, or from the folder of an
     attempt of this service.
 
-    One exit code is that of all ranks, several belong to the logs in order; without any it is
-    EXIT_CODE. Raises SpecError for a file that is no log, and for another number of exit codes.
+    A single exit code is that of all ranks; several belong to the logs in order; without any it is
+    EXIT_CODE. `oom_kill_count` is how often the kernel killed for memory meanwhile. Raises
+    SpecError for a file that is no log, and for another number of exit codes.
     """
     try:
         if len(logs) == 1 and logs[0].is_dir() and (logs[0] / "guard.json").exists():
@@ -70,7 +73,7 @@ def diagnose_training(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills
         if len(codes) == 1:
             codes *= len(logs)
         ends = tuple(_read_rank_end(path, rank, codes[rank]) for rank, path in enumerate(paths))
-        return _make_diagnosis(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
+        return _make_diagnosis(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kill_count))
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
         raise SpecError(
             f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
@@ -84,14 +87,14 @@ def _diagnose_folder(folder: Path) -> Diagnosis:
     return _make_diagnosis(paths, paths, evidence)
 
 
-def _find_failure(evidence: Evidence) -> Failure | None:
+def _find_failure_with_verdict(evidence: Evidence) -> Failure | None:
     """Return the failure that the service would find after a first attempt, with its decision to
     retry or not.
 
     None where the attempt succeeded. An exit with 0 is no success where the log shows what ended a
     rank: some programs always exit with 0.
     """
-    job, attempt = _placeholder_attempt()
+    job, attempt = _make_placeholder_job_and_attempt()
     failure = classify_end(job, attempt, evidence)
     if failure is None and any(_has_exception(end) for end in evidence.ranks):
         ends = tuple(replace(end, exit_code=EXIT_CODE) for end in evidence.ranks)
@@ -106,7 +109,7 @@ def _has_exception(end: RankEnd) -> bool:
 
 
 def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
-    failure = _find_failure(evidence)
+    failure = _find_failure_with_verdict(evidence)
     ends = evidence.ranks
     if failure is None:
         return Diagnosis(
@@ -114,7 +117,7 @@ def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evide
             file=None, line_number=None, line="", rank=None,
             orc_would="count it as succeeded", you_can="give the exit code, if it was another: `--exit-code`",
         )  # fmt: skip
-    index, offset, line = _locate_failure(failure, ends, paths)
+    index, offset, line = _find_log_offset_and_line(failure, ends, paths)
     has_log = bool(paths) and paths[index].exists()
     return Diagnosis(
         kind=failure.kind.value,
@@ -155,7 +158,7 @@ def _resolve_log(path: Path) -> Path:
 
 @frozen
 class Project:
-    """A known training project: how its logs look, and how its memory is reduced (a row of
+    """A known training project: how its logs look, and how its memory use is reduced (a row of
     projects.yaml).
     """
 
@@ -166,7 +169,7 @@ class Project:
 
 
 def find_project(log_path: Path) -> Project | None:
-    """Return the known project whose sign is at the begin or the end of a log; None where no sign
+    """Return the known project whose mark is at the begin or the end of a log; None where no mark
     is found.
     """
     with log_path.open("rb") as file:
@@ -183,10 +186,11 @@ def find_project(log_path: Path) -> Project | None:
 
 
 def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
-    """Return what a person can do. Out of device memory in a known project, it is that project's
-    own way to use less.
+    """Return what a person can do about the failure.
+
+    After a lack of device memory in a known project, it is that project's own way to use less.
     """
-    index, _, _ = _locate_failure(failure, ends, paths)
+    index, _, _ = _find_log_offset_and_line(failure, ends, paths)
     has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
     project = find_project(paths[index]) if has_log else None
     if project is None:
@@ -200,13 +204,15 @@ def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Pat
 
 def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
     project = find_project(log_path)
-    scan = LogScan(log=log_path.name, markers=project.phases if project is not None else {})
+    scan = LogScan(
+        log_name=log_path.name, pattern_by_phase=project.phases if project is not None else {}
+    )
     feed_log(scan, log_path)
     return rank_end(log_path, rank, exit_code, scan, scan.findings)
 
 
-def _placeholder_attempt() -> tuple[Job, Attempt]:
-    """Return an invented job with an ended attempt: logs alone do not tell the real ones."""
+def _make_placeholder_job_and_attempt() -> tuple[Job, Attempt]:
+    """Return an invented job and an ended attempt of it: logs alone do not tell the real ones."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(
         moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
@@ -218,10 +224,10 @@ def _placeholder_attempt() -> tuple[Job, Attempt]:
     return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
 
 
-def _locate_failure(
+def _find_log_offset_and_line(
     failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]
 ) -> tuple[int, int, str]:
-    """Return (index of the log, offset in bytes, line) of the failure's evidence: a finding, an
+    """Return (index of the log, offset in bytes, line) that show the failure: a finding, an
     exception, or the log's end.
     """
     findings = [(index, end.findings[0]) for index, end in enumerate(ends) if end.findings]
@@ -244,14 +250,14 @@ def _locate_failure(
         next(of_rank, 0),
     )
     exceptions = read_exceptions(failure.excerpt)
-    return rank, *_find_last_line(
+    return rank, *_find_offset_and_last_line(
         paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else ""
     )
 
 
-def _find_last_line(log_path: Path, text: str) -> tuple[int, str]:
+def _find_offset_and_last_line(log_path: Path, text: str) -> tuple[int, str]:
     """Return (offset in bytes, line) of the last line that contains the text; for "", of the last
-    line that is not empty.
+    non-empty line.
     """
     if not log_path.exists():
         return 0, text

@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.intake.cluster_file import load_cluster
-from orchestrator.service.intake.rates import read_rates
+from orchestrator.service.intake.rates import find_cached_rates
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
@@ -54,7 +54,7 @@ DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
 @frozen
 class Finding:
-    """The result of one check: verdict, observation, and advice."""
+    """The result of one check of this machine: a verdict, what was seen, and advice."""
 
     subject: str
     verdict: str
@@ -89,7 +89,7 @@ def run_checks(home: Path) -> list[Finding]:
     return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
 
-def findings_table(rows: list[Finding]) -> Table:
+def make_findings_table(rows: list[Finding]) -> Table:
     """Return a table with a row per check result."""
     table = Table.grid(padding=(0, 2))
     for finding in rows:
@@ -174,10 +174,10 @@ def _check_compiler() -> Result:
 
 
 def _check_cpu_ranks(home: Path) -> Result | None:
-    """Return the measured rates of this home's virtual devices, as a check's result; None where it
+    """Return the measured speeds of this home's virtual devices as a check's result; None where it
     has none.
     """
-    rates = read_rates(load_cluster(home))
+    rates = find_cached_rates(load_cluster(home))
     if rates is None:
         return None
     speeds = (
@@ -188,9 +188,8 @@ def _check_cpu_ranks(home: Path) -> Result | None:
 
 
 def _check_nvme(home: Path) -> Result | None:
-    """Return whether plans can offload to files, as a check's result.
-
-    None where no device of the home's cluster names a folder.
+    """Return as a check's result whether plans can offload to files; None where no device of the
+    cluster names a folder.
     """
     devices = [node.device for node in load_cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
@@ -217,25 +216,29 @@ def _check_host_memory() -> Result:
     _, available_bytes = read_total_and_available_bytes()
     hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     observation = f"{format_bytes(available_bytes)} available"
-    return _rate_bytes(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)
+    return _make_result_for_bytes(
+        available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint
+    )
 
 
 def _check_space(path: Path, min_bytes: int, good_bytes: int, hint: str) -> Result:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
     observation = f"{format_bytes(free_bytes)} free in {existing}"
-    return _rate_bytes(free_bytes, min_bytes, good_bytes, observation, hint)
+    return _make_result_for_bytes(free_bytes, min_bytes, good_bytes, observation, hint)
 
 
-def _rate_bytes(
-    count_bytes: int, min_bytes: int, good_bytes: int, observation: str, hint: str
+def _make_result_for_bytes(
+    measured_bytes: int, min_bytes: int, good_bytes: int, observation: str, hint: str
 ) -> Result:
-    """Return a check's result for a number of bytes: good, a warning or bad, with the hint unless
-    it is good.
+    """Return a check's result for a number of bytes: good from `good_bytes` on, bad below
+    `min_bytes`, else a warning.
+
+    The hint is part of it unless it is good.
     """
-    if count_bytes >= good_bytes:
+    if measured_bytes >= good_bytes:
         return OK, observation, ""
-    return BAD if count_bytes < min_bytes else WARN, observation, hint
+    return BAD if measured_bytes < min_bytes else WARN, observation, hint
 
 
 def _check_home(home: Path) -> Result:
@@ -255,7 +258,7 @@ def _check_home(home: Path) -> Result:
 
 
 def _check_journal(home: Path) -> Result | None:
-    """Return whether the home's journal has unreadable rows, as a check's result.
+    """Return as a check's result whether the home's journal has unreadable rows.
 
     None where the journal is no file, or has the schema of another version.
     """
@@ -280,7 +283,7 @@ def _check_journal(home: Path) -> Result | None:
 
 
 def _check_records(home: Path) -> Result | None:
-    """Return whether the home's own MLflow serves its records, as a check's result; None while the
+    """Return as a check's result whether the home's own MLflow serves its records; None while the
     service is down.
     """
     server = MlflowServer(home)
@@ -297,10 +300,10 @@ def _check_records(home: Path) -> Result | None:
 
 
 def _check_rank_starts(home: Path) -> Result | None:
-    """Return as a check's result how the home's newest ranks were started: forked or as new
+    """Return as a check's result how the home's newest ranks were started: forked, or as new
     interpreters.
 
-    None where no rank was started.
+    None where no rank was started yet.
     """
     paths = sorted(home.glob("jobs/*/attempts/*/starts"), key=os.path.getmtime)
     if not paths:

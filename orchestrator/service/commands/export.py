@@ -49,7 +49,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     (folder / "output").mkdir(parents=True)
     nodes = -(-plan.world_size // devices_per_node)
     devices = tuple(range(plan.world_size // nodes))
-    config_path = _copied_config_path(spec, folder)
+    config_path = _path_of_config_copy(spec, folder)
     rendered = render_script_command(
         read_script_request(spec),
         plan,
@@ -66,14 +66,14 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     _write_launcher_files(spec, plan, folder)
     has_links = spec.config is not None and spec.config.flag is None
     workdir = str(folder / "work") if has_links else spec.workdir or str(folder)
-    argv = _rank_command(spec, rendered, nodes, len(devices), folder)
+    argv = _make_rank_command(spec, rendered, nodes, len(devices), folder)
     script = folder / "run.sh"
     script.write_text(_run_script_text(spec, plan, rendered.env, workdir, argv))
     script.chmod(0o755)
     return script
 
 
-def _check_exportable(spec: JobSpec, source: Path, folder: Path) -> None:
+def _check_exportable(spec: JobSpec, workdir: Path, folder: Path) -> None:
     if spec.command is None:
         raise SpecError(
             "a `model` is trained by our engines, which no other launcher starts",
@@ -84,8 +84,8 @@ def _check_exportable(spec: JobSpec, source: Path, folder: Path) -> None:
         )
     if folder.exists() and any(folder.iterdir()):
         raise SpecError("the folder has files", source="--export", got=str(folder))
-    if spec.config is not None and not (source / spec.config.file).is_file():
-        missing = str(source / spec.config.file)
+    if spec.config is not None and not (workdir / spec.config.file).is_file():
+        missing = str(workdir / spec.config.file)
         raise SpecError("the config file is not on this machine", source="--export", got=missing)
 
 
@@ -107,11 +107,11 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
         (folder / ACCELERATE).write_text(yaml.safe_dump(content))
 
 
-def _copied_config_path(spec: JobSpec, folder: Path) -> Path | None:
+def _path_of_config_copy(spec: JobSpec, folder: Path) -> Path | None:
     """Return the path for the copy of the script's config file: in the export's folder, or in a
     folder of links.
 
-    None without a config file.
+    None for a script without a config file.
     """
     if spec.config is None:
         return None
@@ -120,20 +120,24 @@ def _copied_config_path(spec: JobSpec, folder: Path) -> Path | None:
     return link_all_except(Path(spec.workdir or "."), spec.config.file, folder / "work")
 
 
-def _rank_command(
-    spec: JobSpec, rendered: RenderedCommand, nodes: int, ranks_per_node: int, folder: Path
+def _make_rank_command(
+    spec: JobSpec,
+    rendered_command: RenderedCommand,
+    node_count: int,
+    ranks_per_node: int,
+    folder: Path,
 ) -> list[str]:
-    """Return the shell words (quoted) of the command that starts the ranks of one node."""
-    arguments = [shlex.quote(word) for word in rendered.arguments]
+    """Return the words, quoted for the shell, of the command that starts the ranks of one node."""
+    arguments = [shlex.quote(word) for word in rendered_command.arguments]
     port = str(MASTER_PORT)
     count = str(ranks_per_node)
     where = ["--master-addr", f'"{MASTER_ADDR}"', "--master-port", port]
-    several = ["--nnodes", str(nodes), "--node-rank", f'"{NODE_RANK}"', *where]
+    several = ["--nnodes", str(node_count), "--node-rank", f'"{NODE_RANK}"', *where]
     if spec.launch == "dora":
         workers = ["-d", "--ddp_workers", count] if ranks_per_node > 1 else []
         return [*arguments[:2], *workers, *arguments[2:]]
-    is_alone = nodes * ranks_per_node == 1 and spec.launch == "ranks"
-    if spec.launch == "self" or is_alone or not is_python(rendered.arguments[0]):
+    is_alone = node_count * ranks_per_node == 1 and spec.launch == "ranks"
+    if spec.launch == "self" or is_alone or not is_python(rendered_command.arguments[0]):
         return arguments
     python, *program = arguments
     if spec.launch == "accelerate":
@@ -141,21 +145,28 @@ def _rank_command(
         return [
             *(python, "-m", "accelerate.commands.launch"),
             *("--config_file", shlex.quote(str(folder / ACCELERATE))),
-            *("--num_machines", str(nodes), "--num_processes", str(nodes * ranks_per_node)),
-            *([*machine, "--main_process_port", port] if nodes > 1 else []),
+            *(
+                "--num_machines",
+                str(node_count),
+                "--num_processes",
+                str(node_count * ranks_per_node),
+            ),
+            *([*machine, "--main_process_port", port] if node_count > 1 else []),
             *program,
         ]
     if spec.launch == "deepspeed":
         # deepspeed/launcher/launch.py, which `deepspeed` starts on every node, needs no ssh
-        world = {f"node-{number}": [*range(ranks_per_node)] for number in range(nodes)}
+        world = {f"node-{number}": [*range(ranks_per_node)] for number in range(node_count)}
         encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
-        rank, address = (f'"{NODE_RANK}"', f'"{MASTER_ADDR}"') if nodes > 1 else ("0", "127.0.0.1")
+        rank, address = (
+            (f'"{NODE_RANK}"', f'"{MASTER_ADDR}"') if node_count > 1 else ("0", "127.0.0.1")
+        )
         return [
             *(python, "-m", "deepspeed.launcher.launch", f"--world_info={encoded}"),
             *(f"--node_rank={rank}", f"--master_addr={address}", f"--master_port={port}"),
             *program,
         ]
-    group = several if nodes > 1 else ["--standalone"]
+    group = several if node_count > 1 else ["--standalone"]
     return [*(python, "-m", "torch.distributed.run"), *group, "--nproc-per-node", count, *program]
 
 

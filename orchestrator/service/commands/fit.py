@@ -15,7 +15,7 @@ from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.options.job_options import choice_rule_of
+from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
@@ -46,7 +46,9 @@ ASSUMED: JsonObject = {
 
 
 class FitRow(TypedDict):
-    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and that plan."""
+    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and
+    that plan.
+    """
 
     way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str
@@ -62,8 +64,8 @@ class FitRow(TypedDict):
 
 
 def model_job_data(model_name: str) -> JsonObject:
-    """Return job-file data that trains all weights of a transformers model, named by a folder or a
-    hub name.
+    """Return job-file data of a job that trains all weights of this transformers model, a folder or
+    a hub name.
     """
     return {"name": "fit", "gpus": 1, "model": {"hf": model_name}, **ASSUMED}
 
@@ -88,23 +90,22 @@ def model_script_data(model_name: str) -> JsonObject:
     return {"name": "fit", "gpus": 1, **assumed, **script}
 
 
-def fit_job(
+def read_job_and_fit_rows(
     job: JobSource | str,
     overrides: Sequence[Override] = (),
     home: Path = DEFAULT_HOME,
     *,
     allow_other_machine: bool = False,
 ) -> tuple[JobSpec, list[FitRow]]:
-    """Return (job, one row per way and GPU model). The job is read from a file, or made for a model
-    `hf:NAME`.
+    """Return (job, one row per way to train and GPU model).
 
-    Raises SpecError.
+    The job is read from a file, or made for a model `hf:NAME`. Raises SpecError for bad input.
     """
     name = job.removeprefix("hf:") if isinstance(job, str) else None
     read = partial(
         read_job,
         overrides=overrides,
-        home=home,
+        cache_home=home,
         to_run=False,
         allow_other_machine=allow_other_machine,
         trace_scope=_trace_on_cuda,
@@ -116,7 +117,7 @@ def fit_job(
             raise
         spec = read(model_script_data(name))
     ways = []
-    for way, changed in list_training_ways(spec):
+    for way, changed in list_jobs_by_training_way(spec):
         if changed is not spec and not is_memory_known(changed):
             traced = trace_model(changed, home.expanduser(), str(job), _trace_on_cuda(changed))
             changed = changed.model_copy(update={"traced": traced})
@@ -128,8 +129,9 @@ def _trace_on_cuda(_: JobSpec) -> TraceScope:
     return TraceScope(cuda=(True,))
 
 
-def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
-    """Return (name, job) of each way to fine-tune the job's model (full, adapters), untraced.
+def list_jobs_by_training_way(spec: JobSpec) -> list[tuple[str, JobSpec]]:
+    """Return (name, job) of each way to fine-tune the job's model (all weights, adapters); models
+    are not traced yet.
 
     A script, or a model without a hub name, has one way.
     """
@@ -144,7 +146,9 @@ def list_training_ways(spec: JobSpec) -> list[tuple[str, JobSpec]]:
 
 
 def iterate_fit_rows(jobs_by_way: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
-    """Yield a row per GPU model and way, smallest GPU first. The job's own `gpus` is ignored."""
+    """Yield a row per GPU model and way to train, smallest GPU first. The job's own `gpus` is
+    ignored.
+    """
     for name in sorted(load_devices(), key=lambda name: _card_hardware(name, 1).device.memory):
         for way, spec in jobs_by_way:
             yield _make_fit_row(way, spec, name)
@@ -206,8 +210,8 @@ def _card_hardware(card_name: str, card_count: int) -> Hardware:
 
 
 def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
-    """Return the plan that an idle cluster would run, as `orc plan` shows it; None where no plan
-    fits.
+    """Return the plan that the scheduler would choose on an idle cluster, as `orc plan` shows it;
+    None where no plan fits.
     """
     plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
     memory_bytes = hardware.device.memory
@@ -216,7 +220,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
         return None
     mildest = candidates[0].degradation
     alike = [candidate for candidate in candidates if candidate.degradation is mildest]
-    rule = choice_rule_of(placeholder_job(spec), "", UNMEASURED, alike[0])
+    rule = make_choice_rule(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
         fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes

@@ -85,33 +85,45 @@ def read_job_list(list_file: Path, home: Path) -> Trace:
 
 
 def _make_arrival(
-    spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, source: str
+    spec: JobSpec,
+    submitted_at_s: float,
+    first_submitted_at_s: float,
+    list_begins_s: float | None,
+    file_name: str,
 ) -> Arrival:
-    """Return the arrival of a job of the list. Its hours count from the first arrival, its deadline
-    from the list's begin.
+    """Return the arrival of a job of the list in a simulation.
 
-    `source` names the file in errors.
+    Its start window counts from the first arrival, its deadline from the list's begin. `file_name`
+    is for errors.
     """
     if spec.optimizer_steps is None:
         raise SpecError(
-            "the job's length is not known", source=source, path="steps", hint="set `steps`"
+            "the job's length is not known", source=file_name, path="steps", hint="set `steps`"
         )
     if spec.start_window is None and spec.deadline is None:
-        return Arrival(at_s=at_s, spec=spec)
-    if begins_s is None:
+        return Arrival(at_s=submitted_at_s, spec=spec)
+    if list_begins_s is None:
         hint = "set `begins` in the list, such as `begins: 2026-11-23T18:00`"
         key = "start_window" if spec.start_window is not None else "deadline"
-        raise SpecError("the list does not say when it begins", source=source, path=key, hint=hint)
-    between = (
-        None if spec.start_window is None else spec.start_window.counted_from(begins_s + first_s)
-    )
-    deadline_s = None if spec.deadline is None else spec.deadline.due_s(begins_s + at_s) - begins_s
-    if deadline_s is not None and deadline_s <= at_s:
         raise SpecError(
-            "the deadline is over", source=source, path="deadline", got=str(spec.deadline)
+            "the list does not say when it begins", source=file_name, path=key, hint=hint
+        )
+    between = (
+        None
+        if spec.start_window is None
+        else spec.start_window.counted_from(list_begins_s + first_submitted_at_s)
+    )
+    deadline_s = (
+        None
+        if spec.deadline is None
+        else spec.deadline.due_s(list_begins_s + submitted_at_s) - list_begins_s
+    )
+    if deadline_s is not None and deadline_s <= submitted_at_s:
+        raise SpecError(
+            "the deadline is over", source=file_name, path="deadline", got=str(spec.deadline)
         )
     return Arrival(
-        at_s=at_s,
+        at_s=submitted_at_s,
         spec=spec.model_copy(update={"start_window": between, "deadline": None}),
         deadline_s=deadline_s,
     )

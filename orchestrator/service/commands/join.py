@@ -9,7 +9,11 @@ from pathlib import Path
 
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
+from orchestrator.service.client.endpoint import (
+    load_endpoint,
+    local_address_towards,
+    parse_host_and_port,
+)
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
 from orchestrator.service.client.join_token import FORM, split_secret_and_fingerprint
 from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
@@ -31,23 +35,25 @@ POLL_S = 0.5
 TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
 
-def join_service(home: Path, service: str, node_name: str, token_file: Path | None) -> JsonObject:
-    """Add this machine to the service at HOST:PORT as a node; return a JSON object with its devices
+def join_service(
+    home: Path, service_address: str, node_name: str, token_file: Path | None
+) -> JsonObject:
+    """Add this machine as a node to the service at HOST:PORT; return a JSON object with its devices
     and notes.
 
     A machine that already joined stays. Raises SpecError where it is incompatible with the service
     or its devices make no node, and ServiceError where the service refuses or Ray does not start.
     After an error nothing is left on the machine.
     """
-    host, port = parse_listen(service)
-    with closing(Client(_find_login(home, service, token_file))) as client:
+    host, port = parse_host_and_port(service_address)
+    with closing(Client(_find_login(home, service_address, token_file))) as client:
         requirements = client.fetch_join_information()
         check_compatible(
             MachineProperties(**requirements["machine"]), read_machine_properties(home)
         )
         machine_here = detect_machine(node_name)
         was_in = embedded_ray.is_running(home, node_name)
-        address = address_towards(host, port)
+        address = local_address_towards(host, port)
         client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
             embedded_ray.join_embedded(
@@ -68,8 +74,8 @@ def join_service(home: Path, service: str, node_name: str, token_file: Path | No
 
 
 def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) -> bool:
-    """Remove this node from the service: drain it, wait for its jobs, stop its Ray. Return False
-    where it had not joined.
+    """Remove this node from the service: drain it, wait for its jobs, stop its Ray; return whether
+    it had joined.
 
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node then stays
     drained. A node of another machine is only removed from the list, and only where it no longer
@@ -142,7 +148,7 @@ def _wait_for_node(client: Client, node_name: str) -> None:
 
 
 def _wait_until_empty(client: Client, node_name: str, timeout_s: float, *, force: bool) -> None:
-    """Wait until no job has devices of the node; return at once with `force`. Raises ServiceError
+    """Wait until no job uses a device of the node; return at once with `force`. Raises ServiceError
     after `timeout_s`.
     """
     deadline_s = time.monotonic() + (0.0 if force else timeout_s)

@@ -10,15 +10,23 @@ from pathlib import Path
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
-from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.base.migration import can_be_stopped, make_migration
+from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
     QueueSimulation,
     SimulatedAttempt,
     estimate_saved_step,
 )
-from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, time_alone_s
-from orchestrator.service.server.submissions import SubmissionRequest, make_job_events
+from orchestrator.service.commands.simulate import (
+    Outcome,
+    Simulated,
+    make_report,
+    training_time_alone_s,
+)
+from orchestrator.service.server.submissions import (
+    SubmissionRequest,
+    make_submission_events_of_request,
+)
 from orchestrator.service.server.sweeps.trials import ComingTrials, list_remaining_trials
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
@@ -56,10 +64,15 @@ def simulate_queue(
     if is_live:
         state = replace(state, policy=cluster.policy)
     else:
-        state, saved = move_state(state, cluster)
+        state, saved = move_state_and_find_saved_steps(state, cluster)
     coming = FutureSubmissions(state, more_jobs, coming_trials, home)
     play = QueueSimulation(
-        state, index_of(state), {}, 0, saved_steps=saved, list_submissions=coming.iterate_due
+        state,
+        make_index(state),
+        {},
+        0,
+        saved_step_by_job_id=saved,
+        list_submissions=coming.iterate_due,
     )
     play.run_until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
@@ -68,7 +81,7 @@ def simulate_queue(
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(
-        _job_outcome(
+        _find_job_outcome(
             job,
             stints[job.id],
             now_s,
@@ -87,12 +100,14 @@ def simulate_queue(
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
-def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return (the scheduler's state on another cluster, {job id: saved step or None} of running
-    jobs that lose their devices).
+def move_state_and_find_saved_steps(
+    state: State, cluster: ClusterSpec
+) -> tuple[State, dict[str, int | None]]:
+    """Return (state of the scheduler on another cluster, {job id: saved step or None} of jobs that
+    lose their devices).
     """
     nodes = make_idle_nodes(cluster)
-    index = index_of(state)
+    index = make_index(state)
     devices = {
         (node.name, node.device.name, device) for node in nodes for device in range(node.devices)
     }
@@ -115,7 +130,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
         )
         if attempt.status is not AttemptStatus.STOPPING:
             why = "moved to the other cluster"
-            job, _ = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
+            job, _ = make_migration(job, StopCause.MAINTENANCE, why, state.at_s)
             state = with_job(state, job)
     policy = cluster.policy
     return replace(
@@ -124,8 +139,8 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs submitted during a simulation: `more_jobs` at its start, and trials as soon as their sweeps
-    allow them.
+    """Jobs that are submitted during a simulation: new ones at its start, and trials when their
+    sweeps allow them.
     """
 
     def __init__(
@@ -135,8 +150,8 @@ class FutureSubmissions:
         coming_trials: ComingTrials,
         home: Path,
     ) -> None:
-        """Prepare the submissions. Raises SpecError for a job in `more_jobs` of unknown duration, or
-        that the service would refuse.
+        """Prepare the submissions. Raises SpecError for a new job of unknown duration, or one that
+        the service would refuse.
         """
         self.jobs: list[Job] = []
         self._begins: list[Submitted] = []
@@ -150,26 +165,31 @@ class FutureSubmissions:
                     hint="say `steps`",
                 )
         request = SubmissionRequest([(spec, None) for spec in more_jobs])
-        for event in make_job_events(request, state, state.submitted, state.at_s, state.jobs.get):
+        for event in make_submission_events_of_request(
+            request, state, state.submitted, state.at_s, state.jobs.get
+        ):
             first = event.spec
             if first.trial is not None and event.array is not None:
                 first, *rest = list_remaining_trials(first, event.array, home)
                 self._trials[event.array] = deque(rest)
             self._begins.append(self._record_job(replace(event, spec=first)))
 
-    def iterate_due(self, state: State) -> Iterator[Submitted]:
+    def iterate_due(self, scheduler_state: State) -> Iterator[Submitted]:
         """Yield the submissions that are due in this state of the scheduler."""
         begins = self._begins
         self._begins = []
         yield from begins
-        live = Counter(job.array for job in state.live_jobs if job.spec.trial is not None)
-        order = state.submitted + len(begins)
+        live = Counter(job.array for job in scheduler_state.live_jobs if job.spec.trial is not None)
+        order = scheduler_state.submitted + len(begins)
         for sweep, rest in self._trials.items() if not begins else ():
             while (
                 rest and (trial := rest[0].trial) is not None and live[sweep] < trial.max_concurrent
             ):
                 spec = rest.popleft()
-                if spec.deadline is not None and spec.deadline.due_s(state.at_s) <= state.at_s:
+                if (
+                    spec.deadline is not None
+                    and spec.deadline.due_s(scheduler_state.at_s) <= scheduler_state.at_s
+                ):
                     rest.clear()
                     break
                 order += 1
@@ -177,7 +197,9 @@ class FutureSubmissions:
                 spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
                 name = f"{spec.name}-{order}"
                 yield self._record_job(
-                    Submitted(job_id=name, order=order, spec=spec, at_s=state.at_s, array=sweep)
+                    Submitted(
+                        job_id=name, order=order, spec=spec, at_s=scheduler_state.at_s, array=sweep
+                    )
                 )
 
     def _record_job(self, event: Submitted) -> Submitted:
@@ -195,17 +217,18 @@ class FutureSubmissions:
         return event
 
 
-def _job_outcome(
+def _find_job_outcome(
     job: Job,
-    stints: Sequence[SimulatedAttempt],
+    simulated_attempts: Sequence[SimulatedAttempt],
     now_s: float,
     device_count: int,
     launch_cost_s: float,
     *,
     knows_end: bool,
 ) -> Outcome:
-    """Return a job's outcome, with times in seconds from `now_s` on. Without `knows_end` it has no
-    end.
+    """Return what became of a job in the simulation, with times in seconds after `now_s`.
+
+    Without `knows_end` its end is unknown.
     """
     attempts = tuple(
         SimulatedProcess(
@@ -217,16 +240,18 @@ def _job_outcome(
             started_at_s=max(0.0, stint.launched_at_s + launch_cost_s - now_s),
             ended_at_s=None if stint.ended_at_s is None else stint.ended_at_s - now_s,
         )
-        for stint in stints
+        for stint in simulated_attempts
     )
-    done = next((stint for stint in reversed(stints) if stint.is_done and knows_end), None)
+    done = next(
+        (stint for stint in reversed(simulated_attempts) if stint.is_done and knows_end), None
+    )
     arrival = Arrival(at_s=0.0, spec=job.spec)
     return Outcome(
         name=job.spec.name,
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + time_alone_s(arrival, device_count, attempts),
+        alone_s=launch_cost_s + training_time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

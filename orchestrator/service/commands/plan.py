@@ -45,11 +45,11 @@ from orchestrator.planning.ways_out import (
     list_ways_out,
 )
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
-from orchestrator.scheduling.options.job_options import choice_rule_of
+from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
-from orchestrator.service.views.records import EstimateView, estimate_view
+from orchestrator.service.views.records import EstimateView, make_estimate_view
 from orchestrator.specs.choices import (
     AXES,
     Degradation,
@@ -93,7 +93,7 @@ TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
-    """A plan with its costs, and why it is rejected (None: it is accepted)."""
+    """A plan with its predicted costs, and why it is rejected (None: it is accepted)."""
 
     plan: str
     settings: dict[str, str]
@@ -117,7 +117,7 @@ class CandidateView(TypedDict):
 
 
 class WayOutView(TypedDict):
-    """A change with which a job that fits nowhere would fit."""
+    """A change to the job with which a job that fits nowhere would fit."""
 
     label: str
     plan: str | None
@@ -128,7 +128,9 @@ class WayOutView(TypedDict):
 
 
 class JobPlans(TypedDict):
-    """The frontier (plans that no other beats) of a job on one kind of device, fastest first, and the chosen plan."""
+    """The plans of a job on one kind of device that no other plan beats, fastest first, and the
+    chosen one.
+    """
 
     job: str
     device: str
@@ -167,7 +169,7 @@ def plan_job(
     decides. `trace_model` returns a job with the profile of its model, which adds adapters to the advice.
     Raises SpecError if there are too few devices, or no kind can run the job.
     """
-    return _choose_device_kind(spec, nodes, observations, trace_model).answer
+    return _plan_on_first_fitting_kind(spec, nodes, observations, trace_model).answer
 
 
 def export_job(
@@ -177,7 +179,7 @@ def export_job(
 
     Raises SpecError where no plan fits, and as `export_plan`.
     """
-    on_kind = _choose_device_kind(spec, nodes, observations, None)
+    on_kind = _plan_on_first_fitting_kind(spec, nodes, observations, None)
     chosen = on_kind.answer["chosen"]
     if chosen is None:
         raise SpecError(on_kind.answer["nothing_fits"] or "no plan fits", source="--export")
@@ -185,7 +187,7 @@ def export_job(
     return export_plan(spec, plan, on_kind.hardware.devices_per_node, folder)
 
 
-def _choose_device_kind(
+def _plan_on_first_fitting_kind(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
@@ -210,9 +212,9 @@ def _choose_device_kind(
             errors.append(error)
     if not forecasts:
         raise errors[0]
-    if not any(forecast.fits_empty for forecast in forecasts):
+    if not any(forecast.fits_empty_device for forecast in forecasts):
         forecasts = [
-            replace(forecast, answer=_choose_likeliest(forecast)) for forecast in forecasts
+            replace(forecast, answer=_choose_likeliest_plan(forecast)) for forecast in forecasts
         ]
     fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
     return next(fitting, forecasts[0])
@@ -245,16 +247,17 @@ class _KindPlans:
     calibrated: Calibration
 
     @property
-    def fits_empty(self) -> bool:
+    def fits_empty_device(self) -> bool:
         return any(
             fits_device(candidate, self.hardware.device.memory, self.calibrated)
             for candidate in self.candidates
         )
 
 
-def _choose_likeliest(kind_plans: _KindPlans) -> JobPlans:
-    """Return the plans with the one chosen that most likely fits an empty device; none if free
-    memory is too small for it.
+def _choose_likeliest_plan(kind_plans: _KindPlans) -> JobPlans:
+    """Return the plans, with the one chosen that most likely fits an empty device.
+
+    None is chosen where only the free memory is too small.
     """
     candidate = find_likeliest(
         (
@@ -332,7 +335,7 @@ def _plan_on_kind(
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
-        else _note_on_similar_plans(candidates, views, chosen),
+        else _make_note_on_similar_plans(candidates, views, chosen),
         experimental=None
         if chosen is None
         else _note_on_experiments(candidates[chosen].plan, hardware.device.kind.traits),
@@ -351,9 +354,11 @@ def _view_way_out(way_out: WayOut) -> WayOutView:
     )
 
 
-def way_out_job_file(plans: JobPlans, way_out_number: int) -> str:
-    """Return the job file's text for the way out with this number, counted from 1. Raises SpecError
-    where there is none.
+def make_job_file_of_way_out(plans: JobPlans, way_out_number: int) -> str:
+    """Return the text of a job file with the change of this number, counted from 1, with which the
+    job would fit.
+
+    Raises SpecError where there is no such change.
     """
     ways = [way for way in plans["ways_out"] if way["job"] is not None]
     if not 1 <= way_out_number <= len(ways):
@@ -374,7 +379,9 @@ def placeholder_job(spec: JobSpec) -> Job:
 
 
 class _ChosenPlans(NamedTuple):
-    """Indices of the plans that an idle cluster would run, among a job's candidates."""
+    """Indices, among a job's candidate plans, of those that the scheduler would choose on an idle
+    cluster.
+    """
 
     by_devices: list[int]  # on each number of devices, fewest first
     chosen: int | None  # of all of them
@@ -386,15 +393,15 @@ def _choose_plans(
     hardware: Hardware,
     candidates: Sequence[Candidate],
     views: Sequence[CandidateView],
-    calibrated: Calibration,
+    calibration: Calibration,
 ) -> _ChosenPlans:
-    """Return the indices of the plans that an idle cluster would run: per number of devices, and of
-    all.
+    """Return the indices of the plans that the scheduler would choose: per number of devices, and
+    of all.
     """
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = choice_rule_of(placeholder_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = make_choice_rule(placeholder_job(spec), "", calibration, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting
@@ -418,10 +425,10 @@ def _choose_plans(
     return _ChosenPlans(best, chosen, describe_rejected_fastest(choice(chosen), choice(fastest)))
 
 
-def _note_on_similar_plans(
+def _make_note_on_similar_plans(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen_index: int
 ) -> str | None:
-    """Return a note on other strategies with as many devices and nearly the same predicted step
+    """Return a note on other strategies on as many devices with nearly the same predicted step
     time; None without any.
     """
     best = candidates[chosen_index].plan
@@ -474,7 +481,7 @@ def _strategy_key(plan: Plan) -> tuple[object, ...]:
 
 
 def _view_candidate(
-    candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
+    candidate: Candidate, free_bytes: Sequence[int], calibration: Calibration
 ) -> CandidateView:
     """Return a candidate plan with its costs and its verdict, as JSON. The plan must fit the
     smallest of the devices that it uses.
@@ -484,11 +491,11 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = correction_of_step_time(plan, calibrated.step_factors)
-    correction = calibrated.activation_factor_of(plan, estimate)
+    factor = correction_of_step_time(plan, calibration.step_factors)
+    correction = calibration.activation_factor_of(plan, estimate)
     is_memory_known = is_real_prediction(estimate, correction)
-    measured = is_measured(plan, estimate, calibrated)
-    chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
+    measured = is_measured(plan, estimate, calibration)
+    chance = fit_probability(candidate, capacity_bytes, calibration) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
     return CandidateView(
@@ -498,16 +505,16 @@ def _view_candidate(
         step_s=candidate.step_s * factor,
         step_factor=factor,
         busy_share=candidate.busy_share,
-        estimate=estimate_view(estimate, correction),
+        estimate=make_estimate_view(estimate, correction),
         correction=correction,
-        needed_bytes=needed_device_bytes(candidate, calibrated),
+        needed_bytes=needed_device_bytes(candidate, calibration),
         capacity_bytes=capacity_bytes,
         fit_probability=chance,
-        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibrated),
+        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibration),
         reported_fit_probability=reported_fit_probability(
-            plan, estimate, calibrated, capacity_bytes
+            plan, estimate, calibration, capacity_bytes
         ),
-        rejected=why_rejected(candidate, capacity_bytes, calibrated),
+        rejected=why_rejected(candidate, capacity_bytes, calibration),
     )
 
 
@@ -521,15 +528,16 @@ def _group_nodes(nodes: Sequence[Node]) -> list[NodeGroup]:
 
 
 def _list_free_bytes(nodes: Iterable[Node]) -> list[int]:
-    """Return the free bytes of every device, largest first."""
+    """Return the free bytes of each device of these nodes, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
 def trace_scope(
     nodes: Sequence[Node], spec: JobSpec, plan_settings: Sequence[Override] | None = None
 ) -> TraceScope:
-    """Return the scope for tracing a model: all plans on the devices of these nodes, or the one
-    plan in `plan_settings`.
+    """Return which plans a trace of the model must cover.
+
+    They are all plans on the devices of these nodes, or only the plan in `plan_settings`.
     """
     cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _group_nodes(nodes)}
     return TraceScope(
@@ -555,7 +563,7 @@ def estimate_plan(
     combination.
     """
     plan = parse_plan(spec, plan_settings)
-    _check_degrees(spec, plan)
+    _check_pipeline_and_expert_degrees(spec, plan)
     groups = _group_nodes(nodes)
     group = next(
         (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
@@ -590,7 +598,7 @@ def estimate_plan(
     return _view_candidate(candidate, free_bytes, calibrated)
 
 
-def _check_degrees(spec: JobSpec, plan: Plan) -> None:
+def _check_pipeline_and_expert_degrees(spec: JobSpec, plan: Plan) -> None:
     """Raise SpecError where a pipeline stage would have no layer, or experts cannot be spread over
     so many ranks.
     """
@@ -650,10 +658,10 @@ def parse_plan(spec: JobSpec, plan_settings: Sequence[Override]) -> Plan:
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, plan_settings: dict[str, Any]) -> Engine:
-    """Return the engine for these settings: DeepSpeed where only it has one, or for ZeRO stages 1
-    and 2; else torch.
+    """Return the engine for these settings: DeepSpeed where only it has one of them, or for ZeRO
+    stages 1 and 2; else torch.
 
-    Settings that only torch has give torch at any stage. A script gives the engine for scripts.
+    Settings that only torch has give torch at any stage. For a script it is the engine for scripts.
     """
     if spec.is_script:
         return Engine.SCRIPT

@@ -19,15 +19,15 @@ from orchestrator.specs.json_object import JsonObject
 BODY_SHOWN = 200  # characters
 
 
-def repair_journal(home: Path, rows_to_delete: Sequence[str]) -> list[JsonObject]:
-    """Delete these rows (`TABLE/ROW`) of the home's journal for good; return the remaining
-    unreadable rows.
+def repair_journal(home: Path, row_keys_to_delete: Sequence[str]) -> list[JsonObject]:
+    """Delete these unreadable rows (`TABLE/ROW`) of the home's journal for good; return those that
+    remain.
 
     Raises SpecError for a row that is not unreadable. Without a service the whole journal is read
     once, so that each unreadable row is found.
     """
-    keys = [tuple(key.split("/", 1)) for key in rows_to_delete]
-    for key, parts in zip(rows_to_delete, keys, strict=True):
+    keys = [tuple(key.split("/", 1)) for key in row_keys_to_delete]
+    for key, parts in zip(row_keys_to_delete, keys, strict=True):
         if len(parts) != 2:
             raise SpecError(
                 "not a row",
@@ -39,7 +39,7 @@ def repair_journal(home: Path, rows_to_delete: Sequence[str]) -> list[JsonObject
         client = Client(home)
         for table, row in keys:
             client.delete_unreadable_row(table, row)
-        return client.unreadable_rows()
+        return client.list_unreadable_rows()
     with closing(Journal(find_journal_url(home))) as journal:
         journal.set_aside_unreadable()
         for table, row in keys:

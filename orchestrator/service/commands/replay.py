@@ -21,7 +21,7 @@ SQLITE = "sqlite:///"
 
 
 class ReplayedDecision(TypedDict):
-    """An event with the recorded actions, and with the actions that this version decides."""
+    """An event with the recorded actions, and with the actions that this version decides on it."""
 
     at_s: float
     event: str
@@ -35,7 +35,8 @@ class ReplayedDecision(TypedDict):
 def iterate_events(journal_address: str) -> Iterator[tuple[Event, str | None]]:
     """Yield (event, recorded decision as text or None) of a journal, oldest first.
 
-    `journal_address` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
+    `journal_address` is a SQLite file or an address, as `Journal` takes it. Raises SpecError,
+    ServiceError.
     """
     with open_journal(journal_address) as opened_journal:
         yield from opened_journal.iterate_history()
@@ -51,7 +52,7 @@ def read_state(journal_address: str) -> State:
     return scheduler.state
 
 
-def read_queue(journal_address: str, home: Path) -> tuple[State, ComingTrials]:
+def read_state_and_coming_trials(journal_address: str, home: Path) -> tuple[State, ComingTrials]:
     """Return (scheduler's state at the end of a journal, {id of open sweep: trials that it has yet
     to submit}).
 
@@ -90,13 +91,15 @@ def _open_copy(path: Path) -> Iterator[Journal]:
             yield reader
 
 
-def replay_history(history: Iterable[tuple[Event, str | None]]) -> Iterator[ReplayedDecision]:
-    """Yield each recorded decision of a history beside this version's own decision.
+def replay_history(
+    events_and_decisions: Iterable[tuple[Event, str | None]],
+) -> Iterator[ReplayedDecision]:
+    """Yield for each recorded event the recorded decision beside the one that this version makes.
 
     This version decides on the state that its own earlier decisions produced.
     """
     scheduler = Scheduler(State())
-    for event, then in history:
+    for event, then in events_and_decisions:
         actions = scheduler.step(event)
         now = format_decisions(actions)
         if (
@@ -115,7 +118,7 @@ def replay_history(history: Iterable[tuple[Event, str | None]]) -> Iterator[Repl
 
 
 def _describe_actions(state: State, actions: Iterable[Action]) -> str:
-    """Return a text with each job that has an action or has ended, and with its reason."""
+    """Return text that names each job with an action or an end, and the reason for it."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):

@@ -42,7 +42,7 @@ SHORTEST_S = 10.0
 
 @frozen
 class Outcome:
-    """The result of one job in a simulation: its times and its attempts."""
+    """What became of one job in a simulation: its times and its attempts."""
 
     name: str
     submitted_at_s: float
@@ -61,7 +61,9 @@ class Outcome:
     @property
     def keeps_start_promise(self) -> bool:
         """Whether the job started in time, and no attempt trained slower than on the devices that
-        it asked for, where known.
+        it asked for.
+
+        Attempts of unknown speed do not count.
         """
         if self.starts_by_s is None or self.started_at_s is None:
             return False
@@ -75,8 +77,8 @@ class Outcome:
 
     @property
     def slowdown(self) -> float:
-        """Time from submission to end, divided by the time alone on the cluster; bounded (see
-        SHORTEST_S).
+        """The time from submission to end, divided by the time that the job takes alone; see
+        SHORTEST_S for very short jobs.
         """
         return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
 
@@ -97,7 +99,7 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """The metrics of a simulation. Equal lists, clusters and versions give equal reports."""
+    """The metrics of a simulation. Equal lists of jobs, clusters and versions give equal reports."""
 
     trace: str
     cluster: str
@@ -126,8 +128,8 @@ class Report(TypedDict):
 
 @frozen
 class Simulated:
-    """The result of a simulation: metrics, each job's outcome, and the real seconds of each
-    decision.
+    """The result of a simulation: metrics, each job's outcome, and the real seconds that each
+    decision took.
     """
 
     report: Report
@@ -136,7 +138,7 @@ class Simulated:
 
 
 class NullJournal:
-    """A journal that stores nothing, for a simulated service."""
+    """A journal that stores and finds nothing, for a simulated service."""
 
     def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
@@ -176,7 +178,7 @@ class NullJournal:
 
 
 class TimedScheduler(Scheduler):
-    """A scheduler that appends the seconds of each step to the list `taken_s`."""
+    """A scheduler that appends the seconds that each of its steps took to the list `taken_s`."""
 
     def __init__(self, state: State, taken_s: list[float]) -> None:
         super().__init__(state)
@@ -195,8 +197,8 @@ def simulate_trace(
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as soon as the
-    sweep allows. With `shared_card_rate` two one-device jobs share a card where their planned bytes fit,
-    each at this part of its speed. No service shares a card yet.
+    sweep allows. With `shared_card_rate` two one-device jobs share a card if their planned bytes
+    fit; each then runs at this share of its full speed. No service shares a card yet.
     """
     backend = (
         SimulatedBackend(cluster)
@@ -209,8 +211,8 @@ def simulate_trace(
 def simulate_on(
     trace: Trace, cluster: ClusterSpec, arrivals: list[Arrival], backend: SimulatedBackend
 ) -> Simulated:
-    """Simulate the trace on this backend, and return the result. Jobs are added to `arrivals` as
-    they are submitted.
+    """Simulate the trace on this backend, and return the result; append each job to `arrivals` when
+    it is submitted.
     """
     taken_s: list[float] = []
     controller = Controller(
@@ -324,12 +326,12 @@ def list_outcomes(
     attempts = group_values((process.job.order, process) for process in processes.values())
     devices = cluster.device_count
     return tuple(
-        _job_outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
+        _find_job_outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
         for order, arrival in enumerate(trace.arrivals, start=1)
     )
 
 
-def _job_outcome(
+def _find_job_outcome(
     arrival: Arrival, attempts: tuple[SimulatedProcess, ...], launch_cost_s: float, devices: int
 ) -> Outcome:
     done = (
@@ -340,11 +342,11 @@ def _job_outcome(
         submitted_at_s=arrival.at_s,
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=done.ended_at_s if done else None,
-        alone_s=launch_cost_s + time_alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + training_time_alone_s(arrival, devices, attempts),
         deadline_s=arrival.deadline_s,
         attempts=attempts,
         guaranteed=arrival.spec.guarantee is not None,
-        request_step_s=_requested_step_s(arrival),
+        request_step_s=_step_time_on_requested_devices_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
         trial=None
         if arrival.spec.trial is None
@@ -352,18 +354,18 @@ def _job_outcome(
     )
 
 
-def _requested_step_s(arrival: Arrival) -> float | None:
+def _step_time_on_requested_devices_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
     return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
-def time_alone_s(
+def training_time_alone_s(
     arrival: Arrival, device_count: int, attempts: Sequence[SimulatedProcess] = ()
 ) -> float:
-    """Return the seconds that the job trains alone, on the best number of at most `device_count`
-    devices.
+    """Return the seconds that the job trains if it is alone, on the best number of at most
+    `device_count` devices.
 
     A job without known speeds counts with the fastest of these attempts.
     """
@@ -380,9 +382,11 @@ def make_report(
     trace: Trace,
     cluster: ClusterSpec,
     outcomes: Sequence[Outcome],
-    find_card: Callable[[Device], Device] = lambda device: device,
+    card_of_device: Callable[[Device], Device] = lambda device: device,
 ) -> Report:
-    """Return the metrics of a simulation from its outcomes. The hours of a shared card count
+    """Return the metrics of a simulation from its outcomes.
+
+    `card_of_device` returns the card of a device: several devices may share one, whose hours count
     once.
     """
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
@@ -390,7 +394,7 @@ def make_report(
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    occupied_s = _occupied_s_by_node(outcomes, find_card)
+    occupied_s = _occupied_device_s_by_node(outcomes, card_of_device)
     held_s = sum(occupied_s.values())
     return Report(
         trace=trace.name,
@@ -407,7 +411,7 @@ def make_report(
         p99_slowdown=quantile(slowdowns, 0.99),
         worst_slowdown=slowdowns[-1],
         gpu_hours=held_s / 3600,
-        cost=_cost(cluster, occupied_s),
+        cost=_price_of_device_seconds(cluster, occupied_s),
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
         deadlines=sum(outcome.deadline_s is not None for outcome in outcomes),
         deadlines_met=sum(outcome.in_time for outcome in outcomes),
@@ -421,16 +425,18 @@ def make_report(
     )
 
 
-def _occupied_s_by_node(
-    outcomes: Sequence[Outcome], find_card: Callable[[Device], Device]
+def _occupied_device_s_by_node(
+    outcomes: Sequence[Outcome], card_of_device: Callable[[Device], Device]
 ) -> Mapping[str, float]:
-    """Return the seconds in which jobs occupied a node's cards, summed over the cards, by node."""
+    """Return {node: seconds in which jobs occupied its cards, summed over the cards}."""
     spans = []
     for outcome in outcomes:
         for process in outcome.attempts:
             if process.ended_at_s is not None:
                 for device in process.devices:
-                    spans.append((find_card(device), process.launched_at_s, process.ended_at_s))
+                    spans.append(
+                        (card_of_device(device), process.launched_at_s, process.ended_at_s)
+                    )
     held_s = dict[str, float]()
     last_card = None
     until_s = 0.0
@@ -444,20 +450,24 @@ def _occupied_s_by_node(
     return held_s
 
 
-def _cost(cluster: ClusterSpec, held_s: Mapping[str, float]) -> float | None:
-    """Return the price of these device-seconds by node; None where the price of a node is unknown."""
+def _price_of_device_seconds(
+    cluster: ClusterSpec, device_s_by_node: Mapping[str, float]
+) -> float | None:
+    """Return the price of these device-seconds by node; None where the price of any of the nodes is
+    unknown.
+    """
     cost = 0.0
     for node in cluster.nodes:
-        seconds = sum(held_s.get(name, 0.0) for name in node.names)
+        seconds = sum(device_s_by_node.get(name, 0.0) for name in node.names)
         price = node.device.price_per_hour
         if seconds and price is None:
             return None
         cost += seconds / 3600 * (price or 0.0)
-    return cost if held_s else None
+    return cost if device_s_by_node else None
 
 
 def quantile(sorted_values: Sequence[float], fraction: float) -> float:
-    """Return the smallest of these sorted values that is at least as large as this fraction (0 to
-    1) of them (nearest rank).
+    """Return the smallest of the values such that this fraction (0 to 1) of all values is no larger
+    (nearest-rank quantile).
     """
     return sorted_values[max(0, ceil(fraction * len(sorted_values)) - 1)]

@@ -21,8 +21,8 @@ DEVICES_MAX = 1024  # of the other cluster
 
 @frozen
 class Fate:
-    """A job's outcome without the change (`now`) and with the change (`then`). `now` is None for an
-    added job.
+    """What becomes of a job without the change (`now`; None for an added job) and with the change
+    (`then`).
     """
 
     name: str
@@ -33,8 +33,9 @@ class Fate:
 
 @frozen
 class WhatIf:
-    """The simulations without and with a change, in seconds from now, and the jobs whose end is
-    unknown.
+    """The results of two simulations, without and with a change, and the jobs whose end is unknown.
+
+    Times are in seconds from now.
     """
 
     now: Report
@@ -53,12 +54,12 @@ def compare_queues(
     coming_trials: ComingTrials,
     home: Path,
 ) -> WhatIf:
-    """Simulate the queue as it is, and on the other cluster with the jobs in `more_jobs`; return both
-    results.
+    """Simulate the queue as it is, and on the other cluster with the jobs in `more_jobs`; return
+    both results.
 
-    `coming_trials` are trials of live sweeps. Where the other cluster has the nodes of the present one,
-    both simulations have the state's nodes, with their drains. Raises SpecError without a job to
-    simulate, and beyond JOBS_MAX and DEVICES_MAX.
+    `coming_trials` are trials that live sweeps have yet to submit. Where the other cluster has the
+    nodes of the present one, both simulations have the state's nodes, with their drains. Raises
+    SpecError without a job to simulate, and beyond JOBS_MAX and DEVICES_MAX.
     """
     live = sorted(state.live_jobs, key=lambda job: job.order)
     sweeps = sum(spec.trial.sweep.trials - 1 for spec in more_jobs if spec.trial is not None)

@@ -10,7 +10,7 @@ Promise = tuple[str, Callable[[JobView], bool]]  # as a sentence, and as a check
 
 
 def list_attempt_outcomes(job: JobView) -> list[str]:
-    """Return the outcome of each attempt of the job, in order."""
+    """Return the outcome of each attempt of the job as text, first attempt first."""
     return [attempt["outcome"] for attempt in job["attempts"]]
 
 
@@ -52,7 +52,9 @@ def has_stopped_with_traceback(job: JobView) -> bool:
 
 
 def was_refused(job: JobView) -> bool:
-    """Return whether the job was refused before any attempt, with a plan that would fit."""
+    """Return whether the job was refused before any attempt, with a reason that names a plan which
+    would fit.
+    """
     return job["status"] == "refused" and not job["attempts"] and "would fit" in job["reason"]
 
 

@@ -21,8 +21,8 @@ from orchestrator.service.demo.promises import (
     list_attempt_outcomes,
 )
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
-from orchestrator.service.terminal.follow import ENDS, attempt_history
-from orchestrator.service.terminal.tables import attempts_table
+from orchestrator.service.terminal.follow import ENDS, describe_attempts
+from orchestrator.service.terminal.tables import make_attempts_table
 from orchestrator.service.views.records import JobView
 
 FILES = Path(__file__).with_name("files")
@@ -74,8 +74,8 @@ def run_and_check_jobs(
     console: Console,
     settings: Sequence[str] = (),
 ) -> tuple[list[JobView], list[Path]]:
-    """Run the jobs of these files with `--set` settings; return (ended jobs, files whose result was
-    unexpected).
+    """Run the jobs of these files with `--set` settings; return (ended jobs, files whose jobs did
+    not end as promised).
 
     Each run has new family names, since the service would otherwise remember from the last run what
     fails.
@@ -92,7 +92,7 @@ def run_and_check_jobs(
         job_ids = client.submit_jobs(specs)["ids"]
         jobs = _follow_jobs(client, job_ids, console)
     console.print()
-    console.print(attempts_table(jobs, console.width))
+    console.print(make_attempts_table(jobs, console.width))
     console.print()
     broken = []
     for (path, (promise, holds)), job in zip(promise_by_file.items(), jobs, strict=True):
@@ -116,7 +116,7 @@ def _follow_jobs(client: Client, job_ids: list[str], console: Console) -> list[J
         views = {job["id"]: job for job in client.list_jobs()}
         jobs = [views[job_id] for job_id in job_ids]
         for job in jobs:
-            lines = attempt_history(job)
+            lines = describe_attempts(job)
             for line in lines[printed[job["id"]] :]:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
             printed[job["id"]] = len(lines)

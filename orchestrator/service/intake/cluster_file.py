@@ -27,8 +27,10 @@ LOOK_AT = {  # what no machine says of itself
 
 
 def load_cluster_file(home: Path) -> ClusterSpec:
-    """Return the cluster in the home's cluster file; without a file, the built-in cluster of two
-    virtual devices. Raises SpecError.
+    """Return the cluster in the home's cluster file; without one, the built-in cluster of two
+    virtual devices.
+
+    Raises SpecError for an invalid file.
     """
     path = home / FILE
     return read_cluster(path if path.exists() else None)
@@ -40,31 +42,31 @@ def load_cluster(home: Path) -> ClusterSpec:
 
 
 def load_joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
-    """Return the machines that have joined and not left, as nodes, sorted by name."""
+    """Return the machines that joined and have not left, as nodes, sorted by name."""
     path = home / JOINED
     by_name = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return tuple(parse_node_data(by_name[name], str(path)) for name in sorted(by_name))
 
 
 def store_joined_nodes(home: Path, nodes: Sequence[NodeSpec]) -> None:
-    """Store the machines that have joined."""
+    """Store these machines as the ones that have joined; they replace those stored before."""
     by_name = {node.name: node.model_dump(mode="json") for node in nodes}
     write_durably(home / JOINED, json.dumps(by_name, indent=1))
 
 
 def add_joined_nodes(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
-    """Return the cluster with the joined machines added. A node of the cluster file overrides a
-    joined one of the same name.
+    """Return the cluster with the joined machines added; a node of the same name in the cluster
+    file replaces one.
     """
     own_names = {name for node in cluster.nodes for name in node.names}
     more = tuple(node for node in joined if node.name not in own_names)
     return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
 
 
-def select_local_nodes(
+def select_nodes_of_this_machine(
     cluster: ClusterSpec, joined: Sequence[NodeSpec], node_name: str
 ) -> ClusterSpec:
-    """Return the part of a cluster whose Ray runs on this machine, which has the name `node_name`.
+    """Return the part of a cluster whose nodes are on this machine, which has the name `node_name`.
 
     This includes virtual nodes, and the GPU node with this machine's name, or the only GPU node.
     Other nodes come by `orc join`. Raises SpecError where no node is on this machine.
@@ -103,29 +105,29 @@ def format_cluster(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
     ]
     always = cluster.model_dump(mode="json", include={"name", *LOOK_AT})
     content = {name: always[name] for name in ("name", *LOOK_AT)} | content
-    text = as_yaml(_use_larger_units(content))
+    text = as_yaml(_format_in_larger_units(content))
     for key, comment in LOOK_AT.items():
         text = re.sub(rf"^({key}: .*)$", rf"\1  # {comment}", text, flags=re.M)
     return "".join(f"# {note}\n" for note in notes) + text
 
 
 def _format_device(device: DeviceSpec) -> Any:
-    """Return the device's name where it equals the catalogue's device of that name; else its
-    description.
+    """Return the device's name if the catalogue's device of that name is equal; else its
+    description as a mapping.
     """
     if device.name in load_devices() and catalogue_device(device.name) == device:
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 
 
-def _use_larger_units(data: Any) -> Any:
-    """Return the data with bytes and bytes per second in larger units, where they are whole numbers
-    of them.
+def _format_in_larger_units(data: Any) -> Any:
+    """Return the data with bytes and bytes per second as texts in larger units, if they are whole
+    numbers of these.
     """
     if isinstance(data, dict):
-        return {name: _use_larger_units(inner) for name, inner in data.items()}
+        return {name: _format_in_larger_units(inner) for name, inner in data.items()}
     if isinstance(data, list):
-        return [_use_larger_units(inner) for inner in data]
+        return [_format_in_larger_units(inner) for inner in data]
     for suffix, pattern, parse in (
         ("B", units.SIZE_PATTERN, units.parse_bytes),
         ("B/s", units.BANDWIDTH_PATTERN, units.parse_bandwidth),

@@ -47,7 +47,7 @@ Devices = Sequence[nvml.NvmlDevice]
 
 @frozen
 class DetectedMachine:
-    """The machine as a node of a cluster, and sentences on what a person should check."""
+    """The present machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
     notes: Notes
@@ -73,20 +73,21 @@ def detect_machine(node_name: str) -> DetectedMachine:
     reading = nvml.read_nvml()
     if reading.error or not reading.devices:
         return _make_virtual_machine(node_name, reading.error or "NVML shows none")
-    devices = _select_visible(reading.devices)
+    devices = _select_visible_devices(reading.devices)
     node = NodeSpec(
         name=node_name,
         devices=len(devices),
         device_ids=_find_device_ids(devices, reading),
-        device=_find_common_device(devices),
+        device=_find_common_device_spec(devices),
         host_memory=f"{read_host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
     )
     return DetectedMachine(node=node, notes=tuple(_list_notes(devices, node)))
 
 
 def _find_device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[DeviceId, ...]:
-    """Return the ids of these devices: indices, or UUIDs where one is a MIG instance; () for all
-    devices in NVML's order.
+    """Return the ids of these devices: indices, or UUIDs if any of them is a MIG instance.
+
+    It is () for all devices in NVML's order.
     """
     if tuple(devices) == reading.devices:
         return ()
@@ -96,7 +97,7 @@ def _find_device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[Devic
 
 
 def read_host_bytes() -> int:
-    """Return the bytes of memory of this machine, or of this process's container."""
+    """Return the bytes of memory of this machine, or of the container of this process."""
     all_bytes, _ = read_total_and_available_bytes()
     limits = [all_bytes]
     for path in CGROUP_LIMITS:
@@ -114,8 +115,10 @@ def _make_virtual_machine(node_name: str, reason: str) -> DetectedMachine:
     return DetectedMachine(node=node, notes=(f"{beginning}{format_bytes(node.device.memory)}.",))
 
 
-def _find_common_device(devices: Devices) -> DeviceSpec:
-    """Return the one kind of device that all of these are. Raises SpecError where they differ."""
+def _find_common_device_spec(devices: Devices) -> DeviceSpec:
+    """Return the description of the kind of device that all of these are. Raises SpecError where
+    they differ.
+    """
     readable = [device for device in devices if device.error is None]
     if not readable:
         errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
@@ -150,13 +153,13 @@ def _find_common_device(devices: Devices) -> DeviceSpec:
     return (
         _describe_unknown_device(name, first)
         if kind is None
-        else _match_catalogue(kind, first, is_alone=len(devices) == 1)
+        else _adapt_catalogue_device(kind, first, is_only_device=len(devices) == 1)
     )
 
 
-def _select_visible(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
-    """Return the devices and MIG instances in CUDA_VISIBLE_DEVICES, in its order; all where it is
-    not set.
+def _select_visible_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
+    """Return the devices and MIG instances in CUDA_VISIBLE_DEVICES, in its order; all of them where
+    it is not set.
 
     Numbers count as NVML counts, so a machine with several kinds of devices needs
     CUDA_DEVICE_ORDER=PCI_BUS_ID. Raises SpecError for a word that names no device, or names one
@@ -184,7 +187,9 @@ def _split_mig_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
 
 
 def _check_device_order(entries: Sequence[str], devices: Devices) -> None:
-    """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
+    """Raise SpecError where `entries` are numbers of devices that CUDA may count in another order
+    than NVML.
+    """
     kinds = {device.name for device in devices if not device.error}
     is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not is_alike and any(word.isdecimal() for word in entries):
@@ -196,29 +201,43 @@ def _check_device_order(entries: Sequence[str], devices: Devices) -> None:
         )
 
 
-def _find_device(word: str, devices: Devices) -> nvml.NvmlDevice:
-    """Return the device or MIG instance that a word of CUDA_VISIBLE_DEVICES names: an index, or how a UUID begins."""
+def _find_device(word_of_variable: str, devices: Devices) -> nvml.NvmlDevice:
+    """Return the device or MIG instance that a word of CUDA_VISIBLE_DEVICES names, by index or
+    begin of its UUID.
+
+    Raises SpecError for a word that names no device, or several.
+    """
     by_uuid = [
-        part for part in _split_mig_devices(devices) if len(word) > 4 and part.uuid.startswith(word)
+        part
+        for part in _split_mig_devices(devices)
+        if len(word_of_variable) > 4 and part.uuid.startswith(word_of_variable)
     ]
     if len(by_uuid) == 1:
         return by_uuid[0]
-    is_index = word.isdecimal() and len(word) < 5 and int(word) < len(devices)
-    if is_index and not devices[int(word)].instances:
-        return devices[int(word)]
+    is_index = (
+        word_of_variable.isdecimal()
+        and len(word_of_variable) < 5
+        and int(word_of_variable) < len(devices)
+    )
+    if is_index and not devices[int(word_of_variable)].instances:
+        return devices[int(word_of_variable)]
     raise SpecError(
         "names a device in MIG mode" if is_index else "names no device of this machine",
         source=SOURCE,
         path="CUDA_VISIBLE_DEVICES",
-        got=word,
+        got=word_of_variable,
         allowed=f"0 to {len(devices) - 1}, or UUIDs that `nvidia-smi -L` shows",
         hint="unset it, or name a cluster file with --cluster: `device_ids` says which devices its node has",
     )
 
 
-def _match_catalogue(catalogue_name: str, rates: nvml.NvmlRates, *, is_alone: bool) -> DeviceSpec:
-    """Return the catalogue's device of this name. If this machine's memory or links are smaller, it
-    gets them, and a new name.
+def _adapt_catalogue_device(
+    catalogue_name: str, rates: nvml.NvmlRates, *, is_only_device: bool
+) -> DeviceSpec:
+    """Return the catalogue's device of this name, with this machine's memory and links where they
+    are smaller.
+
+    It then has a new name.
     """
     device = catalogue_device(catalogue_name)
     changed: dict[str, object] = {}
@@ -228,7 +247,11 @@ def _match_catalogue(catalogue_name: str, rates: nvml.NvmlRates, *, is_alone: bo
             "name": f"{device.name}-{rates.cuda_bytes >> 20}mib",
         }
     link = rates.nvlink_bandwidth or rates.pcie_bandwidth
-    if not is_alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
+    if (
+        not is_only_device
+        and link is not None
+        and link < (1 - LINK_TOLERANCE) * device.link_bandwidth
+    ):
         name = changed.get("name", device.name)
         changed |= {"link_bandwidth": round(link), "name": f"{name}-links-{link / 1e9:.0f}gb"}
     return device.model_copy(update=changed)

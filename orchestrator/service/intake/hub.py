@@ -24,7 +24,7 @@ def load_hub_config(hub_name: str) -> JsonObject:
     """Return a model's configuration from the local cache, one request to the hub, or our table; {}
     where none has it.
 
-    The use of the table is printed on stderr: a fine-tuned model under the same name may have other
+    A use of our table is printed on stderr: a fine-tuned model under the same name may have other
     sizes.
     """
     config = _download_config(hub_name)
@@ -39,7 +39,7 @@ def load_hub_config(hub_name: str) -> JsonObject:
     return config
 
 
-def hint_for_unknown_model(hub_name: str) -> str:
+def make_hint_for_unknown_model(hub_name: str) -> str:
     """Return a hint on what to do about a model whose sizes are in neither cache, hub nor table."""
     job = find_project_job(hub_name)
     near = ", ".join(find_nearest_models(hub_name))

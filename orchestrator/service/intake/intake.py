@@ -19,7 +19,7 @@ from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.environment import base_variables
 from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import read_code_source
-from orchestrator.service.intake.hub import CONFIG, hint_for_unknown_model, load_hub_config
+from orchestrator.service.intake.hub import CONFIG, load_hub_config, make_hint_for_unknown_model
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_time_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
@@ -76,7 +76,9 @@ OF_SCRIPTS = (
 
 @frozen
 class ReadJob:
-    """A job with absolute paths, and the keys whose paths are on this machine."""
+    """A job that was read from a file, with absolute paths, and the keys whose paths are on this
+    machine.
+    """
 
     spec: JobSpec
     local_keys: frozenset[
@@ -91,27 +93,29 @@ JobSource = Path | Mapping[str, Any]
 def read_job(
     file: JobSource,
     overrides: Sequence[Override] = (),
-    home: Path | None = None,
+    cache_home: Path | None = None,
     *,
     to_run: bool = True,
     allow_other_machine: bool = False,
     trace_scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> JobSpec:
-    """Return the job in a file, with paths made absolute from the file's folder. Raises SpecError.
+    """Return the job in a file; paths become absolute, relative to the file's folder. Raises
+    SpecError.
 
-    A model without a profile or closed form is traced; the result is cached in `home` (None: the
+    A model without a profile or formula is traced; the result is cached in `cache_home` (None: the
     environment's home). Only with `to_run`, its data, folder and programs must exist: a job for
-    another machine can be planned without them. `allow_other_machine`: absolute paths in the file are those
-    of another machine. `trace_scope` returns the plans for which to trace the model.
+    another machine can be planned without them. With `allow_other_machine`, absolute paths in the
+    file may be those of another machine. `trace_scope` returns the plans for which to trace the
+    model.
     """
-    text, source, folder = _load_source(file)
+    text, source, folder = _load_text_name_and_folder(file)
     spec = parse_job(text, source, overrides, lambda name: read_text(folder / name))
     _check_overrides(spec, overrides)
     read = _resolve_job(
         spec,
         source,
         folder,
-        home,
+        cache_home,
         to_run=to_run,
         allow_other_machine=allow_other_machine,
         trace_scope=trace_scope,
@@ -122,7 +126,9 @@ def read_job(
 def read_jobs(
     file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None
 ) -> list[JobSpec]:
-    """Return the jobs in a file: a single job, or the members of its array. See `read_job`."""
+    """Return the jobs in a file: one job, or all members of an array. Everything else is as in
+    `read_job`.
+    """
     return [
         job.spec for job in read_jobs_for_service(file, overrides, home, is_other_machine=False)
     ]
@@ -136,12 +142,13 @@ def read_jobs_for_service(
     only_one: bool = False,
     is_other_machine: bool = True,
 ) -> list[ReadJob]:
-    """Return the jobs in a file for a service on another machine. Absolute paths in the file are
-    that machine's.
+    """Return the jobs in a file for a service, which is on another machine unless
+    `is_other_machine` is false.
 
-    `only_one`: an array is an error. Without `is_other_machine` the service is on this machine.
+    Absolute paths in the file are those of the service's machine. With `only_one`, an array is an
+    error.
     """
-    text, source, folder = _load_source(file)
+    text, source, folder = _load_text_name_and_folder(file)
     parse = parse_job if only_one else parse_jobs
     parsed = parse(text, source, overrides, lambda name: read_text(folder / name))
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
@@ -153,8 +160,8 @@ def read_jobs_for_service(
     return _add_commits(read, folder)
 
 
-def _load_source(file: JobSource) -> tuple[str, str, Path]:
-    """Return (text, name for errors, folder) of a job file."""
+def _load_text_name_and_folder(file: JobSource) -> tuple[str, str, Path]:
+    """Return (text, name for errors, folder to which its paths are relative) of a job file."""
     if isinstance(file, Path):
         return read_text(file), str(file), file.resolve().parent
     try:
@@ -166,7 +173,7 @@ def _load_source(file: JobSource) -> tuple[str, str, Path]:
 def check_files(spec: JobSpec, job_source: str) -> None:
     """Raise SpecError where a file or folder that the job names does not exist on this machine."""
     problems = [
-        *_iterate_missing_files(spec, job_source),
+        *_iterate_errors_of_missing_files(spec, job_source),
         *_iterate_script_errors(spec, job_source, check_programs=False),
     ]
     if problems:
@@ -188,8 +195,8 @@ def check_packages(spec: JobSpec, job_source: str) -> None:
 
 
 def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
-    """Raise SpecError where an override has no effect: no plan has it, or the script gets no such
-    setting.
+    """Raise SpecError where an override has no effect: no plan has that setting, or the script is
+    not given it.
     """
     for key, value in overrides if spec.is_script else ():
         if key.startswith("training.") and key not in OF_SCRIPTS:
@@ -219,7 +226,7 @@ def _resolve_job(
     spec: JobSpec,
     source: str,
     folder: Path,
-    home: Path | None,
+    cache_home: Path | None,
     *,
     to_run: bool,
     allow_other_machine: bool,
@@ -236,11 +243,11 @@ def _resolve_job(
         remote_keys.clear()
     problems = [
         problem
-        for problem in _iterate_missing_files(resolved, source)
+        for problem in _iterate_errors_of_missing_files(resolved, source)
         if (to_run or not problem.path.startswith("data."))
         and (problem.path not in remote_keys or problem.what == NO_CONFIG)
     ]
-    problems += _iterate_duplicate_knobs(resolved, source)
+    problems += _iterate_errors_of_duplicate_knobs(resolved, source)
     for remedy in resolved.remedies:
         try:
             apply_remedy(resolved, remedy)
@@ -257,18 +264,20 @@ def _resolve_job(
     model = resolved.known_model
     if model is not None and not is_memory_known(resolved):
         if isinstance(model.hf, str) and not model.config:
-            path = f"{_find_model_key(spec)}.hf"
+            path = f"{_find_job_key_of_model(spec)}.hf"
             raise SpecError(
                 "the model's sizes are not known",
                 source=source,
                 path=path,
                 got=model.hf,
-                hint=hint_for_unknown_model(model.hf),
+                hint=make_hint_for_unknown_model(model.hf),
             )
-        home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
+        cache_home = cache_home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(
             update={
-                "traced": trace_model(resolved, home.expanduser(), source, trace_scope(resolved))
+                "traced": trace_model(
+                    resolved, cache_home.expanduser(), source, trace_scope(resolved)
+                )
             }
         )
     return ReadJob(spec=resolved, local_keys=local_keys)
@@ -310,8 +319,8 @@ def read_cluster(path: Path | None) -> ClusterSpec:
 
 
 def read_options(settings: Sequence[str] | None, pins: str | None) -> tuple[Override, ...]:
-    """Return the overrides of `--set`, followed by those of `--plan zero_stage=3,micro_batch=2`, as
-    (key, value).
+    """Return the overrides of `--set`, followed by the pins of `--plan zero_stage=3,micro_batch=2`,
+    as (key, value).
 
     Raises SpecError as `read_overrides`.
     """
@@ -354,7 +363,7 @@ def _make_paths_absolute(spec: JobSpec, folder: Path) -> JobSpec:
         kind: tuple(str(_make_absolute(folder, file)) for file in getattr(spec.data, kind))
         for kind in KINDS_OF_FILES
     }
-    tokenizer = _resolve_folder(folder, spec.data.tokenizer)
+    tokenizer = _resolve_if_folder(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.start_window is not None and spec.start_window.zone is None:
         changed["start_window"] = replace(spec.start_window, zone=local_time_zone())
@@ -377,20 +386,20 @@ def _make_paths_absolute(spec: JobSpec, folder: Path) -> JobSpec:
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
     if spec.known_model is not None:
-        model = _resolve_model(spec.known_model, folder, of_script=spec.is_script)
-        changed[_find_model_key(spec)] = model
+        model = _resolve_model(spec.known_model, folder, is_of_script=spec.is_script)
+        changed[_find_job_key_of_model(spec)] = model
     return spec.model_copy(update=changed)
 
 
-def _find_model_key(spec: JobSpec) -> str:
-    """Return the job file's key that names the model whose sizes must be known."""
+def _find_job_key_of_model(spec: JobSpec) -> str:
+    """Return the job file's key that names the model of which the sizes must be known."""
     return "trains" if spec.is_script else "model"
 
 
-def _resolve_model(model: ModelSpec, folder: Path, *, of_script: bool) -> ModelSpec:
+def _resolve_model(model: ModelSpec, folder: Path, *, is_of_script: bool) -> ModelSpec:
     """Return the model with absolute paths and its published configuration.
 
-    With `of_script`, the model's `config` may complete that configuration.
+    With `is_of_script`, the model's `config` in the job file may complete that configuration.
     """
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
@@ -398,9 +407,9 @@ def _resolve_model(model: ModelSpec, folder: Path, *, of_script: bool) -> ModelS
             replace(model, factory=f"{_make_absolute(folder, file)}:{function}") if colon else model
         )
     if isinstance(model.hf, str):
-        hf = str(_resolve_folder(folder, model.hf))
+        hf = str(_resolve_if_folder(folder, model.hf))
         folder_config = _read_folder_config(hf) if Path(hf).is_absolute() else {}
-        completes = of_script and "model_type" not in model.config
+        completes = is_of_script and "model_type" not in model.config
         config = folder_config or ({} if completes else model.config)
         if not config and not Path(hf).is_absolute():
             config = load_hub_config(hf)
@@ -437,30 +446,31 @@ def local_time_zone() -> str:
     return "UTC"
 
 
-def _make_absolute(folder: Path, path: str) -> Path:
+def _make_absolute(base_folder: Path, path: str) -> Path:
     """Return the path as an absolute one. Raises SpecError where its `~user` does not exist."""
     try:
-        return (folder / Path(path).expanduser()).resolve()
+        return (base_folder / Path(path).expanduser()).resolve()
     except RuntimeError as error:  # no such user, or no home
         raise SpecError(
-            str(error), source=str(folder), got=path, hint="write the path without ~"
+            str(error), source=str(base_folder), got=path, hint="write the path without ~"
         ) from None
 
 
-def _resolve_folder(folder: Path, name: str | None) -> str | None:
-    """Return an absolute path if the name is or looks like a folder; else the name unchanged, as a
-    hub name.
+def _resolve_if_folder(folder: Path, path_or_hub_name: str | None) -> str | None:
+    """Return an absolute path if this is, or looks like, a folder; else the text unchanged, as a
+    hub name. None stays None.
     """
-    if name is None or not (
-        name.startswith((".", "/", "~")) or isdir(_make_absolute(folder, name))
+    if path_or_hub_name is None or not (
+        path_or_hub_name.startswith((".", "/", "~"))
+        or isdir(_make_absolute(folder, path_or_hub_name))
     ):
-        return name
-    return str(_make_absolute(folder, name))
+        return path_or_hub_name
+    return str(_make_absolute(folder, path_or_hub_name))
 
 
 def _read_folder_config(folder: str) -> JsonObject:
-    """Return the content of a model folder's config.json; {} if it cannot be read, which
-    `_iterate_missing_files` reports.
+    """Return the content of a model folder's config.json; {} if it cannot be read, which is
+    reported elsewhere.
     """
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
@@ -469,7 +479,7 @@ def _read_folder_config(folder: str) -> JsonObject:
     return config if isinstance(config, dict) else {}
 
 
-def _iterate_missing_files(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
+def _iterate_errors_of_missing_files(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not isfile(file):
@@ -480,7 +490,7 @@ def _iterate_missing_files(spec: JobSpec, job_source: str) -> Iterator[SpecError
                     got=file,
                 )
     model = spec.known_model
-    key = _find_model_key(spec)
+    key = _find_job_key_of_model(spec)
     folders = {
         "data.tokenizer": spec.data.tokenizer,
         f"{key}.hf": model.hf if model is not None else None,
@@ -518,12 +528,12 @@ def _iterate_script_errors(
         )
     elif spec.command is not None and spec.workdir is not None:
         folder = Path(spec.workdir)
-        files = [("script", "command", _find_script(spec.command, folder))]
+        files = [("script", "command", _find_script_path(spec.command, folder))]
         if spec.config is not None:
             files.append(("file", "config.file", spec.config.file))
-            yield from _iterate_missing_keys(spec, folder / spec.config.file, job_source)
+            yield from _iterate_errors_of_missing_keys(spec, folder / spec.config.file, job_source)
         if check_programs:
-            yield from _iterate_missing_programs(spec, job_source)
+            yield from _iterate_errors_of_missing_programs(spec, job_source)
         for kind, path, file in files:
             if file is not None and not isfile(folder / file):
                 yield SpecError(
@@ -535,7 +545,7 @@ def _iterate_script_errors(
                 )
 
 
-def _iterate_missing_programs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
+def _iterate_errors_of_missing_programs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     """Yield an error for each program of the job that cannot start here; a bare `python` is the
     service's own.
     """
@@ -561,9 +571,11 @@ def _iterate_missing_programs(spec: JobSpec, job_source: str) -> Iterator[SpecEr
             )
 
 
-def _iterate_missing_keys(spec: JobSpec, file: Path, job_source: str) -> Iterator[SpecError]:
-    """Yield an error for each knob whose key the config file lacks: the script may not read that
-    key.
+def _iterate_errors_of_missing_keys(
+    spec: JobSpec, file: Path, job_source: str
+) -> Iterator[SpecError]:
+    """Yield an error for each knob whose key the script's config file lacks: the script may not
+    read that key.
 
     A file that is made of others (Hydra's `defaults`), or that cannot be read, is not judged.
     """
@@ -585,11 +597,11 @@ def _iterate_missing_keys(spec: JobSpec, file: Path, job_source: str) -> Iterato
             )
 
 
-def _find_script(command: Sequence[str], workdir: Path) -> str | None:
-    """Return the path of the script that `python [-u ...] script.py` starts, or `-m` with a module
-    of `workdir`.
+def _find_script_path(command: Sequence[str], workdir: Path) -> str | None:
+    """Return the path of the script that the command `python [-u ...] script.py` or `-m module`
+    starts.
 
-    None for other commands, and for a module of that folder that exists in any form.
+    None for other commands, and for a module of `workdir` that exists in any form.
     """
     program, *arguments = command
     if not is_python(program):
@@ -602,7 +614,7 @@ def _find_script(command: Sequence[str], workdir: Path) -> str | None:
     return first if first.endswith(".py") else None
 
 
-def _iterate_duplicate_knobs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
+def _iterate_errors_of_duplicate_knobs(spec: JobSpec, job_source: str) -> Iterator[SpecError]:
     """Yield an error for each knob whose flag or variable the job also sets itself: that would
     override the plan.
     """

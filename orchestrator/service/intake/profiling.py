@@ -50,7 +50,7 @@ HINT = (
 
 @frozen
 class TraceScope:
-    """The plans that a trace of a model must cover: kinds of devices, whether other precisions
+    """Which plans the trace of a model must cover: kinds of devices, whether other precisions
     count, or one plan alone.
     """
 
@@ -104,8 +104,9 @@ def _load_or_trace(
     cache_folder: Path,
     job_source: str,
 ) -> Profiles:
-    """Return a profile per arithmetic (precision, autocast). Those that the cache folder lacks are
-    traced and stored.
+    """Return the model's memory profile for each arithmetic (precision, autocast).
+
+    Those that the cache folder lacks are traced and stored there.
     """
     requests = [
         {
@@ -157,8 +158,8 @@ def _list_arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
 
 
 def _list_sequence_lengths(spec: JobSpec) -> list[int]:
-    """Return the job's possible sequence lengths, in tokens; [] for a factory, which has its own
-    data.
+    """Return the sequence lengths with which the job may train, in tokens; [] for a factory, which
+    has its own data.
     """
     shorter = (
         ()
@@ -258,7 +259,7 @@ def _find_transformers_line(stderr: str) -> str | None:
     """Return the last line of transformers' own code in a traceback; None where our code came after
     it.
 
-    The recorder of operations is below every call of torch, and does not count.
+    Our recorder of operations is below every call of torch, and does not count.
     """
     frames = re.findall(r'File "([^"]+)", line (\d+)', stderr)
     for path, line in reversed(frames):

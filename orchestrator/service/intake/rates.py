@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class CpuRates(BaseModel):
-    """Measured rates of one CPU rank, per second, while a second rank is equally busy."""
+    """The measured rates of one CPU rank, per second, while a second rank is equally busy."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,49 +38,49 @@ class CpuRates(BaseModel):
     link_bandwidth: PositiveFloat
 
 
-def measure_cluster(cluster: ClusterSpec) -> ClusterSpec:
+def add_measured_rates(cluster: ClusterSpec) -> ClusterSpec:
     """Return the cluster with the measured rates of this machine's CPU ranks (virtual devices);
-    cached rates are reused.
+    cached ones are reused.
 
     Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
     ranks = _count_cpu_ranks(cluster)
     if not ranks:
         return cluster
-    file = _cache_file(ranks)
+    file = _find_cache_file(ranks)
     rates = _read_cached_rates(file) or _measure_rates(ranks, file)
-    return cluster if rates is None else set_rates(cluster, rates)
+    return cluster if rates is None else replace_rates(cluster, rates)
 
 
-def recall_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the cached rates of this machine's CPU ranks; unchanged if there are
-    none.
+def add_cached_rates(cluster: ClusterSpec) -> ClusterSpec:
+    """Return the cluster with the cached rates of this machine's CPU ranks; unchanged if none were
+    measured.
     """
-    rates = read_rates(cluster)
-    return cluster if rates is None else set_rates(cluster, rates)
+    rates = find_cached_rates(cluster)
+    return cluster if rates is None else replace_rates(cluster, rates)
 
 
-def read_rates(cluster: ClusterSpec) -> CpuRates | None:
+def find_cached_rates(cluster: ClusterSpec) -> CpuRates | None:
     """Return the cached compute and memory rates of this machine's CPU ranks.
 
     None if they were never measured, or if the cluster has no CPU ranks.
     """
     ranks = _count_cpu_ranks(cluster)
-    return _read_cached_rates(_cache_file(ranks)) if ranks else None
+    return _read_cached_rates(_find_cache_file(ranks)) if ranks else None
 
 
-def set_rates(cluster: ClusterSpec, rates: CpuRates) -> ClusterSpec:
+def replace_rates(cluster: ClusterSpec, rates: CpuRates) -> ClusterSpec:
     """Return the cluster with these rates for its virtual devices."""
     nodes = tuple(
-        node.model_copy(update={"device": _set_device_rates(node.device, rates)})
+        node.model_copy(update={"device": _replace_device_rates(node.device, rates)})
         for node in cluster.nodes
     )
     return cluster.model_copy(update={"nodes": nodes})
 
 
-def _set_device_rates(device: DeviceSpec, rates: CpuRates) -> DeviceSpec:
-    """Return the device with peak rates from which planning, by its efficiencies, obtains the
-    measured rates.
+def _replace_device_rates(device: DeviceSpec, rates: CpuRates) -> DeviceSpec:
+    """Return the device with peak rates from which planning, which multiplies by its efficiencies,
+    gets the measured rates.
     """
     if not device.kind.traits.is_virtual:
         return device
@@ -98,7 +98,7 @@ def _set_device_rates(device: DeviceSpec, rates: CpuRates) -> DeviceSpec:
 def _measure_rates(rank_count: int, file: Path | None) -> CpuRates | None:
     try:
         child = subprocess.run(
-            [sys.executable, "-m", PROGRAM, str(_threads_per_rank(rank_count))],
+            [sys.executable, "-m", PROGRAM, str(_count_threads_per_rank(rank_count))],
             env={
                 **select_inherited(os.environ),
                 "CUDA_VISIBLE_DEVICES": "",
@@ -141,14 +141,14 @@ def _count_cpu_ranks(cluster: ClusterSpec) -> int:
     )
 
 
-def _threads_per_rank(rank_count: int) -> int:
-    """Return the number of threads per rank, as a launch sets it
+def _count_threads_per_rank(rank_count: int) -> int:
+    """Return the number of threads per CPU rank that a launch sets
     (backends/attempts/launch_request.py).
     """
     return max(1, len(os.sched_getaffinity(0)) // rank_count)
 
 
-def _cache_file(rank_count: int) -> Path | None:
+def _find_cache_file(rank_count: int) -> Path | None:
     """Return the file in which rates are cached, by host, processor, torch version and method of
     measurement.
 
@@ -166,7 +166,7 @@ def _cache_file(rank_count: int) -> Path | None:
         platform.node(),
         platform.machine(),
         model,
-        str(_threads_per_rank(rank_count)),
+        str(_count_threads_per_rank(rank_count)),
         importlib.metadata.version("torch"),
     )
     digest = hashlib.sha256("\n".join(key).encode() + program.read_bytes()).hexdigest()

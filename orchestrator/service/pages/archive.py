@@ -12,7 +12,9 @@ FRESH = 4  # jobs read to see whether any is new; eight times as many with each 
 
 
 class ArchivedJobs:
-    """Cache of archived jobs, which reads each job once. Thread-safe."""
+    """A thread-safe cache of jobs that have ended and left the queue; each is read from the journal
+    once.
+    """
 
     def __init__(self, list_ended_jobs: Callable[[int, str | None], Sequence[Job]]) -> None:
         """Make the cache; `list_ended_jobs` reads archived jobs, as `Controller.list_ended_jobs` does."""
@@ -20,7 +22,7 @@ class ArchivedJobs:
         self._jobs: Sequence[Job] = self._ended(ENDED_MAX, None)  # the latest end first
 
     def list_newest(self) -> Sequence[Job]:
-        """Return the archived jobs that ended last, at most ENDED_MAX, latest end first."""
+        """Return the jobs that ended last, at most ENDED_MAX, latest end first."""
         with self._lock:
             keys = {job.key for job in self._jobs}
             fresh = list[Job]()

@@ -29,9 +29,11 @@ MEASURES = {  # name of a sample, its word, its unit, and the colour of its curv
 }
 
 
-def device_uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, TemplateData]:
-    """Return {device: chart and newest numbers of its use} for each device used in the last
-    hour.
+def make_device_use_data(
+    jobs: Iterable[Job], home: Path, now_s: float
+) -> Mapping[Device, TemplateData]:
+    """Return {device: chart and newest numbers of its use} for each device that was used in the
+    last hour.
     """
     from_s = now_s - LOOK_BACK_S
     attempts = [
@@ -40,7 +42,7 @@ def device_uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device
     curves: dict[Device, list[Line]] = {}
     newest: dict[Device, dict[str, str]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.launched_at_s)[-ATTEMPTS_MAX:]:
-        for device, name, points in _iterate_curves(attempt, home, from_s):
+        for device, name, points in _iterate_device_curves(attempt, home, from_s):
             word, unit, tone = MEASURES[name]
             if tone:
                 curves.setdefault(device, []).append(Line(f"{word}, {attempt.name}", tone, points))
@@ -58,11 +60,11 @@ def device_uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device
     }
 
 
-def _iterate_curves(
+def _iterate_device_curves(
     attempt: Attempt, home: Path, since_s: float
 ) -> Iterator[tuple[Device, str, list[tuple[float, float]]]]:
-    """Yield (device, measure, its points (seconds, value) since `since_s`) for the attempt's
-    devices.
+    """Yield (device, name of the measure, its points (seconds, value) since `since_s`) for the
+    attempt's devices.
     """
     folder = JobFolder(home, attempt.job_id).attempt(attempt.number)
     for part in attempt.placement:

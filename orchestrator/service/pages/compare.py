@@ -9,7 +9,11 @@ from orchestrator.service.pages.frame import safe_web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, load_attempt_curves
 from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
-from orchestrator.service.views.comparison import ComparisonView, list_failure_reasons, table_cells
+from orchestrator.service.views.comparison import (
+    ComparisonView,
+    list_row_numbers_and_failure_reasons,
+    make_table_cells,
+)
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
 
@@ -27,7 +31,7 @@ MAIN = (
 )
 
 
-def comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
+def make_comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     """Return a table row per comparison of strategies among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
@@ -47,11 +51,11 @@ def comparison_rows(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     return sorted(groups, key=lambda row: -float(str(row["submitted_at_s"])))
 
 
-def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
-    """Return the data of a comparison's page."""
+def make_comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
+    """Return the template data of the page of a comparison of strategies."""
     rows = comparison["rows"]
     picture = comparison["picture"]
-    columns = {name: cells for table in table_cells(rows) for name, cells in table.items()}
+    columns = {name: cells for table in make_table_cells(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
         attempts = (
@@ -71,7 +75,7 @@ def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
         "main": {name: cells for name, cells in columns.items() if name in MAIN},
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "most_bytes": max(filter(None, peaks), default=1),
-        "reasons": list_failure_reasons(rows),
+        "reasons": list_row_numbers_and_failure_reasons(rows),
         "picture": draw_frontier(picture_from_view(picture), "Memory against step time", "")
         if picture
         else "",

@@ -28,7 +28,7 @@ Form = Mapping[str, str]  # what was typed, by the name of its field
 
 @frozen
 class FormKey:
-    """A key of a job file, as a field of the submit form."""
+    """A key of a job file, shown as a field of the submit form."""
 
     path: Path
     description: str
@@ -57,7 +57,7 @@ class FormKey:
 
 @frozen
 class Section:
-    """The keys of one mapping in a job file; `title` is its path, "" for the top level."""
+    """The keys of one mapping in a job file; `title` is its path, "" for the top level of the file."""
 
     title: str
     description: str
@@ -66,8 +66,8 @@ class Section:
 
 @cache
 def form_sections() -> tuple[Section, ...]:
-    """Return all keys of a job file by section: the top level, then each mapping, followed by its
-    inner mappings.
+    """Return all keys of a job file by section: the top level, then each mapping, followed by the
+    mappings inside it.
     """
     schema = job_json_schema()
     return tuple(_iterate_sections((), schema, schema["$defs"]))
@@ -96,9 +96,10 @@ def _iterate_sections(
 
 
 def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonObject | None:
-    """Return the JSON schema of the mapping that a key of a job file holds.
+    """Return the JSON schema of the mapping that a job file's key holds; None if it holds anything
+    else.
 
-    None where the key may also hold other values, or where the mapping may contain itself.
+    It is also None where the mapping may contain itself.
     """
     (kind, *others) = _value_schemas(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")
@@ -112,7 +113,7 @@ def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonOb
 
 
 def _value_schemas(schema: Schema) -> list[Schema]:
-    """Return the schemas of the values that a key may hold, without null."""
+    """Return the JSON schemas of the values that a key may have, except null."""
     if "anyOf" in schema:
         return [kind for choice in schema["anyOf"] for kind in _value_schemas(choice)]
     return [] if schema.get("type") == "null" else [schema]
@@ -149,7 +150,7 @@ def _make_key(
     )
 
 
-def propose_for_form(command: str, folder: str) -> str:
+def propose_job_file_for_form(command: str, folder: str) -> str:
     """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs
     nothing.
 
@@ -169,7 +170,7 @@ def field_values(job_text: str) -> dict[str, str]:
         return {}
     shown = {}
     for key in _iterate_keys():
-        value = _value_at(data, key.path)
+        value = _get_value_at(data, key.path)
         if value is not None:
             shown[key.name] = " ".join(key.format_value(value).split("\n"))  # a field has one line
     return shown
@@ -193,7 +194,7 @@ def write_job_file(form: Form) -> str:
     data = read_document(text, SOURCE).data if text.strip() else {}
     for key in changed:
         typed = form.get(key.name, "").strip()
-        data = _set_value(data, key.path, key.parse_value(typed) if typed else None)
+        data = _with_value(data, key.path, key.parse_value(typed) if typed else None)
     return as_yaml(data)
 
 
@@ -201,14 +202,14 @@ def _iterate_keys() -> Iterator[FormKey]:
     return (key for section in form_sections() for key in section.keys)
 
 
-def _value_at(data: Any, key_path: Path) -> Any:
+def _get_value_at(data: Any, key_path: Path) -> Any:
     for name in key_path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
-def _set_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
-    """Return the mapping with a value at the path; None removes the key, and each mapping that
+def _with_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
+    """Return the mapping with this value at the path. None removes the key, and each mapping that
     becomes empty.
     """
     (name, *rest) = key_path
@@ -217,7 +218,7 @@ def _set_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
         if not isinstance(inner, dict):
             what = "there is nothing to set inside a value"
             raise SpecError(what, source=SOURCE, path=str(name), got=str(inner))
-        value = _set_value(inner, tuple(rest), value) or None
+        value = _with_value(inner, tuple(rest), value) or None
     return {
         key: entry
         for key, entry in {**data, str(name): value}.items()

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
-from orchestrator.service.views.columns import columns_of
+from orchestrator.service.views.columns import select_columns
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
@@ -187,7 +187,7 @@ def _make_environment() -> Environment:
         "words": lambda text: str(text).replace("_", " "),
     }
     made.filters.update(filters)
-    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN, columns_of=columns_of)
+    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN, select_columns=select_columns)
     return made
 
 

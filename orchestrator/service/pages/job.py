@@ -49,7 +49,7 @@ class Curves:
     peak_bytes: Sequence[Metric]  # of each step
 
 
-def differing_settings_rows(job: JobView) -> Sequence[TemplateData]:
+def make_differing_settings_rows(job: JobView) -> Sequence[TemplateData]:
     """Return a table row for each setting in which any two attempts differ, with each attempt's
     value.
     """
@@ -116,9 +116,9 @@ def add_failure_memory(curves: Sequence[Curves], job: JobView) -> list[Curves]:
     ]
 
 
-def job_facts(job: Job) -> Mapping[str, str]:
-    """Return {name: text} of known facts about a job: what it runs, where, and the source of its
-    figures.
+def list_job_facts(job: Job) -> Mapping[str, str]:
+    """Return {name: text} of what is known about a job: what it runs, where, and where its figures
+    come from.
     """
     spec = job.spec
     provenance = {
@@ -137,8 +137,10 @@ def job_facts(job: Job) -> Mapping[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def list_artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
-    """Return (name, bytes) of the output folder's newest entries, at most FILES_MAX; bytes are None for folders."""
+def list_artifact_names_and_bytes(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
+    """Return (name, bytes or None for a folder) of the newest entries in the job's output folder,
+    at most FILES_MAX.
+    """
     try:
         with os.scandir(JobFolder(home, job_id).output) as entries:
             stats = [
@@ -184,7 +186,7 @@ def draw_charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping
     }
 
 
-def memory_rows(job: JobView, capacity_by_device: Mapping[str, int]) -> Sequence[TemplateData]:
+def make_memory_rows(job: JobView, capacity_by_device: Mapping[str, int]) -> Sequence[TemplateData]:
     """Return a table row per attempt: predicted and measured peak, against the memory of its kind
     of device.
     """
@@ -222,8 +224,8 @@ def draw_memory_waterfall(attempt: AttemptView, capacity_bytes: int | None) -> M
 
 
 def draw_job_frontier(explanation: ExplanationView) -> Markup:
-    """Return a chart of the job's frontier (plans that no other beats), as judged today; empty
-    without a frontier.
+    """Return a chart of the job's plans that no other plan beats, as judged today; empty without
+    such plans.
     """
     view = explanation["picture"]
     return (

@@ -12,27 +12,27 @@ WAIT_S = 5.0  # at most so long a page that was closed, or whose session ended, 
 
 
 async def stream_changes(
-    version_seen: int,
+    seen_version: int,
     current_version: Callable[[], int],
     waits: Waits,
     is_signed_in: Callable[[], bool],
 ) -> AsyncIterator[str]:
-    """Yield a server-sent event `changed` for each version of the state after `version_seen`, and
+    """Yield a server-sent event `changed` for each version of the state after `seen_version`, and
     `ended` at the end.
 
-    Versions that follow quickly are merged. A page that reconnects sends its last version, and gets
-    newer versions at once.
+    Versions that follow quickly are merged. A page that reconnects sends the last version that it
+    got, and gets newer versions at once.
     """
     yield "retry: 1000\n\n"
     while await asyncio.to_thread(is_signed_in):
-        await waits.wait_until(partial(_is_other_version, current_version, version_seen), WAIT_S)
-        if current_version() == version_seen:
+        await waits.wait_until(partial(_is_other_version, current_version, seen_version), WAIT_S)
+        if current_version() == seen_version:
             yield ": still here\n\n"
         else:
-            version_seen = current_version()
-            yield f"id: {version_seen}\nevent: changed\ndata: {version_seen}\n\n"
+            seen_version = current_version()
+            yield f"id: {seen_version}\nevent: changed\ndata: {seen_version}\n\n"
     yield "event: ended\ndata: sign in\n\n"
 
 
-def _is_other_version(current_version: Callable[[], int], version_seen: int) -> bool:
-    return current_version() != version_seen
+def _is_other_version(current_version: Callable[[], int], seen_version: int) -> bool:
+    return current_version() != seen_version

@@ -24,7 +24,7 @@ def log_size_bytes(home: Path, job_id: str, attempt_number: int, rank: int) -> i
         return 0
 
 
-def read_window(read_bytes: Read, offset: int) -> str:
+def read_text_from(read_bytes: Read, offset: int) -> str:
     """Return a part of a log as text, from the first line that begins at or after the byte
     `offset`.
     """
@@ -36,8 +36,11 @@ def read_window(read_bytes: Read, offset: int) -> str:
     return text.partition("\n")[2] if "\n" in text else text
 
 
-def find_lines(read_bytes: Read, log_size: int, text: str) -> Sequence[tuple[int, str]]:
-    """Return (offset, line) of the last MATCHES_MAX lines that contain the text, ignoring the case of ASCII letters.
+def find_line_offsets_and_texts(
+    read_bytes: Read, log_size: int, text: str
+) -> Sequence[tuple[int, str]]:
+    """Return (offset in bytes, line) of the last MATCHES_MAX lines that contain the text; case is
+    ignored in ASCII letters.
 
     The search reads the last SEARCH_BYTES of a log of `log_size` bytes.
     """

@@ -14,7 +14,7 @@ from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, draw_gantt
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
-from orchestrator.service.views.records import attempt_view
+from orchestrator.service.views.records import make_attempt_view
 from orchestrator.specs.attempt import Attempt, devices_in
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
@@ -25,21 +25,21 @@ COMING_MAX = 30  # queued jobs with one
 HOURS = (1, 3, 12, 24, 72)  # that a page may look back
 
 
-def night_data(
+def make_night_data(
     state: State,
     archived: Iterable[Job],
-    expected: Expectations,
+    forecast_by_job_id: Expectations,
     sweeps: Iterable[SweepReport],
-    hours: float,
-    since_s: float,
+    chart_hours: float,
+    report_since_s: float,
     now_s: float,
 ) -> TemplateData:
-    """Return the template data of the night page for the last `hours`; its report begins at
-    `since_s`.
+    """Return the template data of the night page: charts of the last `chart_hours`, and a report
+    since `report_since_s`.
     """
-    from_s = now_s - hours * 3600
+    from_s = now_s - chart_hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
-    report = make_morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
+    report = make_morning_report(state, all_jobs.values(), report_since_s, now_s, sweeps)
     jobs = [
         job
         for job in all_jobs.values()
@@ -47,17 +47,21 @@ def night_data(
     ]
     ended = [job for job in all_jobs.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {
-        "hours": hours,
+        "hours": chart_hours,
         "choices": HOURS,
         "from_s": from_s,
         "chart": draw_past_chart(state, jobs, from_s, now_s),
-        "coming": _draw_forecast_chart(expected, now_s),
+        "coming": _draw_forecast_chart(forecast_by_job_id, now_s),
         "expected": sorted(
-            (row for row in expected.values() if row["start_s"] is not None),
+            (row for row in forecast_by_job_id.values() if row["start_s"] is not None),
             key=lambda row: row["start_s"] or 0.0,
         )[:COMING_MAX],
         "spans": sorted(
-            ((job, attempt_view(job.spec, attempt)) for job in jobs for attempt in job.attempts),
+            (
+                (job, make_attempt_view(job.spec, attempt))
+                for job in jobs
+                for attempt in job.attempts
+            ),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
         "rows": [_ending_data(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
@@ -85,9 +89,7 @@ LEAST_S = 60.0  # that a chart of the past shows
 
 
 def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
-    """Return a chart of past attempts since `from_s`, with a lane per device; empty without
-    attempts.
-    """
+    """Return a chart of attempts since `from_s`, with a lane per device; empty without attempts."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
         device
@@ -126,17 +128,17 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
         from_s,
         now_s,
         now_s,
-        _round_times_and_labels(from_s, now_s),
+        _choose_times_and_labels(from_s, now_s),
     )
 
 
-def _draw_forecast_chart(expected: Expectations, now_s: float) -> Markup:
+def _draw_forecast_chart(forecast_by_job_id: Expectations, now_s: float) -> Markup:
     """Return a chart with a lane for each job expected to run, with the ranges of its start and
     end; empty without any.
     """
     timed = [
         (start_s, end_s, row)
-        for row in expected.values()
+        for row in forecast_by_job_id.values()
         if (start_s := row["start_s"]) is not None and (end_s := row["end_s"]) is not None
     ]
     coming = sorted(timed, key=lambda job: job[0])[:COMING_MAX]
@@ -169,12 +171,12 @@ def _draw_forecast_chart(expected: Expectations, now_s: float) -> Markup:
         now_s,
         max(until_s, now_s + 60),
         now_s,
-        _round_times_and_labels(now_s, until_s),
+        _choose_times_and_labels(now_s, until_s),
     )
 
 
-def _round_times_and_labels(from_s: float, until_s: float) -> list[tuple[float, str]]:
-    """Return (time in seconds since 1970, label) of round times in the span, at most nine."""
+def _choose_times_and_labels(from_s: float, until_s: float) -> list[tuple[float, str]]:
+    """Return (time in seconds since 1970, label) of at most nine round times between the two times."""
     steps_s = (
         10,
         30,

@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class OidcSignIn:
-    """The two routes of a sign-in at an OpenID provider. Pending state is in a signed cookie, so it
-    uses no memory here.
+    """The two routes by which a browser signs in at an OpenID provider.
+
+    The state of a pending sign-in is in a signed cookie, so it uses no memory here.
     """
 
     def __init__(self, provider: Provider, gate: Gate) -> None:
@@ -44,11 +45,11 @@ class OidcSignIn:
         self._used: OrderedDict[str, float] = OrderedDict()
         self._lock = Lock()
 
-    def begin_sign_in(self, request: Request, came_from: str) -> Response:
-        """Return a redirect to the provider's page; the browser later returns to the page
-        `came_from`.
+    def begin_sign_in(self, request: Request, return_path: str) -> Response:
+        """Return a redirect to the provider's page; after the sign-in the browser goes to the page
+        `return_path`.
         """
-        if self._gate.is_guessing(request, count_one=False):
+        if self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
             return self._refuse(request, "too many wrong answers", 429)
         try:
             begun = self._provider.begin_sign_in(_callback_url(request))
@@ -58,7 +59,7 @@ class OidcSignIn:
             "state": begun.state,
             "nonce": begun.nonce,
             "verifier": begun.verifier,
-            "next": came_from,
+            "next": return_path,
             "until_s": time.time() + BEGUN_S,
         }
         text = json.dumps(sign_in).encode()
@@ -77,12 +78,13 @@ class OidcSignIn:
     def finish_sign_in(self, request: Request) -> Response:
         """Return the answer to the provider's callback: a redirect with a session, or a refusal.
 
-        It is accepted once, in the browser that began the sign-in, within BEGUN_S seconds.
+        The callback is accepted once, in the browser that began the sign-in, within BEGUN_S
+        seconds.
         """
-        if self._gate.is_guessing(request, count_one=False):
+        if self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
             return self._refuse(request, "too many wrong answers", 429)
         try:
-            begun = self._read_pending(request)
+            begun = self._read_pending_sign_in(request)
             query = request.query_params
             if query.get("iss", self._provider.spec.issuer) != self._provider.spec.issuer:
                 raise SignInError("another issuer answered")
@@ -94,7 +96,7 @@ class OidcSignIn:
             user = self._provider.spec.user_name(claims)
             role = self._find_role(user, claims)
         except SignInError as error:
-            self._gate.is_guessing(request)
+            self._gate.has_sent_too_many_wrong_tokens(request)
             return self._refuse(request, str(error), 403)
         cookie = self._gate.sessions.open_session(user, role, self._provider.spec.session)
         log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
@@ -105,8 +107,10 @@ class OidcSignIn:
         set_cookie(request, answer, cookie)
         return answer
 
-    def _read_pending(self, request: Request) -> JsonObject:
-        text = self._gate.sessions.verify_text(request.cookies.get(_cookie_name(request), ""))
+    def _read_pending_sign_in(self, request: Request) -> JsonObject:
+        text = self._gate.sessions.find_verified_text(
+            request.cookies.get(_cookie_name(request), "")
+        )
         if text is None:
             raise SignInError("the browser has begun no sign in")
         begun: JsonObject = json.loads(base64.urlsafe_b64decode(text))

@@ -9,7 +9,7 @@ from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
-from orchestrator.service.views.records import JobView, sort_jobs
+from orchestrator.service.views.records import JobView, sort_jobs_for_display
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job, JobStatus
@@ -24,7 +24,7 @@ Views = Callable[[Job], JobView]
 
 @frozen
 class Filter:
-    """The criteria of the queue page's filter; "" matches every job."""
+    """The criteria by which the queue page selects jobs; "" in a criterion matches every job."""
 
     status: str = ""
     user: str = ""
@@ -57,18 +57,19 @@ class Filter:
         )
 
 
-def queue_data(
+def make_queue_data(
     state: State,
     archived: Sequence[Job],
-    view: Views,
-    expected: Expectations,
+    views: Views,
+    forecast_by_job_id: Expectations,
     criteria: Filter,
     page_number: int,
 ) -> TemplateData:
-    """Return the template data of the queue's page with this number: ROWS live rows, on the last
-    page also jobs that ended.
+    """Return the template data of the queue's page with this number.
+
+    It has ROWS rows of live jobs; the last page also has the jobs that ended.
     """
-    live = sort_jobs(state.live_jobs)
+    live = sort_jobs_for_display(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
     just_ended = [
@@ -82,7 +83,7 @@ def queue_data(
     pages = max(1, -(-len(live_groups) // ROWS))
     page_number = min(max(1, page_number), pages)
     shown = live_groups[(page_number - 1) * ROWS : page_number * ROWS]
-    rows = Rows(state, view, expected, waiting)
+    rows = Rows(state, views, forecast_by_job_id, waiting)
     return {
         "running": rows.make_rows([group for group in shown if has_running_job(group)]),
         "waiting": rows.make_rows([group for group in shown if not has_running_job(group)]),
@@ -125,7 +126,7 @@ def has_running_job(group: Sequence[Job]) -> bool:
 
 
 class Rows:
-    """Makes the table rows of jobs from one state."""
+    """Makes the rows of the queue page's table for the jobs of one state."""
 
     def __init__(
         self, state: State, view: Views, expected: Expectations, waiting_jobs: Sequence[Job]

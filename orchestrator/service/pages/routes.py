@@ -26,14 +26,14 @@ from orchestrator.service.commands.what_if import WhatIf, compare_queues
 from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.archive import ArchivedJobs
-from orchestrator.service.pages.cluster import device_uses
-from orchestrator.service.pages.compare import comparison_data, comparison_rows
+from orchestrator.service.pages.cluster import make_device_use_data
+from orchestrator.service.pages.compare import make_comparison_data, make_comparison_rows
 from orchestrator.service.pages.form import (
     SOURCE,
     Form,
     field_values,
     form_sections,
-    propose_for_form,
+    propose_job_file_for_form,
     write_job_file,
 )
 from orchestrator.service.pages.frame import (
@@ -45,27 +45,27 @@ from orchestrator.service.pages.frame import (
 )
 from orchestrator.service.pages.job import (
     add_failure_memory,
-    differing_settings_rows,
     draw_charts,
     draw_job_frontier,
     draw_memory_waterfall,
-    job_facts,
-    list_artifacts,
+    list_artifact_names_and_bytes,
+    list_job_facts,
     load_curves,
-    memory_rows,
+    make_differing_settings_rows,
+    make_memory_rows,
 )
 from orchestrator.service.pages.live import stream_changes
 from orchestrator.service.pages.log import (
     TEXT_MAX,
     WINDOW_BYTES,
-    find_lines,
+    find_line_offsets_and_texts,
     log_size_bytes,
-    read_window,
+    read_text_from,
 )
-from orchestrator.service.pages.night import night_data
+from orchestrator.service.pages.night import make_night_data
 from orchestrator.service.pages.oidc import OidcSignIn
-from orchestrator.service.pages.overview import overview_data
-from orchestrator.service.pages.queue import Filter, queue_data
+from orchestrator.service.pages.overview import make_overview_data
+from orchestrator.service.pages.queue import Filter, make_queue_data
 from orchestrator.service.server.access.gate import (
     LINK,
     OIDC,
@@ -74,10 +74,10 @@ from orchestrator.service.server.access.gate import (
     SIGN_IN,
     STATIC,
     Gate,
+    make_role_by_route,
     parse_route,
-    role_by_route,
 )
-from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.access.ownership import may_change_jobs_of
 from orchestrator.service.server.access.sessions import delete_cookie, set_cookie
 from orchestrator.service.server.routes.answers import PlainRoute
 from orchestrator.service.server.routes.attempt_files import view_job
@@ -86,8 +86,8 @@ from orchestrator.service.server.routes.dependencies import (
     Forbidden,
     Pages,
     Service,
-    address_for_sender,
     find_job,
+    make_address_for_sender,
 )
 from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.waits import Waits
@@ -144,7 +144,7 @@ class _Pages:
     def _make_view(self, job: Job) -> JobView:
         return view_job(
             self._home,
-            self._reasons.explain_job(job),
+            self._reasons.add_wait_reason(job),
             self._controller.state.policy,
             self._controller.health.list_delays(),
         )
@@ -157,7 +157,7 @@ class _Pages:
             return principal.role.may(self._gate.roles.get((method, path), Role.ADMIN))
 
         def may_change_job(job: JobView) -> bool:
-            is_own = may_change(job["user"], principal, self._controller.state.policy)
+            is_own = may_change_jobs_of(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
         shared = {"problems": self._controller.health.list_problems()}
@@ -213,17 +213,19 @@ class _Pages:
         form = await _read_form(request)
         came_from = _safe_path(form.get("next", ""))
         cookie = await run_in_threadpool(
-            self._gate.sessions.make_cookie, form.get("token", "").strip()
+            self._gate.sessions.make_session_cookie, form.get("token", "").strip()
         )
         if cookie is not None:
             answer: Response = RedirectResponse(came_from, 303)
             set_cookie(request, answer, cookie)
             return answer
-        is_guessing = self._gate.is_guessing(request)
+        has_sent_too_many_wrong_tokens = self._gate.has_sent_too_many_wrong_tokens(request)
         message = (
-            "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
+            "Too many wrong tokens: wait a minute."
+            if has_sent_too_many_wrong_tokens
+            else "This token admits nobody."
         )
-        status = 429 if is_guessing else 401
+        status = 429 if has_sent_too_many_wrong_tokens else 401
         return self._sign_in_page(request, came_from, message, status)
 
     def sign_in_by_link(self, request: Request) -> Response:
@@ -232,10 +234,10 @@ class _Pages:
         """
         came_from = _safe_path(request.query_params.get("next", ""))
         cookie = None
-        if not self._gate.is_guessing(request, count_one=False):
-            cookie = self._gate.links.claim_session(request.path_params["code"])
+        if not self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
+            cookie = self._gate.links.claim_session_cookie(request.path_params["code"])
         if cookie is None:
-            self._gate.is_guessing(request)
+            self._gate.has_sent_too_many_wrong_tokens(request)
             message = "This link was used before, or is older than five minutes: `orc open` makes another."
             return self._sign_in_page(request, came_from, message, 403)
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
@@ -263,11 +265,11 @@ class _Pages:
 
     def overview(self, request: Request) -> Response:
         state = self._controller.state
-        expected = self._forecasts.find_newest()
+        expected = self._forecasts.find_newest_forecast()
         return self._render(
             request,
             "overview",
-            **overview_data(
+            **make_overview_data(
                 state, self._archive.list_newest(), self._make_view, expected, time.time()
             ),
         )
@@ -280,11 +282,11 @@ class _Pages:
                 for name in ("status", "user", "team", "why", "name", "array")
             }
         )
-        data = queue_data(
+        data = make_queue_data(
             self._controller.state,
             self._archive.list_newest(),
             self._make_view,
-            self._forecasts.find_newest(),
+            self._forecasts.find_newest_forecast(),
             criteria,
             _query_number(query, "page", 1),
         )
@@ -299,7 +301,7 @@ class _Pages:
             "job",
             tab="overview",
             job=job,
-            rows=differing_settings_rows(job),
+            rows=make_differing_settings_rows(job),
             charts=draw_charts(
                 curves,
                 self._capacity_by_device().get(
@@ -307,24 +309,26 @@ class _Pages:
                 ),
             ),
             curves=curves,
-            facts=job_facts(last) if last else {},
-            memory=memory_rows(job, self._capacity_by_device()),
-            expected=self._forecasts.find_newest().get(job["id"]),
+            facts=list_job_facts(last) if last else {},
+            memory=make_memory_rows(job, self._capacity_by_device()),
+            expected=self._forecasts.find_newest_forecast().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.is_compared else None,
             sweep=last.array if last and last.spec.trial else None,
-            artifacts=list_artifacts(self._home, job["id"]),
-            mlflow=self._find_mlflow_page(request, last),
+            artifacts=list_artifact_names_and_bytes(self._home, job["id"]),
+            mlflow=self._find_mlflow_url(request, last),
         )
 
-    def _find_mlflow_page(self, request: Request, job: Job | None) -> str | None:
+    def _find_mlflow_url(self, request: Request, job: Job | None) -> str | None:
         """Return the URL of a job's run in MLflow; None where there is no run, or while it is being
         looked up.
         """
         if self._mlflow is None or job is None or not job.attempts:
             return None
         return safe_web_address(
-            address_for_sender(request, self._links.find_cached(self._mlflow, job.key, 1) or "")
+            make_address_for_sender(
+                request, self._links.find_cached_url(self._mlflow, job.key, 1) or ""
+            )
         )
 
     def plan(self, request: Request) -> Response:
@@ -372,9 +376,9 @@ class _Pages:
             size = log_size_bytes(self._home, job["id"], number, rank)
             start = min(size, _query_number(query, "from", max(0, size - WINDOW_BYTES)))
             try:
-                data |= {"text": read_window(read, start), "size": size, "start": start}
+                data |= {"text": read_text_from(read, start), "size": size, "start": start}
                 data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
-                data |= {"matches": find_lines(read, size, text) if text else []}
+                data |= {"matches": find_line_offsets_and_texts(read, size, text) if text else []}
             except Forbidden as error:
                 data |= {"refusal": str(error)}
         is_still = bool(text or "from" in query)
@@ -388,17 +392,17 @@ class _Pages:
             job.id: job for job in (*self._archive.list_newest(), *state.jobs.values())
         }.values()
         data = self._get_from_api("/cluster", request=request) | {
-            "uses": device_uses(jobs, self._home, now_s)
+            "uses": make_device_use_data(jobs, self._home, now_s)
         }
         return self._render(request, "cluster", **data, holders=job_id_by_held_device(state))
 
     def night(self, request: Request) -> Response:
         looked_back = min(float(_query_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
         now_s = time.time()
-        data = night_data(
+        data = make_night_data(
             self._controller.state,
             self._archive.list_newest(),
-            self._forecasts.find_newest(),
+            self._forecasts.find_newest_forecast(),
             self._sweeper.make_reports(),
             looked_back,
             self._controller.report_start_s(now_s - looked_back * 3600),
@@ -408,13 +412,13 @@ class _Pages:
 
     def comparisons(self, request: Request) -> Response:
         jobs = (*self._controller.state.jobs.values(), *self._archive.list_newest())
-        return self._render(request, "comparisons", comparisons=comparison_rows(jobs))
+        return self._render(request, "comparisons", comparisons=make_comparison_rows(jobs))
 
     def comparison(self, request: Request) -> Response:
         answer = self._get_from_api(
             "/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request
         )
-        return self._render(request, "comparison", **comparison_data(answer, self._home))
+        return self._render(request, "comparison", **make_comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
         reports = map(asdict, self._get_from_api("/sweeps")["sweeps"])
@@ -430,13 +434,15 @@ class _Pages:
     def submit(self, request: Request) -> Response:
         return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
 
-    def _submit_page(self, request: Request, text: str, fields: Form, **results: Any) -> Response:
+    def _submit_page(
+        self, request: Request, text: str, field_values: Form, **results: Any
+    ) -> Response:
         nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
         return self._render(
             request,
             "submit",
             text=text,
-            fields=fields,
+            fields=field_values,
             sections=form_sections(),
             **nothing | results,
         )
@@ -449,7 +455,7 @@ class _Pages:
         cluster = self._get_from_api("/cluster", request=request)
         try:
             text = (
-                propose_for_form(form["command"], form.get("folder", ""))
+                propose_job_file_for_form(form["command"], form.get("folder", ""))
                 if "command" in form
                 else write_job_file(form)
             )
@@ -557,7 +563,7 @@ _HANDLERS: Mapping[Role, Mapping[str, Callable[[_Pages, Request], Any]]] = {
     Role.ADMIN: {"GET /audit": _Pages.audit},
 }
 PAGE_ROLES = {
-    (method, PAGES + path): role for (method, path), role in role_by_route(_HANDLERS).items()
+    (method, PAGES + path): role for (method, path), role in make_role_by_route(_HANDLERS).items()
 }
 
 
@@ -591,7 +597,9 @@ PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=render_refus
 
 
 def _query_number(query: QueryParams, name: str, default: int) -> int:
-    """Return a number from the query, at most 18 digits; the default for anything else."""
+    """Return the whole number in this parameter of the query; the default if it is missing, or is
+    no number up to 18 digits.
+    """
     text = query.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 19 else default
 

@@ -42,7 +42,7 @@ _SHAPES = load_macros(
 
 
 class Line(NamedTuple):
-    """A curve of a chart: its name, the CSS class of its colour, and its points."""
+    """A curve of a chart: its name, the CSS class that gives its colour, and its points."""
 
     name: str
     tone: str
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """A bar of a waterfall chart: a cause of memory and its bytes."""
+    """A bar of a waterfall chart: what the memory is used for, and its bytes."""
 
     name: str
     count_bytes: int
@@ -81,7 +81,7 @@ class _Scale:
     end: float
     is_log: bool = False
 
-    def at(self, value: float) -> float:
+    def position_of(self, value: float) -> float:
         low, high = (
             (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
         )
@@ -115,19 +115,22 @@ def draw_curves(
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = _Scale(low if from_zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
-    step_ticks = _choose_ticks(across.low, across.high, is_whole=True)
+    step_ticks = _choose_values_and_labels(across.low, across.high, is_whole=True)
     paths = [
-        " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
+        " ".join(
+            f"{across.position_of(step)},{max(TOP, up.position_of(value))}"
+            for step, value in curve.points
+        )
         for curve in curves
     ]
-    beside = _choose_ticks(up.low, up.high)
+    beside = _choose_values_and_labels(up.low, up.high)
     drawn = _SHAPES.lines(curves, paths, across, up, step_ticks, beside, unit, limit_value)
     return _wrap_svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, drawn)
 
 
 def draw_frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
-    """Return a chart of step time against needed bytes, both logarithmic, with the memory limit as
-    a line.
+    """Return a chart of plans: step time against needed bytes, both logarithmic, with the memory
+    limit as a line.
 
     `label_prefix` precedes the label of each point.
     """
@@ -189,7 +192,7 @@ def draw_gantt(
     width = 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
     spans = Markup("").join(_draw_bar(bar, across, from_s, until_s) for bar in bars)
-    now_x = across.at(now_s) if from_s <= now_s <= until_s else None
+    now_x = across.position_of(now_s) if from_s <= now_s <= until_s else None
     drawn = _SHAPES.gantt(lanes, spans, ticks, now_x, across, height - BOTTOM)
     return _wrap_svg(
         title,
@@ -201,11 +204,14 @@ def draw_gantt(
 
 
 def _draw_bar(bar: Bar, scale: _Scale, from_s: float, until_s: float) -> Markup:
-    """Return one time span of the chart. It is an f-string: `Markup.format` took half of the
-    overview's time (720 spans, 2026-11).
+    """Return one time span of the chart as SVG.
+
+    It is an f-string: `Markup.format` took half of the overview's time (720 spans, 2026-11).
     """
     y = TOP + bar.lane * (LANE + GAP)
-    start, end = (scale.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
+    start, end = (
+        scale.position_of(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s)
+    )
     width = max(2.0, round(end - start, 1))
     shape = (
         f'<rect class="span {bar.tone}" x="{start}" y="{y}" width="{width}" height="{LANE}" rx="2">'
@@ -215,7 +221,7 @@ def _draw_bar(bar: Bar, scale: _Scale, from_s: float, until_s: float) -> Markup:
         shape += f'<text class="inside" x="{start + 5}" y="{y + 13}">{escape(bar.label)}</text>'
     if bar.early_s is not None and bar.late_s is not None:
         early, late = (
-            scale.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
+            scale.position_of(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
         )
         top = y + LANE / 2 - 4
         middle = y + LANE / 2
@@ -230,17 +236,22 @@ def draw_sparkline(title: str, curves: Sequence[Line], from_s: float, until_s: f
     across = _Scale(from_s, until_s, 0, 100)
     up = _Scale(0, 100, 24, 0)
     paths = [
-        " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thin_points(curve.points))
+        " ".join(
+            f"{across.position_of(at_s)},{up.position_of(value)}"
+            for at_s, value in _thin_points(curve.points)
+        )
         for curve in curves
     ]
     return Markup(_SHAPES.spark(title, curves, paths))
 
 
-def _choose_ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:
-    """Return (value, label) of about TICKS round values in a span; only integers with
-    `is_whole`.
+def _choose_values_and_labels(
+    lowest: float, highest: float, *, is_whole: bool = False
+) -> list[tuple[float, str]]:
+    """Return (value, label) of about TICKS round values from `lowest` to `highest`; only integers
+    with `is_whole`.
     """
-    raw = max((high - low) / TICKS, 1.0 if is_whole else 0.0)
+    raw = max((highest - lowest) / TICKS, 1.0 if is_whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(
         digit * power
@@ -249,7 +260,7 @@ def _choose_ticks(low: float, high: float, *, is_whole: bool = False) -> list[tu
     )
     return [
         (count * step, f"{count * step:.6g}")
-        for count in range(math.ceil(low / step), math.floor(high / step) + 1)
+        for count in range(math.ceil(lowest / step), math.floor(highest / step) + 1)
     ]
 
 
@@ -267,9 +278,9 @@ def _thin_points(points: Sequence[Point]) -> Sequence[Point]:
     return [*means[:-1], points[-1]]
 
 
-def _wrap_svg(title: str, description: str, width: int, height: int, drawn: Markup) -> Markup:
+def _wrap_svg(title: str, description: str, width: int, height: int, elements: Markup) -> Markup:
     name = re.sub(
         r"[^a-z0-9]+", "-", title.lower()
     )  # the same on every request, and one on its page
     kind = " gantt" if width > WIDTH else ""
-    return Markup(_SHAPES.svg(name, title, description, kind, width, height, drawn))
+    return Markup(_SHAPES.svg(name, title, description, kind, width, height, elements))

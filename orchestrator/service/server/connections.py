@@ -17,7 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Awaited(Enum):
-    """The thing for which a connection waits."""
+    """What a connection waits for: a request's headers, the rest of its body, or the service's
+    answer.
+    """
 
     HEADERS = "the headers of a request"  # also where the last one is answered, or was none
     BODY = "the rest of its body"
@@ -36,7 +38,7 @@ QUEUE = 2048  # connections that wait in the kernel
 log = logging.getLogger(__name__)
 
 
-def raise_open_files() -> None:
+def raise_limit_of_open_files() -> None:
     """Raise this process's limit of open files to the hard limit; where that is refused, the limit
     stays as it is.
     """
@@ -46,7 +48,7 @@ def raise_open_files() -> None:
 
 
 class Listener(socket.socket):
-    """Listening socket with a bound on its open connections.
+    """A listening socket with a bound on its open connections.
 
     At the bound, the connection that has waited longest without a full request is closed.
     Connections with a full request are not closed, and may exceed the bound. Only the thread of the
@@ -86,7 +88,7 @@ class Listener(socket.socket):
         self.mark_waiting(number, silent)
         # TLS says nothing of a handshake that never ends
         loop = asyncio.get_running_loop()
-        loop.call_later(WINDOW_S[Awaited.HEADERS], self._close_if_silent, number, silent)
+        loop.call_later(WINDOW_S[Awaited.HEADERS], self._close_if_waiting, number, silent)
         return connection, address
 
     def mark_waiting(self, descriptor: int, close_connection: Callable[[], None]) -> None:
@@ -116,13 +118,13 @@ class Listener(socket.socket):
         self._waiting.pop(next(iter(self._waiting)))()
         raise BlockingIOError
 
-    def _close_if_silent(self, descriptor: int, close_connection: Callable[[], None]) -> None:
+    def _close_if_waiting(self, descriptor: int, close_connection: Callable[[], None]) -> None:
         if self._waiting.get(descriptor) is close_connection:
             close_connection()
 
 
 class BoundedConnection(H11Protocol):
-    """HTTP connection that is closed where its client sends a request, or reads an answer, too
+    """An HTTP connection that is closed if its client sends a request, or reads an answer, too
     slowly.
     """
 
@@ -144,7 +146,7 @@ class BoundedConnection(H11Protocol):
         """Remove the connection from the listener's count; asyncio calls this."""
         super().connection_lost(exc)
         self._listener.mark_served(self._number)
-        self._end_window()
+        self._end_progress_window()
 
     def data_received(self, data: bytes) -> None:
         """Process bytes of a request, and count them as progress; asyncio calls this."""
@@ -153,7 +155,7 @@ class BoundedConnection(H11Protocol):
             self._progress_bytes += len(data)
             self._listener.mark_waiting(self._number, self.transport.abort)
         elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self._begin_window()
+            self._begin_progress_window()
         super().data_received(data)
 
     def handle_events(self) -> None:
@@ -174,7 +176,7 @@ class BoundedConnection(H11Protocol):
         self._progress_bytes += 1
 
     def _update_awaited(self) -> None:
-        """Begin a new wait if the connection now waits for something else."""
+        """Begin to wait anew if the connection now waits for something else than before."""
         awaited = Awaited.HEADERS
         if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
             is_sending = self.conn.their_state is h11.SEND_BODY
@@ -186,14 +188,14 @@ class BoundedConnection(H11Protocol):
         self._listener.mark_waiting(self._number, self.transport.abort)
         if awaited is Awaited.ANSWER:
             self._listener.mark_served(self._number)
-        self._begin_window()
+        self._begin_progress_window()
 
-    def _begin_window(self) -> None:
-        self._end_window()
+    def _begin_progress_window(self) -> None:
+        self._end_progress_window()
         self._progress_bytes = 0
         self._timer = self.loop.call_later(WINDOW_S[self._awaited], self._check_progress)
 
-    def _end_window(self) -> None:
+    def _end_progress_window(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
@@ -211,7 +213,7 @@ class BoundedConnection(H11Protocol):
         if is_late or self._windows == WINDOWS_MAX.get(self._awaited):
             self.transport.abort()
         else:
-            self._begin_window()
+            self._begin_progress_window()
 
 
 def _shut_down(connection: socket.socket) -> None:

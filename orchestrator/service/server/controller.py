@@ -15,15 +15,15 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
-from orchestrator.service.server.log_lines import log_fields, log_line
-from orchestrator.service.server.logs import job_log_fields
+from orchestrator.service.server.log_lines import make_log_fields, make_log_line
+from orchestrator.service.server.logs import make_job_log_fields
 from orchestrator.service.server.retry import RetryStart
 from orchestrator.service.server.submissions import (
     GROUP,
     SubmissionQueue,
     SubmissionRequest,
-    make_submissions,
-    wake_submitters,
+    answer_submitters,
+    make_submission_events,
 )
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
@@ -82,8 +82,10 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Owner of the scheduler's state. Only the thread in `run` calls the backend; other methods are
-    thread-safe.
+    """The owner of the scheduler's state: it stores each event, lets the scheduler decide, and
+    passes actions to the backend.
+
+    Only the thread in `run` calls the backend; other methods are thread-safe.
     """
 
     def __init__(
@@ -91,18 +93,18 @@ class Controller:
         journal: EventLog,
         backend: Backend,
         clock: Callable[[], float],
-        scheduler: Callable[[State], Scheduler] = Scheduler,
-        check_first: Callable[[State, JobSpec], None] = lambda _state, _spec: None,
+        make_scheduler: Callable[[State], Scheduler] = Scheduler,
+        check_job: Callable[[State, JobSpec], None] = lambda _state, _spec: None,
     ) -> None:
         """Restore the state from the journal, and adopt every attempt that holds devices.
 
-        `scheduler` makes the Scheduler of a state: a benchmark gives one that measures its time.
-        `check_first` raises SpecError for a job on which no decision can be made
+        `make_scheduler` makes the Scheduler of a state: a benchmark gives one that measures its
+        time. `check_job` raises SpecError for a job on which no decision can be made
         (`FirstDecisions`); it is called outside of all locks.
         """
-        self._check_first = check_first
+        self._check_first = check_job
         snapshot, tail = journal.load_state_and_events()
-        deciding = scheduler(snapshot or State())
+        deciding = make_scheduler(snapshot or State())
         self._read_only: str | None = None  # why nothing is decided
         try:
             _check_same_decisions(deciding, tail)
@@ -111,7 +113,7 @@ class Controller:
                 raise
             self._read_only = _READ_ONLY.format(unreadable=unreadable, error=error)
             tail = ()
-            deciding = scheduler(snapshot or State(jobs=journal.load_live_jobs()))
+            deciding = make_scheduler(snapshot or State(jobs=journal.load_live_jobs()))
         self.health = Health()
         self.health.register_source(lambda: self._storage_problem, is_fatal=True)
         self.health.register_source(lambda: self._read_only, is_fatal=True)
@@ -128,7 +130,7 @@ class Controller:
         self._journal = journal
         self._backend = backend
         self._clock = clock
-        self._scheduler_of = scheduler
+        self._scheduler_of = make_scheduler
         self._scheduler = deciding
         self._state = state = deciding.state  # the newest that is committed
         self._version = 0
@@ -151,7 +153,7 @@ class Controller:
 
     @property
     def version(self) -> int:
-        """Number of changes of the state since the start; read it before the state."""
+        """Number of changes of the state since the service started; read it before the state."""
         return self._version
 
     def now_s(self) -> float:
@@ -159,7 +161,7 @@ class Controller:
         return self._clock()
 
     def describe_standstill(self, *, name_job: bool = False) -> str | None:
-        """Return a sentence on a decision that has taken more than STANDSTILL_S seconds; None
+        """Return a sentence if a decision has taken more than STANDSTILL_S seconds so far; None
         otherwise. Takes no lock.
 
         With `name_job` it names the job; without, anonymous callers may read it.
@@ -174,20 +176,20 @@ class Controller:
         )
 
     def wake_at_s(self) -> float | None:
-        """Return when the loop next decides without an event, in seconds since 1970; None: only at
-        the next event.
+        """Return when the loop next decides without an event, in seconds since 1970; None if only
+        an event makes it decide.
         """
         with self._changed:
             return self._scheduler.wake_at_s()
 
     def confirm_ownership(self) -> None:
-        """Return None if this service owns its journal and decides; raise ServiceError otherwise.
-        Never waits.
+        """Return if this service owns its journal and makes decisions; raise ServiceError
+        otherwise. Never waits.
         """
-        self._check_decides()
+        self._check_makes_decisions()
         self._journal.confirm_ownership(may_wait=False)
 
-    def _check_decides(self) -> None:
+    def _check_makes_decisions(self) -> None:
         """Raise ReadOnlyError while this service makes no decisions."""
         if self._read_only is not None:
             raise ReadOnlyError(self._read_only)
@@ -199,30 +201,30 @@ class Controller:
         return self._journal.describe_unreadable_rows()
 
     def find_job(self, job_id: str) -> Job | None:
-        """Return the job's current or final record; None for an unknown id."""
+        """Return the job's current record, or its last one if it has ended; None for an unknown id."""
         return self._state.jobs.get(job_id) or self._journal.find_ended_job(job_id)
 
     def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:
-        """Return at most `jobs_max` archived jobs, the latest end first; see
+        """Return at most `jobs_max` jobs that ended and left the queue, the latest end first; see
         `Journal.list_ended_jobs`.
         """
         return self._journal.list_ended_jobs(jobs_max, before_job_id)
 
     def report_start_s(self, requested_s: float) -> float:
-        """Return the start of a report in seconds since 1970: the requested one, but not before the
-        journal's first event.
+        """Return when a report may begin, in seconds since 1970: at `requested_s`, but not before
+        the journal's first event.
         """
         if self._began_at_s is None:
             self._began_at_s = self._journal.first_event_at_s()
         return requested_s if self._began_at_s is None else max(requested_s, self._began_at_s)
 
     def read_figures(self) -> Figures:
-        """Return the data of `/metrics`, all of the same moment. Raises ServiceError if the journal
-        cannot be read.
+        """Return the numbers of `/metrics`, all of the same moment. Raises ServiceError if the
+        journal cannot be read.
         """
         with self._changed:
             totals = self._journal.count_rows()
-            ends_s = self._scheduler.expected_ends_s()
+            ends_s = self._scheduler.expected_end_s_by_job_id()
             at_s = self._clock()
             tally = deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
@@ -233,7 +235,8 @@ class Controller:
         """Submit a job, and return its id once it is in the journal. Raises ServiceError if it
         cannot be stored.
 
-        `fault` is a planned failure for tests; `idempotency_key` is the request's idempotency key.
+        `fault` is a planned failure for tests. A job that is submitted again under the same
+        `idempotency_key` is the same job.
         """
         return self.submit_all([(spec, fault)], idempotency_key)[0]
 
@@ -266,7 +269,7 @@ class Controller:
 
     def _commit_request(self, request: SubmissionRequest) -> list[str]:
         """Commit a submission, and return its jobs' ids once they are in the journal."""
-        self._check_decides()
+        self._check_makes_decisions()
         for spec, _ in request.jobs:
             self._check_first(self._state, spec)
         return self._submissions.commit(request)
@@ -288,7 +291,7 @@ class Controller:
             ids = [
                 live_id
                 for job_id in named_ids
-                for live_id in self._list_cancellable(job_id, whole_array=whole_arrays)
+                for live_id in self._list_cancellable_job_ids(job_id, whole_array=whole_arrays)
             ]
             at_s = self._clock()
             self._apply_events(
@@ -296,9 +299,9 @@ class Controller:
             )
             return [*dict.fromkeys(ids)]
 
-    def continue_job(self, job_id: str, spec: JobSpec) -> None:
-        """Let a job with an open question continue with this spec. Raises ServiceError for a job
-        without a question.
+    def continue_job_with_spec(self, job_id: str, spec: JobSpec) -> None:
+        """Let a job that asks a question continue with this spec. Raises ServiceError for a job
+        that asks none.
         """
         with self._changed:
             job = self._state.jobs.get(job_id)
@@ -309,16 +312,16 @@ class Controller:
             self._apply_events([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
     def change_jobs(self, job_ids: Sequence[str], make_event: Change) -> list[str]:
-        """Hold, release or update these jobs; return the ids of the jobs that changed.
+        """Hold, release or update these jobs, all or none; return the ids of the jobs that changed.
 
-        `make_event` returns the event that changes a job, or raises. On an error none is changed.
-        Raises ServiceError for an unknown or ended job.
+        `make_event` returns the event that changes a job, or raises. Raises ServiceError for an
+        unknown or ended job.
         """
         with self._changed:
             live_ids = [
                 live
                 for job_id in dict.fromkeys(job_ids)
-                for live in self._list_cancellable(job_id, whole_array=False)
+                for live in self._list_cancellable_job_ids(job_id, whole_array=False)
             ]
             at_s = self._clock()
             events = [
@@ -337,7 +340,7 @@ class Controller:
         with self._changed:
             self._apply_events([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
 
-    def _list_cancellable(self, job_id: str, *, whole_array: bool) -> list[str]:
+    def _list_cancellable_job_ids(self, job_id: str, *, whole_array: bool) -> list[str]:
         job = self.find_job(job_id)
         if job is None:
             raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")
@@ -373,9 +376,9 @@ class Controller:
             if undo == (node_name in state.drained) or (undo and is_suspended):
                 self._apply_events([DrainRequested(node=node_name, undo=undo, at_s=self._clock())])
 
-    def store_observations(self, observations: Sequence[Observation]) -> int:
-        """Store observations (predicted and measured values) of another home; return how many were
-        new.
+    def store_and_count_new_observations(self, observations: Sequence[Observation]) -> int:
+        """Store observations (predicted and measured values) of another home; return how many of
+        them were new.
         """
         with self._changed:
             earlier = set(self._state.observations)
@@ -383,8 +386,10 @@ class Controller:
             return len(set(self._state.observations) - earlier)
 
     def wait_for_change(self, known_version: int, timeout_s: float) -> int:
-        """Wait at most `timeout_s` until the state's version differs from `known_version`; return the
-        version (0: no change yet).
+        """Wait at most `timeout_s` until the state's version differs from `known_version`; return
+        the version then.
+
+        It is 0 before the first change.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._version != known_version, timeout_s)
@@ -415,7 +420,7 @@ class Controller:
             time.sleep(min(wait_s, POLL_S))
             return
         if self._storage_problem is not None:
-            self._prove_storage()
+            self._check_storage_by_writing()
         self._perform_actions()
         wake_s = self.wake_at_s()
         if wake_s is not None:
@@ -430,8 +435,8 @@ class Controller:
             self._apply_events([TimerFired(at_s=now_s)])
         self._perform_actions()
 
-    def _prove_storage(self) -> None:
-        """Write to the journal. Raises StorageError while it cannot be written."""
+    def _check_storage_by_writing(self) -> None:
+        """Write to the journal, to see whether it can be written. Raises StorageError if not."""
         with self._changed:
             self._unsaved_events += 1
             self._store_snapshot()
@@ -439,7 +444,9 @@ class Controller:
                 raise StorageError(self._storage_problem)
 
     def _record_storage_problem(self, problem: str | None) -> None:
-        """Record whether the journal can be written (None) or why not, and log each change."""
+        """Record why the journal cannot be written, or None if it can be, and log each change of
+        that.
+        """
         if (problem is None) != (self._storage_problem is None):
             log.error("%s", problem) if problem is not None else log.info(
                 "the journal is written again"
@@ -448,21 +455,22 @@ class Controller:
 
     def _read_events(self, wait_s: float) -> Sequence[Event]:
         try:
-            events = map(self._round_trip_event, self._backend.events(wait_s))
+            events = map(self._read_back_as_stored, self._backend.events(wait_s))
             return [event for event in events if event is not None]
         except Exception:  # a backend's fault: the queue goes on
             log.exception("backend failed to return events")
             time.sleep(DEAF_S)
             return ()
 
-    def _round_trip_event(self, event: Event) -> Event | None:
-        """Return a backend's event as the journal will read it back; None where it cannot be stored
-        and ends nothing.
+    def _read_back_as_stored(self, event: Event) -> Event | None:
+        """Return a backend's event as the journal will read it back.
+
+        None where it cannot be stored and ends no attempt.
         """
         try:
             return self._journal.round_trip_event(event)
         except Exception as error:  # the edge of an event: others are heard
-            log.error("%s is left out: %s", log_line(event), error)
+            log.error("%s is left out: %s", make_log_line(event), error)
             if not isinstance(event, Finished):
                 return None
             return replace(
@@ -473,13 +481,13 @@ class Controller:
             )
 
     def _commit_submissions(self) -> None:
-        """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
+        """Commit waiting submissions, oldest first, in one transaction with about GROUP jobs."""
         error: BaseException | None = None
         with self._changed:
             requests = self._submissions.take_requests()
             try:
                 self._apply_events(
-                    make_submissions(
+                    make_submission_events(
                         requests, self._state, self._journal, self._clock(), self.find_job
                     )
                 )
@@ -487,18 +495,18 @@ class Controller:
                 BaseException
             ) as failure:  # re-raised in the thread of every submitter of this group
                 error = failure
-        wake_submitters(requests, error)
+        answer_submitters(requests, error)
 
     def _apply_events(self, events: Sequence[Event]) -> None:
         """Decide on each event, and commit all of them together. Only then the state changes, and
         actions become pending.
         """
-        self._check_decides()
+        self._check_makes_decisions()
         with self._changed:
             if self._uncertain is not None:
                 raise self._uncertain
             try:
-                decisions_made, decisions_s = self._decide_events(events)
+                decisions_made, decisions_s = self._decide_events_and_measure_s(events)
                 if not decisions_made:
                     return
                 commit = f"commit of {len(decisions_made)} events"
@@ -519,7 +527,7 @@ class Controller:
             for (event, actions), decision_s in zip(decisions_made, decisions_s, strict=True):
                 self._tally.count_event(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
-                    log.info("event %s", log_line(event), extra=log_fields(event))
+                    log.info("event %s", make_log_line(event), extra=make_log_fields(event))
                 self._pending.extend(
                     action for action in actions if isinstance(action, Launch | Stop)
                 )
@@ -531,23 +539,27 @@ class Controller:
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
                 self._store_snapshot()
 
-    def _decide_events(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
-        """Pass each event that changes something to the scheduler; return (decisions, seconds of
-        each decision).
+    def _decide_events_and_measure_s(
+        self, events: Sequence[Event]
+    ) -> tuple[list[Decided], list[float]]:
+        """Pass each event that changes something to the scheduler; return (decisions, seconds that
+        each decision took).
         """
         decisions_made = list[Decided]()
         decisions_s = list[float]()
         for event in events:
-            if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
+            if isinstance(event, NodesSeen) and _changes_nothing(self._scheduler.state, event):
                 continue
             began_s = time.perf_counter()
-            self._under_way = event.type, log_line(event), time.monotonic()
+            self._under_way = event.type, make_log_line(event), time.monotonic()
             decisions_made.append((event, self._scheduler.step(event)))
             decisions_s.append(time.perf_counter() - began_s)
         return decisions_made, decisions_s
 
     def _store_snapshot(self) -> None:
-        """Store a snapshot of the state. Where that fails, the journal still has all events."""
+        """Store the whole state in the journal, so that a restart is fast. If that fails, the
+        journal still has all events.
+        """
         if not self._unsaved_events:
             return
         try:
@@ -565,7 +577,7 @@ class Controller:
         while self._pending:
             self._journal.confirm_ownership()
             action = self._pending.popleft()
-            log.info("action %s", log_line(action), extra=log_fields(action))
+            log.info("action %s", make_log_line(action), extra=make_log_fields(action))
             if isinstance(action, Launch):
                 self._launch(action)
             else:
@@ -589,14 +601,14 @@ class Controller:
             self._backend.stop(action)
         except Exception:  # a backend's fault: the queue goes on
             log.exception(
-                "backend failed to stop attempt=%s", action.name, extra=log_fields(action)
+                "backend failed to stop attempt=%s", action.name, extra=make_log_fields(action)
             )
 
     def _adopt_attempt(self, job: Job, attempt: Attempt) -> None:
         """After a restart, resume an attempt that holds devices, and repeat a stop that was in
         progress.
         """
-        extra = job_log_fields(job.id, attempt.number)
+        extra = make_job_log_fields(job.id, attempt.number)
         log.info(
             "adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra
         )
@@ -610,10 +622,10 @@ class Controller:
             self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
 
     def _end_unlaunched(self, attempt: Attempt, error: Exception) -> None:
-        """Record that a failed launch ended the attempt; only the backend can report that its
-        devices are free.
+        """Record that the launch of an attempt failed, which ends it; only the backend can report
+        its devices as free.
         """
-        extra = job_log_fields(attempt.job_id, attempt.number)
+        extra = make_job_log_fields(attempt.job_id, attempt.number)
         log.error("backend failed on attempt=%s", attempt.name, exc_info=error, extra=extra)
         if attempt.status is AttemptStatus.ENDED:
             return
@@ -636,26 +648,27 @@ class Controller:
 def _check_same_decisions(
     scheduler: Scheduler, history: Sequence[tuple[Event, str | None]]
 ) -> None:
-    """Repeat recorded decisions. Raises ServiceError where this version decides differently from
-    what was recorded.
+    """Repeat recorded decisions. Raises ServiceError where this version decides otherwise than was
+    recorded.
     """
     for event, recorded_text in history:
         actions = scheduler.step(event)
         if recorded_text not in (None, format_decisions(actions)):
             raise ServiceError(
                 _DIVERGED.format(
-                    event=log_line(event), then=recorded_text, now=format_decisions(actions)
+                    event=make_log_line(event), then=recorded_text, now=format_decisions(actions)
                 )
             )
 
 
 def describe_unreadable_devices(state: State) -> str | None:
-    """Return a sentence on devices that the driver cannot read; None where it can read all."""
+    """Return a sentence on devices that the driver cannot read; None if it can read all."""
     places = describe_unreadable(state.nodes)
     return f"devices cannot be read, and nothing new starts there: {places}" if places else None
 
 
-def _is_unchanged(state: State, event: NodesSeen) -> bool:
+def _changes_nothing(state: State, event: NodesSeen) -> bool:
+    """Return whether the reported nodes equal those of the state."""
     return (event.nodes, event.declared, event.policy) == (
         state.nodes,
         state.declared,

@@ -54,14 +54,14 @@ from orchestrator.service.intake.cluster_file import (
     load_cluster,
     load_cluster_file,
     load_joined_nodes,
-    select_local_nodes,
+    select_nodes_of_this_machine,
 )
 from orchestrator.service.intake.detection import local_node_name
-from orchestrator.service.intake.rates import measure_cluster, recall_cluster
+from orchestrator.service.intake.rates import add_cached_rates, add_measured_rates
 from orchestrator.service.server.connections import (
     BoundedConnection,
     Listener,
-    raise_open_files,
+    raise_limit_of_open_files,
 )
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.first_decision import FirstDecisions
@@ -94,8 +94,8 @@ log = logging.getLogger(__name__)
 
 
 def run_daemon(pages: Pages) -> None:
-    """Serve the home folder of the command line until SIGTERM (training continues) or `orc down`
-    (training stops).
+    """Serve the home folder that the command line names, until SIGTERM (training continues) or `orc
+    down` (it stops).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
@@ -111,7 +111,7 @@ def run_daemon(pages: Pages) -> None:
         configure_logging(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
         sys.exit(f"{error}")
-    raise_open_files()
+    raise_limit_of_open_files()
     stop = threading.Event()
     down = threading.Event()
     ending = threading.Event()
@@ -140,7 +140,7 @@ def run_service(
     home: Path,
     pages: Pages,
     stop: threading.Event,
-    down: threading.Event,
+    stop_everything: threading.Event,
     endpoint: Endpoint | None,
     *,
     standby: bool,
@@ -148,9 +148,9 @@ def run_service(
     """Run the service until `stop` is set, at `endpoint` or the home's default. Raises
     OrchestratorError.
 
-    If `down` is also set, Ray and the trackers' processes stop too. A failed start stops them as
-    well, unless Ray ran before: jobs may run there. A standby waits for the lease of another
-    service; the home is read only after that.
+    If `stop_everything` is also set, Ray and the trackers' processes stop too. A failed start stops
+    them as well, unless Ray ran before: jobs may run there. A standby waits for the lease of
+    another service; the home is read only after that.
     """
     prepare_home(home)
     endpoint = endpoint or load_endpoint(home)
@@ -158,11 +158,11 @@ def run_service(
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(
-            measure_cluster, load_cluster(home)
+            add_measured_rates, load_cluster(home)
         )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
-            waiting.enter_context(_serve_endpoint(make_waiting_app(), endpoint))
+            waiting.enter_context(_serve_if_endpoint(make_waiting_app(), endpoint))
         journal = _open_journal(home, stop, standby=standby)
         if journal is None:
             return
@@ -170,13 +170,13 @@ def run_service(
         declared = load_cluster_file(home)
         cluster = add_joined_nodes(declared, load_joined_nodes(home))
         accounts = Accounts(journal.database.transaction, time.time)
-        refuse_user = _separate_users(home, declared, endpoint, accounts)
+        refuse_user = _separate_users_and_make_check(home, declared, endpoint, accounts)
         earlier_ray = embedded_ray.find_local_address(home)
 
         def must_end() -> bool:
-            return down.is_set() or (earlier_ray is None and not is_serving.is_set())
+            return stop_everything.is_set() or (earlier_ray is None and not is_serving.is_set())
 
-        rates = background.submit(measure_cluster, cluster)
+        rates = background.submit(add_measured_rates, cluster)
         targets = make_targets(
             cluster.notify, cluster.name, os.environ
         )  # before anything inherits their secrets
@@ -192,7 +192,7 @@ def run_service(
         named_ray = _read_ray_address(home)
         own_ray = None if named_ray else _make_own_ray(home, declared, endpoint)
         if own_ray is not None:
-            stack.callback(_end_if, own_ray.stop, must_end)
+            stack.callback(_end_if_needed, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(
             closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
@@ -219,11 +219,11 @@ def run_service(
         _start_thread(_wake_relays, controller, relays, stop)
 
         def shut_down() -> None:
-            down.set()
+            stop_everything.set()
             stop.set()
 
         token = (home / "token").read_text()
-        _start_thread(_watch_home, home, token, shut_down, stop)
+        _start_thread(_shut_down_once_home_is_gone, home, token, shut_down, stop)
         service = Service(
             controller=controller,
             accounts=accounts,
@@ -255,26 +255,29 @@ def _start_trackers(
     exit_stack: ExitStack,
     must_end: Callable[[], bool],
 ) -> dict[str, Tracker]:
-    """Return {name: tracker} of the cluster's trackers. `exit_stack` shuts down the processes of those
-    for which `must_end` is true.
+    """Start the cluster's trackers, which record jobs elsewhere, and return {name: tracker}.
+
+    `exit_stack` shuts down the processes of a tracker if `must_end` then returns true.
     """
     trackers: dict[str, Tracker] = {}
     for name in cluster.trackers:
         trackers[name] = TRACKERS[name](home, lookups)
-        exit_stack.callback(_end_if, trackers[name].shut_down, must_end)
+        exit_stack.callback(_end_if_needed, trackers[name].shut_down, must_end)
     return trackers
 
 
 def _make_controller(
     home: Path, journal: Journal, backend: RayBackend, exit_stack: ExitStack, stop: threading.Event
 ) -> Controller:
-    """Return the controller, with monitors of its decisions, the backend and the home's disk."""
+    """Return the controller; also start threads that watch its decisions, the backend and the
+    home's disk.
+    """
     first = FirstDecisions()
     exit_stack.callback(first.close)
-    controller = Controller(journal, backend, time.time, check_first=first.check_job)
+    controller = Controller(journal, backend, time.time, check_job=first.check_job)
     controller.health.register_source(lambda: backend.problem)
     controller.health.register_source(FAULTS.problem)
-    _watch_disk(home, controller.health, stop)
+    _run_disk_watch(home, controller.health, stop)
     _start_thread(
         _log_problem_changes,
         partial(controller.describe_standstill, name_job=True),
@@ -291,7 +294,7 @@ def _serve_requests(
     is_serving: threading.Event,
     stop: threading.Event,
 ) -> None:
-    """Answer requests in place of the waiting application, and run the controller until `stop` is
+    """Serve requests in place of the waiting application, and run the controller until `stop` is
     set.
     """
     application = create_app(service)
@@ -299,7 +302,7 @@ def _serve_requests(
     earlier_port = _read_earlier_port(service.home)
     with (
         serve_http(application, port=earlier_port) as port,
-        _serve_endpoint(application, endpoint),
+        _serve_if_endpoint(application, endpoint),
     ):
         write_service_file(service.home, port)
         with suppress(OSError):  # a full disk: the next start takes another port
@@ -318,19 +321,23 @@ def _serve_requests(
                 (service.home / "service.json").unlink(missing_ok=True)
 
 
-def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
-    """Start a thread that calls `run`. The last argument is the event that ends it, with the
-    service at the latest.
+def _start_thread(target: Callable[..., None], *arguments: Any) -> None:
+    """Start a thread that calls `target` with these arguments, of which the last is the event that
+    ends the thread.
+
+    It ends with the service at the latest.
     """
-    start_loop(run.__qualname__.strip("_"), partial(run, *arguments), arguments[-1])
+    start_loop(target.__qualname__.strip("_"), partial(target, *arguments), arguments[-1])
 
 
 @contextmanager
 def _run_relays(
     journal: Journal, trackers: Mapping[str, Tracker], targets: Mapping[str, Target]
 ) -> Iterator[list[OutboxRelay[Any]]]:
-    """Run relays that carry records to trackers and notices to targets, until the context ends;
+    """Run threads that send records to trackers and notices to targets until the context ends;
     yield them.
+
+    A relay takes what it sends from the journal's outbox, in order.
     """
     relays: list[OutboxRelay[Any]] = [
         *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
@@ -343,8 +350,10 @@ def _run_relays(
         yield relays
 
 
-def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
-    """Monitor the home folder's disk; problems go to `health` and the log."""
+def _run_disk_watch(home: Path, health: Health, stop: threading.Event) -> None:
+    """Watch the home folder's disk until `stop` is set; report its problems to `health` and the
+    log.
+    """
     disk = HomeWatch(home)
     health.register_source(lambda: disk.problem, is_fatal=True)
     _start_thread(disk.run, stop)
@@ -353,7 +362,7 @@ def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
     )
 
 
-def _separate_users(
+def _separate_users_and_make_check(
     home: Path, cluster: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
 ) -> Callable[[str], None]:
     """Set the home's permissions for the user ids of the cluster file; return a check that a user
@@ -395,7 +404,7 @@ def _read_ray_address(home: Path) -> str:
 
 
 def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
-    """Open and return the journal; a standby waits for it. None where the standby was stopped.
+    """Return the opened journal; a standby first waits for it. None where the standby was stopped.
     Raises ServiceError.
     """
     try:
@@ -412,36 +421,40 @@ def _make_own_ray(
     """Return the object that starts the service's own Ray on this machine; no process is started
     yet.
     """
-    here = select_local_nodes(cluster, load_joined_nodes(home), local_node_name())
+    here = select_nodes_of_this_machine(cluster, load_joined_nodes(home), local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
 def _make_members(
-    home: Path, declared: ClusterSpec, own_ray: embedded_ray.OwnRay | None, backend: RayBackend
+    home: Path,
+    declared_cluster: ClusterSpec,
+    own_ray: embedded_ray.OwnRay | None,
+    backend: RayBackend,
 ) -> Members | None:
     """Return the registry of machines that join the service's own Ray; None where it has none.
 
-    The backend is given each changed cluster, with measured rates.
+    The backend is told each changed cluster, with measured rates.
     """
     if own_ray is None:
         return None
     return Members(
         home,
-        declared,
+        declared_cluster,
         own_ray.known_address,
         backend.address_by_node,
-        lambda cluster: backend.set_cluster(recall_cluster(cluster)),
+        lambda cluster: backend.set_cluster(add_cached_rates(cluster)),
     )
 
 
-def _end_if(end: Callable[[], None], must_end: Callable[[], bool]) -> None:
+def _end_if_needed(end: Callable[[], None], must_end: Callable[[], bool]) -> None:
+    """Call `end` if `must_end` returns true."""
     if must_end():
         end()
 
 
 def _is_home_unchanged(home: Path, token: str) -> bool:
-    """Return whether the home folder still has this token, so that it is the folder of this
-    service.
+    """Return whether the home folder still contains this service's token; another service may have
+    replaced the folder.
     """
     try:
         return (home / "token").read_text() == token
@@ -449,11 +462,11 @@ def _is_home_unchanged(home: Path, token: str) -> bool:
         return False
 
 
-def _watch_home(
+def _shut_down_once_home_is_gone(
     home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event
 ) -> None:
-    """Shut down once the home folder is removed or replaced, since clients can no longer find this
-    service.
+    """Call `shut_down` once the home folder is removed or replaced, since clients can no longer
+    find this service.
     """
     while not stop.wait(HOME_CHECK_S):
         if not _is_home_unchanged(home, token):
@@ -467,7 +480,9 @@ def _watch_home(
 def _log_problem_changes(
     find_problem: Callable[[], str | None], cured_message: str, stop: threading.Event
 ) -> None:
-    """Log each time when `find_problem` begins to return a problem, and when it returns None again."""
+    """Log each time when `find_problem` begins to return a problem, and when it returns None again,
+    until `stop` is set.
+    """
     before: str | None = None
     while not stop.wait(HEALTH_S):
         now = find_problem()
@@ -481,7 +496,11 @@ def _log_problem_changes(
 def _wake_relays(
     controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event
 ) -> None:
-    """Wake the outbox relays after each change of the scheduler's state, until `stop` is set."""
+    """Wake the threads that send the journal's records to trackers and targets, each time the
+    scheduler's state changes.
+
+    It returns once `stop` is set.
+    """
     version = -1
     while not stop.is_set():
         newest = controller.wait_for_change(version, NOTIFY_TIMEOUT_S)
@@ -491,13 +510,18 @@ def _wake_relays(
                 relay.wake()
 
 
-def _serve_endpoint(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
+def _serve_if_endpoint(
+    app: FastAPI, endpoint: Endpoint | None
+) -> AbstractContextManager[int | None]:
+    """Return a context that serves the application at the endpoint; one that does nothing where
+    there is none.
+    """
     return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
 def _read_earlier_port(home: Path) -> int:
-    """Return the port of the home's last service, so that open pages and links stay valid; 0
-    without one.
+    """Return the port of the home's last service, which open pages and links still use; 0 without
+    one.
     """
     try:
         port = int((home / PORT_FILE).read_text()[:PORT_DIGITS])
@@ -508,8 +532,8 @@ def _read_earlier_port(home: Path) -> int:
 
 @contextmanager
 def serve_http(app: FastAPI, endpoint: Endpoint | None = None, port: int = 0) -> Iterator[int]:
-    """Run the application in a separate thread, and yield its port: on the loopback, or by TLS at
-    an endpoint.
+    """Run the application in a thread, and yield its port: on the loopback, or by TLS at an
+    endpoint.
 
     On the loopback the port is `port`, or a free one where that is taken or 0. Raises ServiceError
     where the address cannot be bound.

@@ -21,22 +21,20 @@ REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
 class Reports:
-    """Cache of the newest morning reports of a state; a report serves all requests of REPORT_S
-    seconds.
-    """
+    """Cache of the newest morning reports; a report serves all requests for REPORT_S seconds."""
 
     def __init__(self, make_report: Callable[[float], JsonObject]) -> None:
         self._report, self._lock = make_report, threading.Lock()
         self._version, self._reports = -1, dict[tuple[int, int], JsonObject]()
 
-    def find_report(self, version: int, since_s: float) -> JsonObject:
-        """Return the report from `since_s` to now for this version of the state. Only one report is
-        made at a time.
+    def find_or_make_report(self, state_version: int, since_s: float) -> JsonObject:
+        """Return the report from `since_s` to now, made for this version of the state. Only one
+        report is made at a time.
         """
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:
-            if version != self._version or len(self._reports) >= REPORTS_MAX:
-                self._version = version
+            if state_version != self._version or len(self._reports) >= REPORTS_MAX:
+                self._version = state_version
                 self._reports = {}
             if key not in self._reports:
                 self._reports[key] = self._report(since_s)
@@ -57,8 +55,9 @@ def make_report(
 
 
 def _iterate_ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
-    """Yield archived jobs, the latest end first, up to the first page of jobs that ended before
-    `since_s`.
+    """Yield the jobs that ended since `since_s` and left the queue, the latest end first.
+
+    The journal is read by pages, so a few that ended earlier may follow.
     """
     before: str | None = None
     for _ in range(REPORTED_MAX // PAGE):

@@ -44,8 +44,10 @@ log = logging.getLogger(__name__)
 
 
 class FirstDecisions:
-    """Tries the first decision on a job of a new shape in a child process, one job at a time. Every
-    method is thread-safe.
+    """Tries the first decision on a job of a new shape in a child process, so that it cannot block
+    the service.
+
+    One job is tried at a time. Every method is thread-safe.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class FirstDecisions:
             child.communicate()
 
     def _raise_refusal(self, reply: JsonObject | None, spec: JobSpec) -> None:
+        """Raise SpecError if the child's reply refuses the job, or if it ended without one (None)."""
         if reply is None:
             log.error("the first decision on job %s did not end within its limits", spec.name)
             raise SpecError(
@@ -169,9 +172,9 @@ def _read_line(stream: IO[str], timeout_s: float) -> str:
 
 def serve_first_decisions() -> None:
     """Run the child process: read jobs from standard input, let a scheduler decide on each, and
-    print the outcomes.
+    print what came of it.
 
-    It ends with the input.
+    It ends when the input ends.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     cpu_s = float(sys.argv[1])
@@ -183,7 +186,7 @@ def serve_first_decisions() -> None:
         )  # its signal ends the process; a limit is whole seconds
         request = json.loads(line)
         try:
-            reply = decide_job(
+            reply = try_decision(
                 state_codec.read(request["state"]), event_codec.read(request["event"])
             )
         except MemoryError:  # a limit, and the end of this child
@@ -199,8 +202,10 @@ def serve_first_decisions() -> None:
         print(json.dumps(reply), flush=True)
 
 
-def decide_job(state: State, event: Submitted) -> JsonObject:
-    """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
+def try_decision(state: State, event: Submitted) -> JsonObject:
+    """Let a new scheduler decide on the job; return the fields of a SpecError if it has too many
+    plans, else {}.
+    """
     for group in group_equal_nodes(state.nodes):
         try:
             find_frontier(read_plan_request(event.spec), group.hardware)

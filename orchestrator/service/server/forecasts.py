@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.scheduling.reports.forecast import (
     JobForecast,
+    add_measured_paces,
     make_forecast,
     make_quick_forecast,
-    with_measured_paces,
 )
 from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.service.views.expected import ExpectedJob
@@ -34,8 +34,8 @@ Expectations = Mapping[str, ExpectedJob]
 
 
 class Forecasts:
-    """Computes forecasts of the live queue in a thread on request; a forecast is used for at most
-    FRESH_S seconds.
+    """Computes forecasts of the live queue in a thread when they are requested; one is used for at
+    most FRESH_S seconds.
     """
 
     def __init__(self, read_state: Callable[[], State]) -> None:
@@ -50,9 +50,9 @@ class Forecasts:
         self._took_s = 0.0
         self._pending: Future[None] | None = None
 
-    def find_newest(self) -> Expectations:
-        """Return {job id: forecast} of the newest forecast. Jobs that were submitted since are
-        missing.
+    def find_newest_forecast(self) -> Expectations:
+        """Return {job id: forecast} as last computed, without waiting. Jobs that were submitted
+        since are missing.
         """
         with self._lock:
             is_first = self._pending is None
@@ -65,15 +65,17 @@ class Forecasts:
             self._is_known.wait(PATIENCE_S)
         return self._known
 
-    def wait_for_newest(self) -> Expectations:
-        """Return a forecast of the current state or a later one; after FORECAST_S seconds, the newest available."""
+    def wait_for_newest_forecast(self) -> Expectations:
+        """Return {job id: forecast} for the current state or a later one; after FORECAST_S seconds,
+        the newest available.
+        """
         request_s = time.monotonic()
         while (
             not self._is_fresh()
             and self._began_s < request_s
             and time.monotonic() < request_s + FORECAST_S
         ):
-            self.find_newest()
+            self.find_newest_forecast()
             with self._is_computed:
                 self._is_computed.wait(PATIENCE_S)
         return self._known
@@ -96,42 +98,47 @@ class Forecasts:
 
     def _store_forecast(self, state: State, *, with_ranges: bool) -> None:
         self._known = {
-            row["id"]: row for row in expected_jobs(state, time.time(), with_ranges=with_ranges)
+            row["id"]: row
+            for row in list_expected_jobs(state, time.time(), with_ranges=with_ranges)
         }
         self._is_known.set()
 
 
-def expected_jobs(state: State, now_s: float, *, with_ranges: bool = True) -> list[ExpectedJob]:
-    """Return every live job's forecast, the earliest expected start first; jobs without a forecast
-    come last.
+def list_expected_jobs(
+    state: State, now_s: float, *, with_ranges: bool = True
+) -> list[ExpectedJob]:
+    """Return the forecast of every live job, the earliest expected start first; jobs without a
+    forecast come last.
 
     Without ranges it takes a hundredth of the time.
     """
     expectations = (make_forecast if with_ranges else make_quick_forecast)(
-        with_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
+        add_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
     )
     waits = WaitExplainer(state)
-    rows = [_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]
+    rows = [_make_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]
     return sorted(rows, key=lambda row: inf if row["start_s"] is None else row["start_s"])
 
 
-def _expected_job(job: Job, expected: JobForecast | None, waits: WaitExplainer) -> ExpectedJob:
+def _make_expected_job(
+    job: Job, forecast: JobForecast | None, wait_explainer: WaitExplainer
+) -> ExpectedJob:
     row = ExpectedJob(
         id=job.id,
         status=job.status.value,
-        devices=expected.devices if expected else None,
+        devices=forecast.devices if forecast else None,
         start_s=None,
         end_s=None,
         start_range_s=None,
         end_range_s=None,
         deadline_s=job.deadline_s,
-        says_length=steps_left(job) is not None,
-        why=waits.explain_wait(job)
-        if expected and job.status is JobStatus.QUEUED
+        says_length=count_steps_left(job) is not None,
+        why=wait_explainer.explain_wait(job)
+        if forecast and job.status is JobStatus.QUEUED
         else describe_status_with_holder(job),
     )
-    if expected and expected.knows_start:
-        row["start_s"], row["start_range_s"] = expected.start_s, expected.start_range_s
-    if expected and expected.knows_end:
-        row["end_s"], row["end_range_s"] = expected.end_s, expected.end_range_s
+    if forecast and forecast.knows_start:
+        row["start_s"], row["start_range_s"] = forecast.start_s, forecast.start_range_s
+    if forecast and forecast.knows_end:
+        row["end_s"], row["end_range_s"] = forecast.end_s, forecast.end_range_s
     return row

@@ -8,7 +8,9 @@ Source = Callable[[], str | None]  # one sentence at once, or None while all is 
 
 
 class Health:
-    """The present problems from all registered sources. Every method is thread-safe."""
+    """What is wrong with the service now, from all sources of problems. Every method is
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
@@ -22,10 +24,10 @@ class Health:
         is_fatal: bool = False,
         delays_jobs: bool = True,
     ) -> None:
-        """Register a source: a function that returns a problem as a sentence, or None.
+        """Register a function that returns a problem as a sentence, or None.
 
         No job is accepted while a fatal source has a problem. A problem that delays jobs is added
-        to the reasons of waiting jobs; a notice that reaches nobody delays none.
+        to the reasons of waiting jobs; one that only concerns notices delays none.
         """
         self._sources.append(find_problem)
         if is_fatal:
@@ -34,17 +36,15 @@ class Health:
             self._delaying.append(find_problem)
 
     def list_problems(self) -> list[str]:
-        """Return one sentence per present problem; [] while all is well."""
+        """Return one sentence per problem of the service now; [] while all is well."""
         return _list_problems(self._sources)
 
     def list_delays(self) -> list[str]:
-        """Return the present problems for which jobs may wait."""
+        """Return the problems for which jobs may have to wait now; [] without any."""
         return _list_problems(self._delaying)
 
     def list_failures(self) -> list[str]:
-        """Return the present problems that prevent accepting jobs; [] while the service is
-        ready.
-        """
+        """Return the problems for which no job is accepted now; [] while the service is ready."""
         return _list_problems(self._fatal)
 
 

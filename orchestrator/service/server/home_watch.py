@@ -15,7 +15,9 @@ PAGE_BYTES = 4096  # an empty file may fit where nothing else does
 
 
 class HomeWatch:
-    """Writes to the home folder every two seconds, in a thread that a hanging disk may block."""
+    """Writes to the home folder every two seconds, in a thread of its own, since a hanging disk may
+    block it.
+    """
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -23,7 +25,7 @@ class HomeWatch:
         self._error: str | None = None  # of the last one
 
     def run(self, stop: threading.Event) -> None:
-        """Monitor until `stop` is set."""
+        """Write to the home folder again and again until `stop` is set."""
         while not stop.is_set():
             self._began_s = time.monotonic()
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.service.server.logs import job_log_fields
+from orchestrator.service.server.logs import make_job_log_fields
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import placement_text
 from orchestrator.specs.events import (
@@ -18,16 +18,16 @@ from orchestrator.specs.events import (
 )
 
 
-def log_fields(event_or_action: Event | Launch | Stop) -> dict[str, object]:
+def make_log_fields(event_or_action: Event | Launch | Stop) -> dict[str, object]:
     """Return the job and the attempt of an event or action, as fields of a log record."""
     if isinstance(event_or_action, Launch):
-        return job_log_fields(event_or_action.job.id, event_or_action.attempt.number)
-    return job_log_fields(
+        return make_job_log_fields(event_or_action.job.id, event_or_action.attempt.number)
+    return make_job_log_fields(
         getattr(event_or_action, "job_id", None), getattr(event_or_action, "number", None)
     )
 
 
-def log_line(event_or_action: Event | Launch | Stop) -> str:
+def make_log_line(event_or_action: Event | Launch | Stop) -> str:
     """Return a log line for an event or action: kind, job, attempt; never a job's settings, which
     may hold secrets.
     """

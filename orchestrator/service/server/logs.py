@@ -78,11 +78,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def job_log_fields(
+def make_job_log_fields(
     job_id: str | None = None, attempt_number: int | None = None
 ) -> dict[str, object]:
-    """Return the log fields of a job, for records outside a request: one commit may serve several
-    requests.
+    """Return the fields of log records about a job and its attempt; they are for records outside a
+    request.
+
+    One commit may serve several requests.
     """
     return {"job": job_id, "attempt": attempt_number, "request": None}
 

@@ -39,7 +39,7 @@ def read_machine_properties(home: Path) -> MachineProperties:
     """Return the properties of this machine."""
     return MachineProperties(
         home=str(home.resolve()),
-        home_mark=_home_digest(home),
+        home_mark=_digest_of_home(home),
         python=f"{sys.version_info[0]}.{sys.version_info[1]}",
         interpreter=sys.executable,
         ray=importlib.metadata.version("ray"),
@@ -50,8 +50,8 @@ def read_machine_properties(home: Path) -> MachineProperties:
 def check_compatible(
     service_machine: MachineProperties, joining_machine: MachineProperties
 ) -> None:
-    """Raise one SpecError that lists every difference between two machines that prevents a job from
-    running on both.
+    """Raise SpecError if the two machines differ so that a job cannot run on both; the error lists
+    every such difference.
     """
     install = "install the same version here: `pip install {}=={}`"
     differences = {
@@ -93,7 +93,7 @@ def check_compatible(
 
 
 class Members:
-    """The machines that joined the service's Ray, stored in the home. Every method is
+    """The registry of machines that joined the service's Ray, stored in the home. Every method is
     thread-safe.
     """
 
@@ -105,10 +105,10 @@ class Members:
         find_node_addresses: Callable[[], Mapping[str, str]],
         set_cluster: Callable[[ClusterSpec], None],
     ) -> None:
-        """Load the joined machines. `cluster` is that of the cluster file; `find_node_addresses` returns
-        those of live nodes.
+        """Load the joined machines.
 
-        `set_cluster` is called with each changed cluster, joined machines included.
+        `cluster` is that of the cluster file; `find_node_addresses` returns {name: address} of live
+        nodes. `set_cluster` is called with each changed cluster, joined machines included.
         """
         self._home = home
         self._cluster = cluster
@@ -117,7 +117,7 @@ class Members:
         self._tell = set_cluster
         self._lock = threading.Lock()
 
-    def joining_address(self) -> str:
+    def ray_address_for_joining(self) -> str:
         """Return the address of Ray for machines that join. Raises ServiceError where none can
         join.
         """
@@ -130,10 +130,11 @@ class Members:
         return address
 
     def add_machine(self, node: NodeSpec, machine_address: str) -> None:
-        """Add a machine as this node, or add it again. Raises ServiceError where another machine
-        has its name, or its devices changed.
+        """Register a machine as this node, also if it is registered already.
+
+        Raises ServiceError where another machine has its name, or its devices changed.
         """
-        self.joining_address()
+        self.ray_address_for_joining()
         with self._lock:
             joined = {member.name: member for member in load_joined_nodes(self._home)}
             live = self._addresses()
@@ -142,7 +143,7 @@ class Members:
                     f"node {node.name} is in the cluster already, at {live[node.name]}: "
                     "`orc join --name NAME` gives this machine another name"
                 )
-            node = self._use_declaration(node)
+            node = self._replace_by_declared_node(node)
             if joined.get(node.name) == node:
                 return
             if node.name in live:
@@ -168,7 +169,7 @@ class Members:
                 {member: node for member, node in joined.items() if member != node_name}
             )
 
-    def _use_declaration(self, node: NodeSpec) -> NodeSpec:
+    def _replace_by_declared_node(self, node: NodeSpec) -> NodeSpec:
         """Return the node as the cluster file declares it; unchanged without a declaration.
 
         Raises ServiceError if the machine has less than the declaration.
@@ -186,13 +187,13 @@ class Members:
             )
         return declared.model_copy(update={"name": node.name, "count": 1})
 
-    def _store_nodes(self, joined: Mapping[str, NodeSpec]) -> None:
-        nodes = tuple(joined.values())
+    def _store_nodes(self, joined_node_by_name: Mapping[str, NodeSpec]) -> None:
+        nodes = tuple(joined_node_by_name.values())
         store_joined_nodes(self._home, nodes)
         self._tell(add_joined_nodes(self._cluster, nodes))
 
 
-def _home_digest(home: Path) -> str:
+def _digest_of_home(home: Path) -> str:
     """Return a digest of something that only this home has; "" where there is no home."""
     try:
         return hashlib.sha256(b"orc home " + (home / "token").read_bytes()).hexdigest()

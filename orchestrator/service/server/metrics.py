@@ -58,10 +58,7 @@ class RunningAttempt:
 
 
 class Metrics(Collector):
-    """Prometheus collector of a service.
-
-    `figures` reads its numbers, all of one moment; `beats` reads a running job's newest heartbeats.
-    """
+    """Collects a service's numbers for Prometheus, all of one moment."""
 
     def __init__(
         self,
@@ -69,6 +66,11 @@ class Metrics(Collector):
         confirm: Callable[[], None],
         read_heartbeats: Beats,
     ) -> None:
+        """Make the collector.
+
+        `confirm` raises ServiceError where the service does not own its journal. `read_heartbeats`
+        returns a running job's newest progress reports.
+        """
         self._figures = read_figures
         self._confirm = confirm
         self._beats = read_heartbeats
@@ -77,7 +79,7 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def scrape_text(self) -> bytes:
+    def make_scrape_answer(self) -> bytes:
         """Return the metrics as text in the format that Prometheus scrapes, of MEDIA_TYPE."""
         return generate_latest(self._registry)
 
@@ -86,7 +88,9 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; without ownership of the journal, only the metric that says so."""
+        """Yield every metric; only the metric that says so if this service does not own its
+        journal.
+        """
         yield _make_gauge(
             "orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version"
         )
@@ -267,7 +271,7 @@ def _make_counter(metric_name: str, help_text: str, values: Values, *labels: str
 
 
 def _add_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-    """Add these values to the metric family, and return it."""
+    """Add these values, each with its labels, to the metric, and return it."""
     for key, value in values.items():
         family.add_metric(key, value)
     return family

@@ -15,7 +15,7 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
-from orchestrator.service.views.report import format_markdown, report_title
+from orchestrator.service.views.report import format_markdown, make_report_title
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job_record import Job
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Sends notices that depend on time, such as reports and late jobs, to the notification
-    targets.
+    """Sends notices that no event causes, such as morning reports and late jobs, to the
+    notification targets.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Notifier:
         self._clock = clock
         self._sweeps = list_sweeps
         if spec.report_at is not None and not notices.was_kind_sent(NoticeKind.REPORT):
-            due_s = self._last_due_s(clock())
+            due_s = self._last_report_due_s(clock())
             notices.mark_sent(make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
@@ -61,20 +61,22 @@ class Notifier:
         poll_until(stop, self.send_due_notices, LOOK_S, log, "looking for late jobs failed")
 
     def send_due_notices(self) -> None:
-        """Send notices of jobs expected to be late, of a due report, and of unreadable rows and
-        devices, each once.
+        """Send the notices that are due now: of jobs expected to be late, of a report, and of
+        unreadable rows and devices.
+
+        Each is sent once.
         """
         now_s = self._clock()
         self._notices.append_notices(
             [
-                *self._late_job_notices(now_s),
-                *self._report_notices(now_s),
-                *self._unreadable_row_notices(now_s),
-                *self._driver_notices(now_s),
+                *self._make_late_job_notices(now_s),
+                *self._make_report_notices(now_s),
+                *self._make_unreadable_row_notices(now_s),
+                *self._make_driver_notices(now_s),
             ]
         )
 
-    def test_targets(self, target_names: Sequence[str]) -> dict[str, str | None]:
+    def send_test_notices(self, target_names: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to these targets, or to all if none is named. Return {name: error, or
         None}.
 
@@ -101,7 +103,7 @@ class Notifier:
                 problems[name] = str(error)
         return problems
 
-    def _late_job_notices(self, now_s: float) -> list[Notice]:
+    def _make_late_job_notices(self, now_s: float) -> list[Notice]:
         state = self._controller.state
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _make_late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
@@ -114,10 +116,10 @@ class Notifier:
             for job_id, reason in reasons.items()
         ]
 
-    def _report_notices(self, now_s: float) -> list[Notice]:
+    def _make_report_notices(self, now_s: float) -> list[Notice]:
         if self._spec.report_at is None:
             return []
-        due_s = self._last_due_s(now_s)
+        due_s = self._last_report_due_s(now_s)
         if self._notices.find_sent(
             [make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]
         ):
@@ -128,14 +130,14 @@ class Notifier:
             "since_s": repr(report.since_s),
             "until_s": repr(report.until_s),
         }
-        heading = f"Report, {report_title(report)}"
+        heading = f"Report, {make_report_title(report)}"
         return [
             make_notice(
                 NoticeKind.REPORT, repr(due_s), now_s, heading, format_markdown(report), data
             )
         ]
 
-    def _unreadable_row_notices(self, now_s: float) -> list[Notice]:
+    def _make_unreadable_row_notices(self, now_s: float) -> list[Notice]:
         problem = self._controller.describe_unreadable_rows()
         if problem is None:
             return []
@@ -150,9 +152,9 @@ class Notifier:
             )
         ]
 
-    def _driver_notices(self, now_s: float) -> list[Notice]:
-        """Return a notice for each node whose devices are unreadable now, by the moment at which
-        they became so.
+    def _make_driver_notices(self, now_s: float) -> list[Notice]:
+        """Return a notice for each node whose devices the driver cannot read, one per moment at
+        which they became unreadable.
         """
         nodes = {node.name: node for node in self._controller.state.nodes}
         since = {(entry.node, entry.since_s) for entry in self._controller.state.unreadable}
@@ -167,8 +169,8 @@ class Notifier:
                 notices.append(make_notice(NoticeKind.DRIVER, key, now_s, title, text, data))
         return notices
 
-    def _last_due_s(self, now_s: float) -> float:
-        """Return the last moment (seconds since 1970) at which a report was due."""
+    def _last_report_due_s(self, now_s: float) -> float:
+        """Return when a report was last due, in seconds since 1970."""
         assert self._spec.report_at is not None
         first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
         next_s = self._spec.report_at.due_s(first_s)

@@ -14,13 +14,13 @@ HANDED = "ORC_ENVIRONMENT"
 PR_SET_DUMPABLE = 4
 
 
-def hide_own_environment() -> None:
-    """Execute this process again with only the variables that jobs inherit; restore the other
-    variables in memory.
+def reexecute_without_secret_variables() -> None:
+    """Execute this process again with only the variables that jobs inherit; restore the others in
+    its memory alone.
 
-    /proc/PID/environ shows the variables with which a process was executed. After this call it, the
-    memory and the descriptors are closed to other processes of this user except root's, and no core
-    is dumped (prctl(2), PR_SET_DUMPABLE).
+    /proc/PID/environ shows the variables with which a process was executed. After this call that
+    file, the memory and the descriptors are closed to other processes of this user except root's,
+    and no core is dumped (prctl(2), PR_SET_DUMPABLE).
     """
     descriptor_text = os.environ.pop(HANDED, None)
     if descriptor_text is None:

@@ -12,17 +12,17 @@ from orchestrator.specs.errors import ServiceError
 def poll_until(
     stop: threading.Event,
     call: Callable[[], None],
-    every_s: float,
-    log: logging.Logger,
+    interval_s: float,
+    logger: logging.Logger,
     failure_message: str,
 ) -> None:
-    """Call `call` every `every_s` seconds until `stop` is set; an exception is logged with the text
-    `failure_message`.
+    """Call `call` every `interval_s` seconds until `stop` is set; an exception is logged with the
+    text `failure_message`.
     """
-    while not stop.wait(every_s):
+    while not stop.wait(interval_s):
         try:
             call()
         except ServiceError as error:  # the controller meets the same, and decides what follows
-            log.error("%s", error)
+            logger.error("%s", error)
         except Exception:  # jobs go on
-            log.exception(failure_message)
+            logger.exception(failure_message)

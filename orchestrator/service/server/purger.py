@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Purge:
-    """The result of a purge: removed parts with reasons, what stays by reason, errors, and the
-    home's bytes.
+    """The result of a purge (removal of old files): what is removed and why, what stays by reason,
+    errors, the home's bytes.
     """
 
     goes: list[tuple[Part, str]] = field(default_factory=list)
@@ -64,14 +64,16 @@ class Purge:
     beyond_bytes: int = 0  # above the budget after all that may go
     more: int = 0  # parts that go in the next pass
 
-    def count_staying(self, reason: str, size_bytes: int) -> None:
-        """Count a part of this size that stays for this reason."""
-        parts, total = self.stays.get(reason, (0, 0))
-        self.stays[reason] = parts + 1, total + size_bytes
+    def count_staying(self, why_kept: str, size_bytes: int) -> None:
+        """Count a part of this size that is kept for this reason."""
+        parts, total = self.stays.get(why_kept, (0, 0))
+        self.stays[why_kept] = parts + 1, total + size_bytes
 
 
 class Purger:
-    """Removes files of a home's ended jobs. Every method is thread-safe."""
+    """Removes files of ended jobs that the cluster file's `keep` no longer protects. Every method
+    is thread-safe.
+    """
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Purger:
 
     @property
     def problem(self) -> str | None:
-        """Sentence on why some files could not be removed; None if all could be."""
+        """A sentence on files that could not be removed, and why; None if all could be."""
         return "; ".join(filter(None, (self._problem, *self._left[:SHOWN_MAX]))) or None
 
     def purge(
@@ -121,8 +123,8 @@ class Purger:
         is_dry: bool,
         pause: Callable[[], object] = lambda: None,
     ) -> Purge:
-        """Remove at most PARTS_MAX parts that the rules of `keep` no longer protect; with `is_dry`,
-        only list them.
+        """Remove at most PARTS_MAX parts of job folders that the rules of `keep` no longer protect;
+        with `is_dry`, only list them.
 
         `pause` is called now and then. Raises ServiceError where the service does not own its
         journal, where rows of it cannot be read, and where another purge is running.
@@ -154,7 +156,7 @@ class Purger:
         self._check_may_purge()
         # before the live jobs: what has ended by then has ended for good
         ends = self._journal.status_and_end_by_job()
-        needed = self._reasons_to_keep(ends.keys())
+        needed = self._find_reasons_to_keep(ends.keys())
         purge = Purge()
         spare = list[Part]()
         count = 0
@@ -186,8 +188,10 @@ class Purger:
         return purge
 
     def _choose_parts(self, purge: Purge, removable_parts: Sequence[Part]) -> None:
-        """Divide the parts that no job needs into those to remove and those that stay: by age, then
-        by the home's budget.
+        """Divide these parts, which no job needs any more, into those that the purge removes and
+        those that stay.
+
+        Their age decides, then the home's budget of bytes.
         """
         keep = self._keep
         now_s = self._controller.now_s()
@@ -234,15 +238,15 @@ class Purger:
     def _remove_parts(
         self,
         purge: Purge,
-        planned_for: set[str],
+        known_job_ids: set[str],
         principal: Principal,
         request_id: str,
         pause: Callable[[], object],
     ) -> None:
-        """Move the chosen parts to the trash. A part stays where that fails, or where a job newer
-        than the plan needs it.
+        """Move the chosen parts to the trash.
 
-        `planned_for` are the ids of the jobs that the plan knew.
+        A part stays where that fails, or where a job newer than the plan needs it. `known_job_ids`
+        are the jobs that the plan knew.
         """
         planned = purge.goes
         purge.goes = []
@@ -252,10 +256,10 @@ class Purger:
         for part, why in planned:
             self._check_may_purge()
             if (jobs := self._controller.state.jobs) is not looked_at:
-                fresh = [job for job in jobs.values() if job.id not in planned_for]
+                fresh = [job for job in jobs.values() if job.id not in known_job_ids]
                 looked_at = jobs
-                planned_for |= {job.id for job in fresh}
-                needed |= _reasons_from_jobs(fresh, planned_jobs)
+                known_job_ids |= {job.id for job in fresh}
+                needed |= _find_reasons_from_jobs(fresh, planned_jobs)
             if part.job in needed:
                 purge.count_staying(needed[part.job], part.size_bytes)
                 continue
@@ -279,13 +283,15 @@ class Purger:
                 log.error("a removal has no row in the audit log: %s", error)
             pause()
 
-    def _reasons_to_keep(self, ended_ids: Set[str]) -> dict[str, str]:
+    def _find_reasons_to_keep(self, ended_ids: Set[str]) -> dict[str, str]:
         """Return {id of ended job: why its files are still needed}."""
-        needed = _reasons_from_jobs(self._controller.state.jobs.values(), ended_ids)
+        needed = _find_reasons_from_jobs(self._controller.state.jobs.values(), ended_ids)
         for sweep_id in self._journal.sweeps.list_open_sweeps():
             trials = [trial.job for trial in self._journal.sweeps.list_trials(sweep_id)]
             first = self._controller.find_job(trials[0]) if trials else None
-            named = {*trials} | (_collect_words(first.spec) if first is not None else set())
+            named = {*trials} | (
+                _collect_possible_job_ids(first.spec) if first is not None else set()
+            )
             needed |= dict.fromkeys(named & ended_ids, f"{sweep_id} has not ended")
         for name in self._trackers:
             pending = self._journal.outbox.list_pending(name, RECORDS_MAX)
@@ -316,18 +322,18 @@ class Purger:
         return "; ".join(parts) or None
 
 
-def _reasons_from_jobs(jobs: Iterable[Job], ended_ids: Set[str]) -> dict[str, str]:
-    """Return {id of ended job: sentence that names the unfinished job which refers to it}."""
+def _find_reasons_from_jobs(jobs: Iterable[Job], ended_ids: Set[str]) -> dict[str, str]:
+    """Return {id of ended job: sentence that names the unfinished job which still refers to it}."""
     needed = dict[str, str]()
     for job in jobs:
         if not job.status.ended:
             compared = list_compared_job_ids(job) if job.spec.is_compared else ()
-            named = (_collect_words(job.spec) | {*compared}) & ended_ids
+            named = (_collect_possible_job_ids(job.spec) | {*compared}) & ended_ids
             needed |= dict.fromkeys(named, f"{job.id}, which has not ended, names its job")
     return needed
 
 
-def _collect_words(spec: JobSpec) -> set[str]:
+def _collect_possible_job_ids(spec: JobSpec) -> set[str]:
     """Return all words of a job's spec that may be job ids: in `depends_on`, paths, its command and
     its variables.
     """

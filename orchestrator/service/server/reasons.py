@@ -13,7 +13,7 @@ from orchestrator.specs.state import State
 
 
 class Reasons:
-    """Explains why jobs wait in the newest state. Thread-safe."""
+    """Explains why jobs wait, by the newest state. Thread-safe."""
 
     def __init__(self, read_state: Callable[[], State]) -> None:
         self._state, self._lock, self._zone = read_state, threading.Lock(), local_time_zone()
@@ -21,26 +21,26 @@ class Reasons:
         self._waits = WaitExplainer(State(), self._zone)
         self._reasons: dict[str, str] = {}  # by job, of that state
 
-    def explain_job(self, job: Job) -> Job:
-        """Return the job with the reason for which it waits in the newest state; jobs that do not
-        wait are unchanged.
+    def add_wait_reason(self, job: Job) -> Job:
+        """Return the job with the reason why it waits in the newest state; a job that does not wait
+        is unchanged.
         """
         if job.status is not JobStatus.QUEUED:
             return job
         with self._lock:
-            waits = self._newest_waits()
+            waits = self._make_newest_explainer()
             if job.id not in self._reasons:
                 self._reasons[job.id] = waits.explain_wait(job)
             return replace(job, reason=self._reasons[job.id])
 
-    def explain_start(self, job: Job) -> tuple[str, ...]:
-        """Return sentences on when a job starts, and what would start it sooner; () if it waits for
-        no devices.
+    def describe_start_of_job(self, job: Job) -> tuple[str, ...]:
+        """Return sentences on when a job starts, and what would start it sooner; () if it does not
+        wait for devices.
         """
         with self._lock:
-            return self._newest_waits().list_remedies(job)
+            return self._make_newest_explainer().describe_start_and_remedies(job)
 
-    def _newest_waits(self) -> WaitExplainer:
+    def _make_newest_explainer(self) -> WaitExplainer:
         state = self._state()
         if state is not self._of:
             self._of, self._waits, self._reasons = state, WaitExplainer(state, self._zone), {}

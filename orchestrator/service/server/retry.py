@@ -58,7 +58,7 @@ OF_THE_OLD = {
 
 
 class RetryStart(NamedTuple):
-    """The start of a retry: the job whose checkpoint it continues (None: from scratch), the
+    """Where a retry starts: the job whose checkpoint it continues (None: from scratch), the
     checkpoint's step, and why.
     """
 
@@ -68,8 +68,10 @@ class RetryStart(NamedTuple):
 
 
 def check_retry(job: Job, *, has_allow: bool) -> None:
-    """Raise ServiceError for an unfinished job; raise SpecError for options that only answer a
-    job's question.
+    """Raise ServiceError if the job has not ended. Raise SpecError if it has, but options were
+    given that answer a question.
+
+    `has_allow` is whether such options were given.
     """
     if job.status is JobStatus.RUNNING or not job.status.ended:
         verb = "runs" if job.status is JobStatus.RUNNING else "waits"
@@ -130,7 +132,8 @@ def choose_start(job: Job, spec: JobSpec, changed_keys: Sequence[str]) -> RetryS
 
 
 def list_changed_files(job: Job, spec: JobSpec) -> list[str]:
-    """Return the files and folders of the job's data that are newer than its first attempt.
+    """Return the files and folders of the job's data that have changed since its first attempt, by
+    their times.
 
     Files inside a folder are not checked. Files without a size are left out: the kernel makes them,
     without a time of change.

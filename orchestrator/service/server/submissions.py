@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SubmissionRequest:
-    """Jobs to submit, whose submitter waits for the commit, and the result."""
+    """Jobs to submit together, for whose commit a thread waits, and what became of them."""
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     key: RequestKey | None = None
@@ -45,13 +45,15 @@ class SubmissionRequest:
 
 
 class SubmissionQueue:
-    """Submissions that are not committed yet. One submitter's thread commits for all that wait
-    (group commit).
+    """Submissions that are not committed yet. The thread of one submitter commits those of all that
+    wait (group commit).
     """
 
     def __init__(self, commit_waiting: Callable[[], None]) -> None:
-        """Make the queue. `commit_waiting` commits the requests that `take_requests` returns, and wakes them
-        by `wake_submitters`.
+        """Make the queue.
+
+        `commit_waiting` commits the requests that `take_requests` returns, and wakes their threads
+        by `answer_submitters`.
         """
         self._admit = commit_waiting
         self._lock = threading.Lock()
@@ -68,7 +70,7 @@ class SubmissionQueue:
             leads = not self._has_leader
             self._has_leader = True
         if not leads and not request.woken.wait(ANSWER_S):
-            self._withdraw(request)
+            self._withdraw_unanswered(request)
         if not request.is_answered:  # first in the queue: this thread commits for all that wait
             try:
                 self._admit()
@@ -89,7 +91,7 @@ class SubmissionQueue:
         return request.ids
 
     def take_requests(self) -> list[SubmissionRequest]:
-        """Remove the oldest requests from the queue, with about GROUP jobs together, and return
+        """Remove the oldest requests, with about GROUP jobs in all, from the queue, and return
         them.
         """
         requests = list[SubmissionRequest]()
@@ -100,9 +102,9 @@ class SubmissionQueue:
                 jobs += len(requests[-1].jobs)
         return requests
 
-    def _withdraw(self, request: SubmissionRequest) -> None:
-        """After a timeout, withdraw the request and raise ServiceError, unless it was answered in
-        the meantime.
+    def _withdraw_unanswered(self, request: SubmissionRequest) -> None:
+        """Remove a request that timed out from the queue and raise ServiceError; do nothing if it
+        was answered meanwhile.
         """
         with self._lock:
             if request.woken.is_set():
@@ -117,22 +119,22 @@ class SubmissionQueue:
         )
 
 
-def wake_submitters(requests: Iterable[SubmissionRequest], error: BaseException | None) -> None:
-    """Wake the submitters of these requests; each raises `error`, if there is one."""
+def answer_submitters(requests: Iterable[SubmissionRequest], error: BaseException | None) -> None:
+    """Wake the threads that wait for these requests; each raises `error`, if there is one."""
     for request in requests:
         request.error = request.error or error
         request.is_answered = True
         request.woken.set()
 
 
-def make_submissions(
+def make_submission_events(
     requests: Sequence[SubmissionRequest],
     state: State,
     journal: EventLog,
     at_s: float,
     find_job: Callable[[str], Job | None],
 ) -> list[Submitted]:
-    """Return the submission events of the requests' new jobs.
+    """Return the submission events of the new jobs in these requests.
 
     A request whose key was used before, or in this group, adds no jobs. A refused request gets its
     SpecError, and the others continue.
@@ -148,7 +150,9 @@ def make_submissions(
                 continue
             if request.retry_of is not None:
                 _check_not_retried(request.retry_of, state, events)
-            jobs = make_job_events(request, state, state.submitted + len(events), at_s, find_job)
+            jobs = make_submission_events_of_request(
+                request, state, state.submitted + len(events), at_s, find_job
+            )
             for event in jobs:
                 if journal.round_trip_event(event) != event:
                     hint = "report this: it is a fault of the service"
@@ -171,7 +175,9 @@ def make_submissions(
 
 
 def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -> None:
-    """Raise SpecError where a live job, or one of these submissions, already retries this job."""
+    """Raise SpecError where a live job, or one of these submissions, is a retry of the job with
+    this id.
+    """
     live_ids = {job.retry_of: job.id for job in state.live_jobs}
     live_ids |= {event.retry_of: event.job_id for event in events}
     if (live_id := live_ids.get(job_id)) is not None:
@@ -181,7 +187,7 @@ def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -
         )
 
 
-def make_job_events(
+def make_submission_events_of_request(
     request: SubmissionRequest,
     state: State,
     submitted_count: int,
@@ -231,8 +237,8 @@ def make_job_events(
 
 
 def _reuse_ids(request: SubmissionRequest, earlier_submission: Submission) -> None:
-    """Give a repeated request the ids of its earlier jobs. Raises SpecError if the key was used for
-    another request.
+    """Give a repeated request the ids that its jobs got before. Raises SpecError if the key was
+    used for another request.
     """
     assert request.key is not None
     if request.key.digest != earlier_submission.digest:

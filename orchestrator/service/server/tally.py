@@ -42,7 +42,7 @@ class Distribution:
 
 @dataclass(slots=True)
 class Tally:
-    """Counters over committed events since the service's start. Calls must not overlap."""
+    """Counts what happened in committed events since the service's start. Calls must not overlap."""
 
     wait_s: Distribution = field(
         default_factory=lambda: Distribution(WAIT_S)
@@ -59,7 +59,7 @@ class Tally:
     def count_event(
         self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec
     ) -> None:
-        """Count a committed event with its actions, and the seconds that its decision took."""
+        """Count a committed event with its actions. The decision on it took `decision_s` seconds."""
         self.decision_s.count_value(decision_s)
         ended = (event.job_id, event.number) if isinstance(event, Finished) else None
         for action in actions:
@@ -85,7 +85,7 @@ class Tally:
 
 @frozen
 class Figures:
-    """All numbers of a service at one moment: its state, the journal's counts, and the counters
+    """The numbers of a service at one moment: its state, the journal's counts, and the counters
     since its start.
     """
 

@@ -18,9 +18,9 @@ Change = Callable[
 ]  # of a live job, at a time; None: it is so already
 
 
-def make_hold(user: str) -> Change:
-    """Return the change that keeps a waiting job from starting; `user` is its holder. It raises
-    ServiceError for a running job.
+def make_hold_change(user: str) -> Change:
+    """Return the change that puts a waiting job on hold for this user. It raises ServiceError for a
+    running job.
     """
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
@@ -28,48 +28,48 @@ def make_hold(user: str) -> Change:
             raise ServiceError(
                 f"job {job.id} runs: `orc suspend {job.id}` has it save and leave its devices"
             )
-        return make_suspension(user)(job, at_s)
+        return make_suspension_change(user)(job, at_s)
 
     return change
 
 
-def make_suspension(user: str) -> Change:
-    """Return the change that keeps a job from starting; a running job saves a checkpoint and
-    releases its devices.
+def make_suspension_change(user: str) -> Change:
+    """Return the change that puts any job on hold for this user; a running job saves a checkpoint
+    and frees its devices.
     """
     return _make_holder_change(user)
 
 
-def make_release(_user: str) -> Change:
-    """Return the change that ends a hold or suspension, so that the job waits for devices again."""
+def make_release_change(_user: str) -> Change:
+    """Return the change that ends a job's hold or suspension, so that it waits for devices again."""
     return _make_holder_change(None)
 
 
-def _make_holder_change(holder: str | None) -> Change:
-    """Return the change that sets who holds a job (None: nobody). It changes nothing where one
-    holder would replace another.
+def _make_holder_change(new_holder: str | None) -> Change:
+    """Return the change that puts a job on hold for a user, or releases it (None).
+
+    It changes nothing where one holder would replace another.
     """
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
-        if (job.held_by is None) == (holder is None):
+        if (job.held_by is None) == (new_holder is None):
             return None
-        return UpdateRequested(job_id=job.id, spec=job.spec, held_by=holder, at_s=at_s)
+        return UpdateRequested(job_id=job.id, spec=job.spec, held_by=new_holder, at_s=at_s)
 
     return change
 
 
 VERBS: Mapping[str, Callable[[str], Change]] = {
-    "hold": make_hold,
-    "release": make_release,
-    "suspend": make_suspension,
-    "resume": make_release,
+    "hold": make_hold_change,
+    "release": make_release_change,
+    "suspend": make_suspension_change,
+    "resume": make_release_change,
 }
 
 
-def make_update(new_settings: Sequence[Override], policy: PolicySpec) -> Change:
-    """Return the change that gives a job new values of UPDATABLE keys, validated as at submission.
-
-    Raises SpecError for other keys.
+def make_update_change(new_settings: Sequence[Override], policy: PolicySpec) -> Change:
+    """Return the change that gives a job new values of UPDATABLE keys, checked as at submission.
+    Raises SpecError for others.
     """
     allowed = ", ".join(UPDATABLE)
     if not new_settings:

@@ -201,6 +201,6 @@ def _read_file(path: Path) -> str:
 
 def _make_table(name: str, rows: Sequence[JsonObject]) -> Table:
     from orchestrator.service.terminal.tables import draw_table
-    from orchestrator.service.views.columns import columns_of
+    from orchestrator.service.views.columns import select_columns
 
-    return draw_table(columns_of(name), rows, {})
+    return draw_table(select_columns(name), rows, {})

@@ -29,7 +29,7 @@ def open_pages(
 ) -> None:
     """Open the pages in a browser, signed in. Prints the link, which works once, within five minutes."""
     with closing(connect_client(home)) as client:
-        link = client.sign_in_link(job_id)
+        link = client.create_sign_in_url(job_id)
     print_answer({"link": link}, as_json, link)
     if as_json:
         return

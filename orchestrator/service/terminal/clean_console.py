@@ -11,8 +11,8 @@ from orchestrator.service.visible import escape_controls
 
 
 class CleanConsole(Console):
-    """Rich console whose output has only its own colours and cursor movements; texts and links
-    bring none.
+    """A Rich console whose only colours and cursor movements are its own: those in texts and links
+    are removed.
     """
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:

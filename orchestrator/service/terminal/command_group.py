@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from orchestrator.service.terminal.synonyms import find_our_command
+from orchestrator.service.terminal.synonyms import find_foreign_words_our_command_and_tool
 from orchestrator.specs.errors import SpecError
 
 # in the order in which help shows them; a command of no panel comes last, under "Others"
@@ -43,7 +43,7 @@ OTHERS = "Others"
 
 
 class Commands(TyperGroup):
-    """Command group with help in panels."""
+    """The group of all `orc` commands, which shows its help in panels."""
 
     def __init__(self, **attributes: Any) -> None:
         """Make the group, and assign each command to its panel of the help."""
@@ -60,10 +60,12 @@ class Commands(TyperGroup):
             command.rich_help_panel = panels.get(name, OTHERS)  # type: ignore[attr-defined]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names. For an unknown word, raise SpecError
-        with a suggestion if there is one.
+        """Return the command that the first argument names; raise SpecError, with a suggestion if
+        possible, for an unknown word.
         """
-        if self.get_command(ctx, args[0]) is None and (answer := find_our_command(args)):
+        if self.get_command(ctx, args[0]) is None and (
+            answer := find_foreign_words_our_command_and_tool(args)
+        ):
             phrase, command, tool = answer
             hint = f"`orc {command}` does here what {phrase} does in {tool}"
             raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)

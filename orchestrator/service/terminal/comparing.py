@@ -19,7 +19,7 @@ from orchestrator.service.terminal.options import (
     Settings,
     check_finite,
     connect_client,
-    select_service,
+    select_login_or_home,
 )
 from orchestrator.service.terminal.output import make_console, print_answer
 from orchestrator.specs.choices import MicroBatchChoice
@@ -111,7 +111,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare strategies: run a job under each for some steps, and show memory, time, loss and cost side by side."""
-    from orchestrator.service.terminal.comparison_tables import comparison_panel
+    from orchestrator.service.terminal.comparison_tables import make_comparison_panel
 
     files = [
         *_check_suffixes("--picture", pictures or (), PICTURES),
@@ -139,9 +139,9 @@ def compare(
                     f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them",
                     file=sys.stderr,
                 )
-        view = _fetch_comparison(client, job_id)
-    _write_files(view, files)
-    print_answer(dict(view), as_json, comparison_panel(view))
+        view = _fetch_comparison_with_mlflow_url(client, job_id)
+    _write_tables_and_pictures(view, files)
+    print_answer(dict(view), as_json, make_comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
     raise typer.Exit(
@@ -149,9 +149,10 @@ def compare(
     )
 
 
-def _write_files(view: ComparisonView, files: Sequence[Path]) -> None:
-    """Write the tables and pictures of a comparison. If the comparison was cancelled, files of the
-    last one stay.
+def _write_tables_and_pictures(view: ComparisonView, files: Sequence[Path]) -> None:
+    """Write the comparison into each file as a table or a picture, by its suffix.
+
+    If the comparison was cancelled, files of an earlier one stay.
     """
     if files and any(row["outcome"] == "cancelled" for row in view["rows"]):
         print("the comparison was cancelled: the files stay as they were", file=sys.stderr)
@@ -160,7 +161,7 @@ def _write_files(view: ComparisonView, files: Sequence[Path]) -> None:
         if file.suffix in WRITERS:
             file.write_text(WRITERS[file.suffix](view))
         else:
-            draw_picture(view, file)
+            write_picture_or_explain(view, file)
 
 
 def _check_suffixes(
@@ -179,7 +180,7 @@ def _check_suffixes(
 def _submit_comparison(
     client: Client,
     file: Path,
-    choice: str,
+    strategies_option: str,
     micro_batch_choice: MicroBatchChoice,
     steps: int | None,
     repeats: int,
@@ -192,13 +193,15 @@ def _submit_comparison(
     """Submit the jobs of a new comparison of strategies, and return their ids."""
     from orchestrator.service.client.sending import read_and_upload_jobs
     from orchestrator.service.commands.compare import choose_strategies, make_comparison_jobs
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.intake.intake import read_options
 
-    service = select_service(home)
+    service = select_login_or_home(home)
     overrides = read_options(settings, pins)
     (spec,) = read_and_upload_jobs(service, [file], overrides, home, only_one=True)
-    choices = choose_strategies(spec, choice, *select_hardware(service, None), micro_batch_choice)
+    choices = choose_strategies(
+        spec, strategies_option, *select_nodes_and_observations(service, None), micro_batch_choice
+    )
     specs = make_comparison_jobs(spec, choices, steps, repeats, learning_rates)
     ids = client.submit_jobs([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
@@ -211,16 +214,17 @@ def _submit_comparison(
     return list(ids)
 
 
-def _wait_for_jobs(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -> bool:
-    """Wait at most `timeout_s` for the jobs, and return whether all have ended; print each quarter
-    of a job's steps, and its end.
+def _wait_for_jobs(client: Client, job_ids: Sequence[str], timeout_s: float, as_json: bool) -> bool:
+    """Wait at most `timeout_s` for the jobs; return whether all have ended.
+
+    Print a line at each quarter of a job's steps, and at its end.
     """
     from orchestrator.service.terminal.follow import ENDS
 
     console = make_console(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
-    for number, job_id in enumerate(ids, 1):
-        job, version = client.fetch_job(job_id)
+    for number, job_id in enumerate(job_ids, 1):
+        job, version = client.fetch_job_and_version(job_id)
         quarter = 0
         while job["status"] not in ENDS:
             if time.monotonic() > until_s:
@@ -229,17 +233,17 @@ def _wait_for_jobs(client: Client, ids: Sequence[str], timeout_s: float, as_json
             steps = progress and progress["max_steps"]
             if progress and steps and 4 * progress["step"] // steps > quarter:
                 quarter = 4 * progress["step"] // steps
-                line = f"{number}/{len(ids)} step {progress['step']} of {steps}"
+                line = f"{number}/{len(job_ids)} step {progress['step']} of {steps}"
                 console.print(line, highlight=False, markup=False, style="dim")
-            job, version = client.fetch_job(job_id, version)
+            job, version = client.fetch_job_and_version(job_id, version)
         last = job["attempts"][-1] if job["attempts"] else None
         line = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
-        console.print(f"{number}/{len(ids)} {line}", highlight=False, markup=False)
+        console.print(f"{number}/{len(job_ids)} {line}", highlight=False, markup=False)
     return True
 
 
-def _fetch_comparison(client: Client, job_id: str) -> ComparisonView:
-    """Return the comparison, with the URL of its MLflow page if there is one in time."""
+def _fetch_comparison_with_mlflow_url(client: Client, job_id: str) -> ComparisonView:
+    """Return the comparison; it has the URL of its MLflow page if that is found in time."""
     until_s = time.monotonic() + LINK_S
     view = client.fetch_comparison(job_id)
     has_runs = (
@@ -252,8 +256,8 @@ def _fetch_comparison(client: Client, job_id: str) -> ComparisonView:
     return view
 
 
-def draw_picture(view: ComparisonView, file: Path) -> None:
-    """Write the picture of a comparison to a file, or print why it has none."""
+def write_picture_or_explain(view: ComparisonView, file: Path) -> None:
+    """Write the picture of a comparison to a file; print why if the comparison has none."""
     import matplotlib
 
     from orchestrator.backends.mlflow.frontier_png import draw_figure

@@ -78,8 +78,8 @@ LATEX = str.maketrans(
 
 
 def format_csv(view: ComparisonView) -> str:
-    """Return the comparison's rows as CSV, with an empty cell for an unknown number; without the
-    conclusion and its notes.
+    """Return the comparison's rows as CSV, with an empty cell for an unknown number; conclusion and
+    notes are left out.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -90,7 +90,7 @@ def format_csv(view: ComparisonView) -> str:
         deviation = stdev(row["losses"]) if len(row["losses"]) > 1 else None
         writer.writerow(
             [
-                *(_find_value(row, PARTS.get(name, (name,))) for name in CSV),
+                *(_get_value_at_path(row, PARTS.get(name, (name,))) for name in CSV),
                 deviation,
                 *map(_cell_text, setup.values()),
             ]
@@ -98,7 +98,7 @@ def format_csv(view: ComparisonView) -> str:
     return text.getvalue()
 
 
-def _find_value(row: Row, path: Sequence[str | int]) -> Any:
+def _get_value_at_path(row: Row, path: Sequence[str | int]) -> Any:
     value: Any = row
     for key in path:
         value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
@@ -112,7 +112,7 @@ def _cell_text(value: Any) -> Any:
 
 
 def _join_lines(text: str) -> str:
-    """Return the text on one line, so that text from others cannot begin a line."""
+    """Return the text as one line, so that text from others cannot begin a line of the file."""
     return " ".join(text.split())
 
 
@@ -120,19 +120,21 @@ def format_markdown(view: ComparisonView) -> str:
     """Return the comparison as a Markdown table, with its caption above, and the conclusion and
     notes below.
     """
-    heads, lines = _table_cells(view)
-    return str(_load_templates().markdown(heads, lines, _note_lines(view, heads)))
+    heads, lines = _make_headings_and_cells(view)
+    return str(_load_templates().markdown(heads, lines, _make_caption_and_note_lines(view, heads)))
 
 
 def format_latex(view: ComparisonView) -> str:
     """Return the comparison as a LaTeX `tabular` with booktabs' rules; caption, conclusion and
     notes are comments above.
     """
-    heads, lines = _table_cells(view)
+    heads, lines = _make_headings_and_cells(view)
     parted = [head.removesuffix(")").split(" (") for head in heads]
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
     names = [head[0] for head in parted]
-    return str(_load_templates().latex(names, units, lines, _note_lines(view, heads)))
+    return str(
+        _load_templates().latex(names, units, lines, _make_caption_and_note_lines(view, heads))
+    )
 
 
 def _load_templates() -> Any:
@@ -146,7 +148,7 @@ def _load_templates() -> Any:
     ).module
 
 
-def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
+def _make_headings_and_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     """Return (headings, rows of texts) of at most eight columns; a column that no strategy has is
     left out.
     """
@@ -158,7 +160,7 @@ def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     rate = "tokens_per_s" if has_tokens else "samples_per_s"
     precisions = [row["settings"].get("precision", "") for row in rows]
     columns: dict[str, list[str]] = {
-        "Strategy": _shorten_names([row["strategy"] for row in rows]),
+        "Strategy": _shorten_strategy_names([row["strategy"] for row in rows]),
         "Batch": [
             f"{row['micro_batch']}×{row['accumulation']}" if row["micro_batch"] else ""
             for row in rows
@@ -166,12 +168,14 @@ def _table_cells(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
         "Precision": precisions if len({*filter(None, precisions)}) > 1 else [],
         "Step (s)": [_step_text(row) for row in rows],
         f"Peak ({unit})": [
-            _format_digits(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows
+            _format_significant(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows
         ],
-        "Tokens/s" if has_tokens else "Samples/s": [_format_digits(row[rate], 4) for row in rows],
-        "MFU (%)": [_format_digits(row["mfu"] and 100 * row["mfu"]) for row in rows],
+        "Tokens/s" if has_tokens else "Samples/s": [
+            _format_significant(row[rate], 4) for row in rows
+        ],
+        "MFU (%)": [_format_significant(row["mfu"] and 100 * row["mfu"]) for row in rows],
         "Loss": [_loss_text(row) for row in rows],
-        "Device-s": [_format_digits(row["device_s"]) for row in rows],
+        "Device-s": [_format_significant(row["device_s"]) for row in rows],
     }
     if any(columns["Precision"]):
         del columns["MFU (%)"]  # shares of different peaks
@@ -191,8 +195,8 @@ def _choose_unit_and_bytes(byte_counts: Sequence[int | None]) -> tuple[str, int]
     return name, BINARY_UNITS[name]
 
 
-def _shorten_names(names: Sequence[str]) -> list[str]:
-    """Return the strategies' names, without the number of devices where all have the same."""
+def _shorten_strategy_names(names: Sequence[str]) -> list[str]:
+    """Return the strategies' names, without the number of devices if all have the same."""
     ends = {name.rpartition(" on ")[2] for name in names}
     return [name.rpartition(" on ")[0] if len(ends) == 1 else name for name in names]
 
@@ -203,13 +207,11 @@ def _step_text(row: Row) -> str:
     if row["outcome"] != "finished":
         return str(row["outcome"])
     if step_s is None or within_s is None:
-        return _format_digits(step_s)
+        return _format_significant(step_s)
     half_s = (within_s[1] - within_s[0]) / 2
     if half_s <= NEAR * step_s:
         return format_with_error(step_s, half_s)
-    return (
-        f"{_format_digits(step_s)} [{_format_digits(within_s[0])}, {_format_digits(within_s[1])}]"
-    )
+    return f"{_format_significant(step_s)} [{_format_significant(within_s[0])}, {_format_significant(within_s[1])}]"
 
 
 def _loss_text(row: Row) -> str:
@@ -217,38 +219,39 @@ def _loss_text(row: Row) -> str:
     return (
         format_with_error(row["loss"], stdev(losses))
         if len(losses) > 1
-        else _format_digits(row["loss"], 4)
+        else _format_significant(row["loss"], 4)
     )
 
 
-def _format_digits(value: float | None, digits: int = 3) -> str:
-    """Return the number with `digits` significant digits; "" where it is unknown."""
+def _format_significant(value: float | None, significant_digits: int = 3) -> str:
+    """Return the number with `significant_digits` significant digits; "" where it is unknown."""
     if value is None:
         return ""
-    decimals = digits - 1 - floor(log10(abs(value))) if value else 0
+    decimals = significant_digits - 1 - floor(log10(abs(value))) if value else 0
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
 def format_with_error(value: float, error: float) -> str:
-    """Return the number rounded to the digits that its error leaves certain: two digits of an error
-    below 2, else one.
+    """Return the number rounded to the digits that its error leaves certain.
+
+    Two digits of the error are shown if it begins with 1, else one.
     """
     if not error:
-        return f"{_format_digits(value, 4)} ± 0"
+        return f"{_format_significant(value, 4)} ± 0"
     place = floor(log10(error))
     decimals = max(0, -place + (error / 10.0**place < 2))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
 
-def _note_lines(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+def _make_caption_and_note_lines(view: ComparisonView, headings: Sequence[str]) -> list[str]:
     """Return the caption, the conclusion and its notes, each on one line."""
     return [
         _join_lines(note)
-        for note in (*_caption_sentences(view, heads), view["verdict"], *view["notes"])
+        for note in (*_make_caption_sentences(view, headings), view["verdict"], *view["notes"])
     ]
 
 
-def _caption_sentences(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+def _make_caption_sentences(view: ComparisonView, headings: Sequence[str]) -> list[str]:
     """Return sentences that say what was compared, and what the columns mean."""
     rows = view["rows"]
     devices = {row["devices"] for row in rows if row["devices"]}
@@ -256,7 +259,7 @@ def _caption_sentences(view: ComparisonView, heads: Sequence[str]) -> list[str]:
     text = _load_templates().caption(
         view["setup"],
         NAMES,
-        heads,
+        headings,
         devices.pop() if len(devices) == 1 else None,
         precisions.pop() if len(precisions) == 1 else None,
         max((row["repeats"] for row in rows), default=1),

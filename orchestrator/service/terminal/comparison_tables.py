@@ -9,9 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.terminal.plain_tables import plain_table
-from orchestrator.service.terminal.tables import colour_picture, provenance_phrases
-from orchestrator.service.views.comparison import list_failure_reasons, table_cells
+from orchestrator.service.terminal.plain_tables import make_plain_table
+from orchestrator.service.terminal.tables import colour_picture, make_provenance_phrases
+from orchestrator.service.views.comparison import (
+    list_row_numbers_and_failure_reasons,
+    make_table_cells,
+)
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.json_object import JsonObject
 
@@ -23,25 +26,26 @@ GAP = 2
 STRATEGY_LEAST = 16  # columns of a strategy's name, which is folded
 
 
-def comparison_panel(view: ComparisonView) -> RenderableType:
+def make_comparison_panel(view: ComparisonView) -> RenderableType:
     """Return the comparison's tables, its picture and its conclusion, within 80 columns."""
     rows = view["rows"]
     parts: list[RenderableType] = [Text()]
-    for columns in table_cells(rows):
-        parts += [part for table in _split_columns(rows, columns) for part in (table, Text())]
+    for columns in make_table_cells(rows):
+        parts += [part for table in _split_into_tables(rows, columns) for part in (table, Text())]
     if view["picture"] is not None:
         parts += [colour_picture(picture_from_view(view["picture"])), Text()]
     sentences = [
-        f"{number}  " + "\n   ".join(lines) for number, lines in list_failure_reasons(rows)
+        f"{number}  " + "\n   ".join(lines)
+        for number, lines in list_row_numbers_and_failure_reasons(rows)
     ]
     parts += [Text(line) for line in sentences] + ([Text()] if sentences else [])
     parts.append(Text(view["verdict"], style="bold"))
-    parts.append(Text(", ".join(provenance_phrases(view["setup"]["provenance"])), style="dim"))
+    parts.append(Text(", ".join(make_provenance_phrases(view["setup"]["provenance"])), style="dim"))
     parts += [Text(note, style="yellow") for note in view["notes"]]
     return Group(*parts)
 
 
-def _split_columns(
+def _split_into_tables(
     rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]
 ) -> Iterator[Table]:
     """Yield tables with these columns, each with the strategies' names, none wider than WIDTH
@@ -64,7 +68,7 @@ def _split_columns(
 
 
 def _make_table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:
-    table = plain_table()
+    table = make_plain_table()
     table.add_column("#", justify="right", no_wrap=True)
     longest = max((len(row["strategy"]) for row in rows), default=STRATEGY_LEAST)
     table.add_column("STRATEGY", overflow="fold", min_width=min(STRATEGY_LEAST, longest))

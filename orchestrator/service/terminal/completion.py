@@ -13,7 +13,9 @@ ENDED_OFFERED = 50
 
 
 def complete_job_id(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of live and recently ended jobs with this prefix; [] where the service does not answer."""
+    """Return the ids of live and recently ended jobs that begin with this text; [] if the service
+    does not answer.
+    """
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import find_login
     from orchestrator.specs.run import DEFAULT_HOME

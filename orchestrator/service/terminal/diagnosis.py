@@ -52,9 +52,9 @@ def diagnose(
 def _diagnosis_table(diagnosis: Diagnosis) -> Table:
     from rich.text import Text
 
-    from orchestrator.service.terminal.plain_tables import plain_grid
+    from orchestrator.service.terminal.plain_tables import make_plain_grid
 
-    table = plain_grid()
+    table = make_plain_grid()
     place = f"{diagnosis.file}:{diagnosis.line_number}: {diagnosis.line}" if diagnosis.file else ""
     rows = {"kind": diagnosis.kind or "none", "why": diagnosis.reason, "where": place}
     rows |= {"orc would": diagnosis.orc_would, "you can": diagnosis.you_can}

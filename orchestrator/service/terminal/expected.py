@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.terminal.plain_tables import plain_table
+from orchestrator.service.terminal.plain_tables import make_plain_table
 
 if TYPE_CHECKING:
     from orchestrator.service.views.expected import ExpectedJob, Range
@@ -31,12 +31,10 @@ def colour_status(status: str) -> Text:
     return Text(status, style=STYLES.get(status, "red"))
 
 
-def add_whole_column(
+def add_uncut_column(
     table: Table, name: str, cells: Iterable[str], *, is_number: bool = False
 ) -> None:
-    """Add a column that even a narrow terminal shows in full, up to WHOLE_MAX characters per
-    cell.
-    """
+    """Add a column that even a narrow terminal shows uncut, up to WHOLE_MAX characters per cell."""
     width = max(len(name), *(min(len(text), WHOLE_MAX) for text in cells), 0)
     table.add_column(
         name,
@@ -48,26 +46,26 @@ def add_whole_column(
     )
 
 
-def format_minute(at_s: float | None, range_s: Range | None) -> str:
+def format_minute(time_s: float | None, range_s: Range | None) -> str:
     """Return a time (seconds since 1970) as local time to the minute, with its range; "not known"
     for None.
     """
-    if at_s is None:
+    if time_s is None:
         return "not known"
-    minute = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
+    minute = time.strftime("%a %d %b %H:%M", time.localtime(time_s))
     if range_s is None:
         return minute
     return f"{minute} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"
 
 
-def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """Return a table of each job's expected start and end, and what determines its end."""
-    table = plain_table(is_wide=True)
-    add_whole_column(table, "JOB", (job["id"] for job in expected))
+def make_expected_table(expected_jobs: Sequence[ExpectedJob]) -> Table:
+    """Return a table of each job's expected start and end, and of what determines its end."""
+    table = make_plain_table(is_wide=True)
+    add_uncut_column(table, "JOB", (job["id"] for job in expected_jobs))
     for column in ("GPUS", "STARTS", "ENDS"):
         table.add_column(column, max_width=MINUTE_WIDTH)
     table.add_column("WHY", overflow="fold", ratio=1)
-    for job in expected:
+    for job in expected_jobs:
         end_s = job["end_s"]
         deadline_s = job["deadline_s"]
         is_late = deadline_s is not None and end_s is not None and end_s > deadline_s

@@ -16,7 +16,7 @@ from orchestrator.service.terminal.output import show_spinner
 
 
 class SchemaName(StrEnum):
-    """What `orc schema` can describe."""
+    """The kinds of file whose JSON Schema `orc schema` prints."""
 
     JOB = "job"
     CLUSTER = "cluster"

@@ -16,7 +16,11 @@ from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import start_service
 from orchestrator.service.client.logins import Login
 from orchestrator.service.terminal.output import make_console, print_answer
-from orchestrator.service.terminal.tables import attempts_table, format_time_left, progress_line
+from orchestrator.service.terminal.tables import (
+    format_progress_line,
+    format_time_left,
+    make_attempts_table,
+)
 from orchestrator.service.views.records import AttemptView, JobView, failure_excerpt
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.fault import Fault
@@ -29,8 +33,9 @@ PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 
 
 def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
-    """Submit the job, print its events until it ends, and return the exit code. Starts a home's
-    service if it is down.
+    """Submit the job, print its events until it ends, and return the exit code of `orc run`.
+
+    Starts a home's service if it is down.
     """
     if isinstance(service, Path):
         start_service(service, None, None)
@@ -53,7 +58,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
-    print_answer(dict(job), as_json, attempts_table([job], make_console(sys.stdout).width))
+    print_answer(dict(job), as_json, make_attempts_table([job], make_console(sys.stdout).width))
     excerpt = failure_excerpt(job)
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
@@ -61,7 +66,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
 
 
 def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
-    """Print the job's events on `console` until it ends; return the ended job.
+    """Print the job's events on `console` until it ends; return its final record.
 
     A job with a question waits up to a week for its answer. Without `may_ask`, as in a rehearsal,
     it is cancelled instead. A terminal shows a progress bar with the remaining time; other output
@@ -78,31 +83,32 @@ def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool =
         printed: list[str] = []
         printed_at_s = 0.0
         for job in _poll_job(client, job_id):
-            for line in (*attempt_history(job), *_waiting_lines(job, may_ask=may_ask)):
+            for line in (*describe_attempts(job), *_describe_wait(job, may_ask=may_ask)):
                 if line not in printed:
                     printed.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
-            printed_at_s = _show_progress(job, bar, task, console, printed_at_s)
+            printed_at_s = _update_bar_or_print_line(job, bar, task, console, printed_at_s)
             if job["asks"] and not may_ask:
                 with suppress(ServiceError):  # somebody else ended it meanwhile
                     client.cancel_jobs([job_id], whole_arrays=False)
     return job
 
 
-def iterate_log(
+def iterate_attempt_numbers_and_log(
     client: Client, job_id: str, attempt_number: int | None, rank: int, until_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield (attempt number, text) pieces of a rank's log; of the last attempt if `attempt_number` is None.
+    """Yield (attempt number, piece of text) of a rank's log; of the last attempt if
+    `attempt_number` is None.
 
     With `until_end` it waits for more text, and continues with later attempts, until the job has
     ended.
     """
-    job, _ = client.fetch_job(job_id)
+    job, _ = client.fetch_job_and_version(job_id)
     current = max(1, len(job["attempts"])) if attempt_number is None else attempt_number
     offset = 0
     decoder = _make_decoder()
     while True:
-        job, version = client.fetch_job(
+        job, version = client.fetch_job_and_version(
             job_id
         )  # read before its log, so that the log of an ended attempt is complete
         count = len(job["attempts"])
@@ -122,7 +128,7 @@ def iterate_log(
         elif not until_end or ended or (attempt_number is not None and over):
             return
         elif current > count or over:
-            client.fetch_job(job_id, version)  # which waits for the next attempt
+            client.fetch_job_and_version(job_id, version)  # which waits for the next attempt
 
 
 def _iterate_log_bytes(
@@ -130,7 +136,7 @@ def _iterate_log_bytes(
 ) -> Iterator[bytes]:
     if until_end:
         yield from client.follow_log(job_id, attempt_number, rank, offset)
-    elif text := client.read_log(job_id, attempt_number, rank, offset)[0]:
+    elif text := client.read_log_and_offset(job_id, attempt_number, rank, offset)[0]:
         yield text
 
 
@@ -142,15 +148,15 @@ def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
     """Yield the job now, at every change and every few seconds, until it has ended."""
     version: int | None = None
     while True:
-        job, version = client.fetch_job(job_id, version)
+        job, version = client.fetch_job_and_version(job_id, version)
         yield job
         if job["status"] in ENDS:
             return
 
 
-def _waiting_lines(job: JobView, *, may_ask: bool) -> list[str]:
-    """Return lines that say why the job waits; for a job with a question, also what will happen to
-    it.
+def _describe_wait(job: JobView, *, may_ask: bool) -> list[str]:
+    """Return lines that say why the job waits; if it asks a question, also what will happen without
+    an answer.
     """
     if job["status"] != "queued":
         return []
@@ -162,9 +168,10 @@ def _waiting_lines(job: JobView, *, may_ask: bool) -> list[str]:
     return [f"{job['id']}: queued: {job['reason']}", f"{job['id']}: {waits}"]
 
 
-def attempt_history(job: JobView) -> list[str]:
-    """Return the history of the job's attempts, one line per event, in order. As the job goes on,
-    lines are only appended.
+def describe_attempts(job: JobView) -> list[str]:
+    """Return the history of the job's attempts, one line per event, in order.
+
+    As the job goes on, lines are only appended.
     """
     lines = []
     before = None
@@ -173,17 +180,18 @@ def attempt_history(job: JobView) -> list[str]:
             f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}"
         )
         if attempt["change"]:
-            lines.append(f"{job['id']}:   {_describe_change(attempt, before)}")
-        lines += _ending_lines(job, attempt)
+            lines.append(f"{job['id']}:   {_describe_change_of_attempt(attempt, before)}")
+        lines += _describe_ending(job, attempt)
         before = attempt
     if job["status"] in ENDS:
         lines.append(f"{job['id']}: {job['status']}: {job['reason']}")
     return lines
 
 
-def _describe_change(attempt: AttemptView, earlier_attempt: AttemptView | None) -> str:
-    """Return a phrase on what the attempt changed, and its first step; with the reason, unless the
-    earlier end gave it.
+def _describe_change_of_attempt(attempt: AttemptView, earlier_attempt: AttemptView | None) -> str:
+    """Return a phrase on what the attempt changed, and its first step.
+
+    The reason is part of it unless the end of the attempt before gave it.
     """
     changes = ", ".join(attempt["change"])
     step = earlier_attempt["checkpoint_step"] if earlier_attempt else None
@@ -194,7 +202,7 @@ def _describe_change(attempt: AttemptView, earlier_attempt: AttemptView | None) 
     return f"-> {changes}{resumed}{why}"
 
 
-def _ending_lines(job: JobView, attempt: AttemptView) -> list[str]:
+def _describe_ending(job: JobView, attempt: AttemptView) -> list[str]:
     failure = attempt["failure"]
     if attempt["status"] != "ended":
         return []
@@ -213,7 +221,7 @@ def _format_peaks(attempt: AttemptView) -> str:
     return f": peak {format_bytes(attempt['peak_bytes'])}{beside}"
 
 
-def _show_progress(
+def _update_bar_or_print_line(
     job: JobView, bar: Progress, task: TaskID, console: Console, last_printed_s: float
 ) -> float:
     """Update the progress bar, or print a line if none was printed lately; return when the last
@@ -223,7 +231,9 @@ def _show_progress(
     """
     progress = job["progress"]
     left = format_time_left(job["progress"])
-    line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
+    line = " · ".join(
+        filter(None, (f"{left} left" if left else "", format_progress_line(progress)))
+    )
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
         bar.update(

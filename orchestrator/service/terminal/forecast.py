@@ -9,12 +9,12 @@ from orchestrator.specs.run import DEFAULT_HOME
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    from orchestrator.service.terminal.expected import expected_table
+    from orchestrator.service.terminal.expected import make_expected_table
 
     with show_spinner("playing the queue"):
         expected = connect_client(home).fetch_forecast()
     print_answer(
         {"jobs": expected},
         as_json,
-        expected_table(expected) if expected else "No job runs or waits.",
+        make_expected_table(expected) if expected else "No job runs or waits.",
     )

@@ -66,7 +66,11 @@ def up(
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
     from orchestrator.backends.text_templates import load_text_template
     from orchestrator.service.client.client import read_service_file
-    from orchestrator.service.client.endpoint import load_endpoint, make_endpoint, parse_listen
+    from orchestrator.service.client.endpoint import (
+        load_endpoint,
+        make_endpoint,
+        parse_host_and_port,
+    )
     from orchestrator.service.client.join_token import make_join_token
     from orchestrator.service.client.lifecycle import exec_service, start_service
     from orchestrator.service.intake.intake import read_cluster
@@ -74,7 +78,7 @@ def up(
     home = home.expanduser()
     read_cluster(cluster)
     if ray is not None:
-        parse_listen(ray, "--ray", "head:6379")
+        parse_host_and_port(ray, "--ray", "head:6379")
     os.environ[LOG_FORMAT] = log_format  # the service inherits it
     if listen is None and (tls_cert or tls_key or allowed_hosts or trust_users):
         raise SpecError(
@@ -153,12 +157,12 @@ def doctor(
         rows = repair_journal(home.expanduser(), remove or [])
         print_answer({"rows": rows}, as_json, unreadable_rows_table(rows))
         raise typer.Exit(bool(rows))
-    from orchestrator.service.commands.doctor import BAD, findings_table, run_checks
+    from orchestrator.service.commands.doctor import BAD, make_findings_table, run_checks
 
     with show_spinner("checking this machine"):
         checks = run_checks(home.expanduser())
     print_answer(
-        {"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks)
+        {"findings": [asdict(finding) for finding in checks]}, as_json, make_findings_table(checks)
     )
     raise typer.Exit(any(finding.verdict == BAD for finding in checks))
 

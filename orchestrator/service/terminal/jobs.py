@@ -20,9 +20,14 @@ from orchestrator.service.terminal.options import (
     Pinned,
     Settings,
     connect_client,
-    select_service,
+    select_login_or_home,
 )
-from orchestrator.service.terminal.output import make_console, print_answer, show_spinner, write_log
+from orchestrator.service.terminal.output import (
+    make_console,
+    print_answer,
+    show_spinner,
+    write_log_piece,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.run import DEFAULT_HOME
@@ -45,7 +50,9 @@ def submit(
     from orchestrator.service.terminal.tables import describe_guarantee
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_and_upload_jobs(select_service(home), files, read_options(settings, pins), home)
+    specs = read_and_upload_jobs(
+        select_login_or_home(home), files, read_options(settings, pins), home
+    )
     client = connect_client(home)
     batch = client.submit_jobs([spec.model_dump(mode="json") for spec in specs])
     ids = batch["ids"]
@@ -72,7 +79,9 @@ def _read_single_job(file: Path, settings: Settings, home: Path) -> JobSpec:
     from orchestrator.service.intake.intake import read_overrides
 
     overrides = read_overrides(settings)
-    (spec,) = read_and_upload_jobs(select_service(home), [file], overrides, home, only_one=True)
+    (spec,) = read_and_upload_jobs(
+        select_login_or_home(home), [file], overrides, home, only_one=True
+    )
     return spec
 
 
@@ -83,7 +92,7 @@ def run(
     from orchestrator.service.terminal.follow import run_to_end
 
     spec = _read_single_job(file, settings, home)
-    raise typer.Exit(run_to_end(spec, None, select_service(home), as_json))
+    raise typer.Exit(run_to_end(spec, None, select_login_or_home(home), as_json))
 
 
 def rehearse(
@@ -115,34 +124,38 @@ def rehearse(
         allowed = f"1 to training.max_steps={spec.training.max_steps}"
         raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
     raise typer.Exit(
-        run_to_end(spec, Fault(kind=fail, rank=rank, step=step), select_service(home), as_json)
+        run_to_end(
+            spec, Fault(kind=fail, rank=rank, step=step), select_login_or_home(home), as_json
+        )
     )
 
 
 def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures; or a sweep's trials."""
-    from orchestrator.service.terminal.sweep_tables import sweep_panel
-    from orchestrator.service.terminal.tables import job_panel
+    from orchestrator.service.terminal.sweep_tables import make_sweep_panel
+    from orchestrator.service.terminal.tables import make_job_panel
     from orchestrator.specs.job.sweep import SWEEP
 
     if Path(job_id).is_dir():
         from orchestrator.service.commands.launch.shown import view_folder
 
         launched = view_folder(Path(job_id))
-        print_answer(dict(launched), as_json, job_panel(launched, make_console(sys.stdout).width))
+        print_answer(
+            dict(launched), as_json, make_job_panel(launched, make_console(sys.stdout).width)
+        )
         return
     client = connect_client(home)
     if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.list_sweeps()):
         sweep = client.fetch_sweep(job_id)
-        print_answer(asdict(sweep), as_json, sweep_panel(sweep))
+        print_answer(asdict(sweep), as_json, make_sweep_panel(sweep))
         return
-    job, _ = client.fetch_job(job_id)
-    print_answer(dict(job), as_json, job_panel(job, make_console(sys.stdout).width))
+    job, _ = client.fetch_job_and_version(job_id)
+    print_answer(dict(job), as_json, make_job_panel(job, make_console(sys.stdout).width))
 
 
 def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
-    from orchestrator.service.terminal.plan_tables import explanation_panel
+    from orchestrator.service.terminal.plan_tables import make_explanation_panel
 
     if Path(job_id).is_dir():
         from orchestrator.service.commands.launch.shown import explain_folder
@@ -151,7 +164,7 @@ def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = Fa
     else:
         with show_spinner("asking what would start it sooner"):
             explanation = connect_client(home).fetch_explanation(job_id)
-    print_answer(dict(explanation), as_json, explanation_panel(explanation))
+    print_answer(dict(explanation), as_json, make_explanation_panel(explanation))
 
 
 def logs(
@@ -174,9 +187,9 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print the log of one rank of a job."""
-    from orchestrator.service.terminal.follow import iterate_log
+    from orchestrator.service.terminal.follow import iterate_attempt_numbers_and_log
 
-    lines = iterate_log(connect_client(home), job_id, attempt, rank, follow)
+    lines = iterate_attempt_numbers_and_log(connect_client(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(
@@ -184,7 +197,7 @@ def logs(
                 flush=True,
             )
         else:
-            write_log(text)
+            write_log_piece(text)
 
 
 def get(
@@ -200,7 +213,7 @@ def get(
 ) -> None:
     """Fetch the output folder of a job, whole or not at all."""
     folder = (to or Path(job_id)).expanduser()
-    size_bytes, left_out = connect_client(home).fetch_output(job_id, folder)
+    size_bytes, left_out = connect_client(home).download_output_and_count(job_id, folder)
     summary = f"{format_bytes(size_bytes)} are in {folder}."
     if left_out:
         summary += f" Links that leave the folder were left out: {left_out}."

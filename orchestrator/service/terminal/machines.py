@@ -23,19 +23,19 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     Present problems of the service, such as devices that the driver cannot read, stand above it as comments.
     """
-    from orchestrator.service.client.lifecycle import find_cluster
+    from orchestrator.service.client.lifecycle import find_cluster_and_notes
     from orchestrator.service.intake.cluster_file import format_cluster
 
-    cluster, notes = find_cluster(home.expanduser())
-    notes = (*notes, *_list_problems(home))
+    cluster, notes = find_cluster_and_notes(home.expanduser())
+    notes = (*notes, *_list_service_problems(home))
     if as_json:
         print_answer({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
         sys.stdout.write(format_cluster(cluster, notes))
 
 
-def _list_problems(home: Path) -> tuple[str, ...]:
-    """Return the present problems of the home's service; () where none answers."""
+def _list_service_problems(home: Path) -> tuple[str, ...]:
+    """Return sentences on what is wrong with the home's service now; () if it does not answer."""
     try:
         return tuple(connect_client(home).fetch_cluster()["problems"])
     except ServiceError:
@@ -135,7 +135,7 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Drain a node: it takes no new attempt, and running ones go on. Shows the jobs on each node."""
-    from orchestrator.service.terminal.tables import nodes_table
+    from orchestrator.service.terminal.tables import make_nodes_table
 
     client = connect_client(home)
     if node is not None:
@@ -144,13 +144,13 @@ def drain(
         raise SpecError("say which node shall take again what comes", path="NODE")
     live = client.fetch_cluster()
     answer = {name: live[name] for name in ("nodes", "drained")}
-    print_answer(answer, as_json, nodes_table(live["nodes"], live["drained"]))
+    print_answer(answer, as_json, make_nodes_table(live["nodes"], live["drained"]))
 
 
 def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show shares, use, quotas, running and waiting devices of each team and user."""
-    from orchestrator.service.terminal.tables import teams_table
+    from orchestrator.service.terminal.tables import make_teams_table
 
     shared = connect_client(home).list_teams()
     message = "Nothing is shared: the cluster file's `policy` names no teams."
-    print_answer({"teams": shared}, as_json, teams_table(shared) if shared else message)
+    print_answer({"teams": shared}, as_json, make_teams_table(shared) if shared else message)

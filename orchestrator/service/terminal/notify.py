@@ -27,7 +27,7 @@ def try_targets(
     as_json: AsJson = False,
 ) -> None:
     """Send a notice to targets now, and say what came of it. Exits with 1 where one could not be reached."""
-    problems = connect_client(home).test_targets(targets or ())
+    problems = connect_client(home).send_test_notices(targets or ())
     lines = [f"{name}: {problem or 'delivered'}" for name, problem in problems.items()]
     print_answer(
         {"problems": problems},

@@ -69,7 +69,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def check_finite(value: float | None) -> float | None:
-    """Return the number given to an option. Raises typer.BadParameter for `nan` and infinity, which
+    """Return an option's number unchanged. Raises typer.BadParameter for `nan` and infinity, which
     ranges do not exclude.
     """
     if value is not None and not isfinite(value):
@@ -77,7 +77,7 @@ def check_finite(value: float | None) -> float | None:
     return value
 
 
-def select_service(home: Path) -> Path | Login:
+def select_login_or_home(home: Path) -> Path | Login:
     """Return the login for `orc --server URL` if that option is used, else the home folder.
 
     Raises SpecError for a text that is no URL, ServiceError without a stored login.
@@ -96,4 +96,4 @@ def connect_client(home: Path) -> Client:
     """
     from orchestrator.service.client.client import Client
 
-    return Client(select_service(home))
+    return Client(select_login_or_home(home))

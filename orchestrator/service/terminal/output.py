@@ -1,8 +1,9 @@
 """Output of the commands: text for people, JSON for programs.
 
-`clean_streams` is the one door to a terminal: whatever a command writes into standard output or error passes it, also
-errors of the command line and tracebacks. Control sequences in it become readable escapes. Tables and panels have
-sequences of their own: `make_console` cleans their texts, and writes behind the door. Only `write_log` passes more.
+`clean_streams` is the one door to a terminal: whatever a command writes into standard output or
+error passes it, also errors of the command line and tracebacks. Control sequences in it become
+readable escapes. Tables and panels have sequences of their own: `make_console` cleans their texts,
+and writes behind the door. Only `write_log_piece` passes more.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ PLAIN_WIDTH = 160  # columns if the output is not a terminal
 SPINNER_AFTER_S = 0.5
 
 
-def print_answer(answer: JsonObject, as_json: bool, text: RenderableType) -> None:
-    """Print the answer as JSON, or else the text for people."""
+def print_answer(answer: JsonObject, as_json: bool, text_for_people: RenderableType) -> None:
+    """Print the answer as JSON with `as_json`, else the text for people."""
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        make_console(sys.stdout).print(text, highlight=False, markup=False)
+        make_console(sys.stdout).print(text_for_people, highlight=False, markup=False)
 
 
 class CleanStream:
-    """Text stream that replaces each control sequence by a readable escape; at a terminal, colours
-    pass.
+    """A text stream that replaces each control sequence by a readable escape; at a terminal,
+    colours pass.
     """
 
     def __init__(self, raw: TextIO) -> None:
@@ -58,7 +59,7 @@ class CleanStream:
 
 @contextmanager
 def clean_streams() -> Iterator[None]:
-    """Replace standard output and error by `CleanStream`s while the block runs.
+    """Open a context in which standard output and error are `CleanStream`s.
 
     They stay replaced after an unexpected exception: the interpreter writes its traceback after the
     block.
@@ -76,7 +77,7 @@ def clean_streams() -> Iterator[None]:
     sys.stdout, sys.stderr = streams
 
 
-def write_log(text: str) -> None:
+def write_log_piece(text: str) -> None:
     """Write a piece of a log: to a terminal with colours and carriage returns only, into a pipe or
     a file unchanged.
     """
@@ -86,8 +87,9 @@ def write_log(text: str) -> None:
 
 
 def make_console(stream: TextIO) -> Console:
-    """Return a Rich console on the stream, as wide as the terminal; PLAIN_WIDTH without a terminal
-    and COLUMNS.
+    """Return a Rich console on the stream, as wide as the terminal.
+
+    It is PLAIN_WIDTH wide without a terminal and without COLUMNS in the environment.
     """
     from orchestrator.service.terminal.clean_console import CleanConsole
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 
 
-def plain_table(*, is_wide: bool = False) -> Table:
+def make_plain_table(*, is_wide: bool = False) -> Table:
     """Return an empty table with bold headings; a wide one is as wide as the terminal."""
     return Table(box=None, pad_edge=False, header_style="bold", expand=is_wide)
 
 
-def plain_grid() -> Table:
+def make_plain_grid() -> Table:
     """Return an empty table without headings."""
     return Table.grid(padding=(0, 2))

@@ -12,13 +12,13 @@ from rich.text import Text
 from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.service.terminal.expected import colour_status
-from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
+from orchestrator.service.terminal.plain_tables import make_plain_grid, make_plain_table
 from orchestrator.service.terminal.tables import (
-    causes_table,
     colour_picture,
     describe_guarantee,
     is_estimate_known,
-    peaks_table,
+    make_causes_table,
+    make_peaks_table,
 )
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.attempt import PROBE_STEPS
@@ -34,9 +34,9 @@ LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
-def plan_panel(plans: JobPlans) -> RenderableType:
-    """Return the chosen plan, the chart of the frontier with the memory limit, and why faster plans
-    were rejected.
+def make_plan_panel(plans: JobPlans) -> RenderableType:
+    """Return a panel with the chosen plan, a chart of the best plans with the memory limit, and why
+    faster ones were rejected.
     """
     parts: list[RenderableType] = [
         Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
@@ -50,31 +50,37 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     chosen = plans["chosen"]
     if chosen is None:
         parts.append(Text(plans["nothing_fits"] or "no plan fits", style="red"))
-        return Group(*parts, Text(), _frontier_table(plans, 0))
+        return Group(*parts, Text(), _make_frontier_table(plans, 0))
     candidate = plans["frontier"][chosen]
     if plans["nothing_fits"] is not None:
         parts += [Text(plans["nothing_fits"], style="red"), Text()]
         parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
     parts.append(
-        candidate_panel(candidate) if plans["probe"] is None else _probe_panel(plans["probe"])
+        make_candidate_panel(candidate)
+        if plans["probe"] is None
+        else _make_probe_panel(plans["probe"])
     )
     if plans["passed_over"] is not None:
         parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
-    if _is_timed(candidate) and plans["steps"] is not None:
-        parts += [Text(), _totals_table(plans, chosen, plans["steps"])]
+    if _has_step_time(candidate) and plans["steps"] is not None:
+        parts += [Text(), _make_totals_table(plans, chosen, plans["steps"])]
     for note in (plans["experimental"], plans["unsure"]):
         if note is not None:
             parts += [Text(), Text(note, style="yellow")]
     if is_estimate_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
-        parts += [Text(), title, peaks_table(candidate["estimate"], candidate["correction"])]
-    if _is_timed(candidate):
+        parts += [Text(), title, make_peaks_table(candidate["estimate"], candidate["correction"])]
+    if _has_step_time(candidate):
         parts += [
             Text(),
             Text("Frontier", style="bold"),
             colour_picture(_make_picture(plans, chosen)),
         ]
-    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier_table(plans, chosen)]
+    parts += [
+        Text(),
+        Text("Frontier, fastest first", style="bold"),
+        _make_frontier_table(plans, chosen),
+    ]
     if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = plans["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
@@ -87,11 +93,11 @@ def _format_amount(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
-def _totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
-    """Return a table of the whole training's cost by number of devices, with the plan that each
-    number would run.
+def _make_totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
+    """Return a table of the whole training's cost by number of devices, with the plan that would
+    run on each number.
     """
-    table = plain_table()
+    table = make_plain_table()
     table.add_column("")
     price = plans["price_per_hour"]
     columns = ["GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"]
@@ -117,11 +123,11 @@ def _totals_table(plans: JobPlans, chosen_index: int, steps: int) -> Table:
     return table
 
 
-def candidate_panel(candidate: CandidateView) -> RenderableType:
-    """Return a panel on one plan: its predicted step time, its bytes by cause, and needed bytes
-    against the capacity.
+def make_candidate_panel(candidate: CandidateView) -> RenderableType:
+    """Return a panel on one plan: its predicted step time, its bytes by cause, and the needed bytes
+    against the device's.
     """
-    head = plain_grid()
+    head = make_plain_grid()
     head.add_row("plan", Text(candidate["plan"], style="bold"))
     if not is_estimate_known(candidate["estimate"]):
         head.add_row(
@@ -136,19 +142,19 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
     factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
     predicted = f"{format_seconds(candidate['step_s'])} predicted{factor_text}"
     head.add_row(
-        "step", predicted if _is_timed(candidate) else "time not known until the first attempt"
+        "step", predicted if _has_step_time(candidate) else "time not known until the first attempt"
     )
     if candidate["busy_share"] is not None:
         head.add_row("busy", f"its kernels fill {candidate['busy_share']:.0%} of a step, estimated")
-    head.add_row("memory", _rejection_text(candidate))
-    return Group(head, Text(), causes_table(candidate["estimate"]))
+    head.add_row("memory", _describe_rejection(candidate))
+    return Group(head, Text(), make_causes_table(candidate["estimate"]))
 
 
-def _probe_panel(probe: CandidateView) -> RenderableType:
+def _make_probe_panel(probe: CandidateView) -> RenderableType:
     """Return a panel on the probes (short measuring runs) before the training, with the reason for
     them.
     """
-    head = plain_grid()
+    head = make_plain_grid()
     head.add_row(
         "memory",
         "not known: two to four short attempts measure what a sample needs, before the training is planned",
@@ -164,7 +170,7 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
     return head
 
 
-def explanation_panel(explanation: ExplanationView) -> RenderableType:
+def make_explanation_panel(explanation: ExplanationView) -> RenderableType:
     """Return a panel: why a job waits, its attempts' predictions and measurements, and today's
     frontier as a chart.
     """
@@ -179,14 +185,14 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + colour_status(attempt["outcome"])]
         if is_estimate_known(attempt["estimate"]):
-            parts += [Text("Bytes by cause", style="dim"), causes_table(attempt["estimate"])]
+            parts += [Text("Bytes by cause", style="dim"), make_causes_table(attempt["estimate"])]
             title = "Bytes by moment of a step"
             parts += [
                 Text(title, style="dim"),
-                peaks_table(attempt["estimate"], attempt["correction"]),
+                make_peaks_table(attempt["estimate"], attempt["correction"]),
                 Text(),
             ]
-        parts.append(_sentences_table(lessons))
+        parts.append(_make_sentences_table(lessons))
     if explanation["picture"] is not None:
         picture = picture_from_view(explanation["picture"])
         title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
@@ -194,9 +200,9 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
     return Group(*parts)
 
 
-def _sentences_table(sentences: Sequence[str]) -> Table:
-    """Return a table with a row per sentence, whose first word has its own column."""
-    table = plain_grid()
+def _make_sentences_table(sentences: Sequence[str]) -> Table:
+    """Return a table with a row per sentence; the first word of each has a column of its own."""
+    table = make_plain_grid()
     table.add_column(no_wrap=True)
     table.add_column()
     for sentence in sentences:
@@ -205,10 +211,10 @@ def _sentences_table(sentences: Sequence[str]) -> Table:
     return table
 
 
-def _frontier_table(plans: JobPlans, centre_index: int) -> Table:
+def _make_frontier_table(plans: JobPlans, centre_index: int) -> Table:
     low = max(0, centre_index - ROWS_AROUND)
     shown = plans["frontier"][low : centre_index + ROWS_AROUND + 1]
-    table = plain_table()
+    table = make_plain_table()
     table.add_column("")
     table.add_column("PLAN")
     for column in ("GPUS", "STEP", "NEEDS", "FITS"):
@@ -230,7 +236,7 @@ def _frontier_table(plans: JobPlans, centre_index: int) -> Table:
         style = "" if candidate["rejected"] is None else "dim"
         kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
         has_bytes = is_estimate_known(candidate["estimate"])
-        step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
+        step = format_seconds(candidate["step_s"]) if _has_step_time(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if has_bytes else "-"
         share = "-" if candidate["band_bytes"] is None else "not measured"
         if candidate["fit_probability"] is not None:
@@ -250,7 +256,7 @@ def _frontier_table(plans: JobPlans, centre_index: int) -> Table:
     return table
 
 
-def _rejection_text(candidate: CandidateView) -> Text:
+def _describe_rejection(candidate: CandidateView) -> Text:
     needed = format_bytes(candidate["needed_bytes"])
     capacity = format_bytes(candidate["capacity_bytes"])
     probability = candidate["fit_probability"]
@@ -291,5 +297,5 @@ def _make_picture(plans: JobPlans, chosen_index: int) -> Picture:
     return Picture(device=plans["device"], capacity_bytes=capacity_bytes, points=tuple(points))
 
 
-def _is_timed(candidate: CandidateView) -> bool:
+def _has_step_time(candidate: CandidateView) -> bool:
     return candidate["estimate"]["source"] not in WITHOUT_SECONDS or candidate["step_factor"] != 1.0

@@ -21,7 +21,7 @@ from orchestrator.service.terminal.options import (
     Pinned,
     Settings,
     connect_client,
-    select_service,
+    select_login_or_home,
 )
 from orchestrator.service.terminal.output import print_answer, show_spinner
 from orchestrator.specs.errors import SpecError
@@ -68,18 +68,18 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import (
         export_job,
+        make_job_file_of_way_out,
         plan_job,
         trace_scope,
-        way_out_job_file,
     )
     from orchestrator.service.intake.intake import read_job, read_options
-    from orchestrator.service.terminal.plan_tables import plan_panel
+    from orchestrator.service.terminal.plan_tables import make_plan_panel
 
     overrides = read_options(settings, pins)
-    nodes, observations = select_hardware(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -98,13 +98,13 @@ def plan(
     # way
     gc.disable()
     with show_spinner("searching plans"):
-        answer = plan_job(spec, nodes, observations, _make_tracer(home, str(file), plans))
+        answer = plan_job(spec, nodes, observations, _make_trace_function(home, str(file), plans))
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
-        print(way_out_job_file(answer, way_out), end="")
+        print(make_job_file_of_way_out(answer, way_out), end="")
         return
-    print_answer(dict(answer), as_json, plan_panel(answer))
+    print_answer(dict(answer), as_json, make_plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
 
@@ -117,13 +117,13 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
-    from orchestrator.service.commands.hardware import select_hardware
+    from orchestrator.service.commands.hardware import select_nodes_and_observations
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
-    from orchestrator.service.terminal.plan_tables import candidate_panel
+    from orchestrator.service.terminal.plan_tables import make_candidate_panel
 
     overrides = read_overrides(settings)
-    nodes, observations = select_hardware(select_service(home), cluster, cards)
+    nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
     plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
@@ -135,7 +135,7 @@ def estimate(
             trace_scope=plans,
         )
     answer = estimate_plan(spec, overrides, nodes, observations)
-    print_answer(dict(answer), as_json, candidate_panel(answer))
+    print_answer(dict(answer), as_json, make_candidate_panel(answer))
 
 
 def fit(
@@ -148,9 +148,9 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
-    from orchestrator.service.commands.fit import fit_job
+    from orchestrator.service.commands.fit import read_job_and_fit_rows
     from orchestrator.service.intake.intake import read_overrides
-    from orchestrator.service.terminal.fit_table import fit_panel
+    from orchestrator.service.terminal.fit_table import make_fit_panel
     from orchestrator.specs.published import load_published
 
     overrides = read_overrides(settings)
@@ -165,11 +165,13 @@ def fit(
 
     source = Path(job) if name is None else job
     with show_spinner("planning on each card"):
-        spec, rows = fit_job(source, overrides, home, allow_other_machine=SERVER.get() is not None)
+        spec, rows = read_job_and_fit_rows(
+            source, overrides, home, allow_other_machine=SERVER.get() is not None
+        )
     print_answer(
         {"job": spec.name, "rows": rows},
         as_json,
-        fit_panel(spec, rows, is_assumed=name is not None),
+        make_fit_panel(spec, rows, is_memory_assumed=name is not None),
     )
 
 
@@ -190,7 +192,7 @@ def calibrate(
 
     client = connect_client(home)
     outcomes = read_outcomes(tracking_uri)
-    new = client.send_observations(outcomes)
+    new = client.send_and_count_new_observations(outcomes)
     print_answer(
         {"found": len(outcomes), "new": new},
         as_json,
@@ -198,7 +200,7 @@ def calibrate(
     )
 
 
-def _make_tracer(
+def _make_trace_function(
     home: Path, job_source: str, trace_scope: Callable[[JobSpec], TraceScope]
 ) -> Trace:
     """Return a function that adds a traced profile of its model to a job, if no formula knows the

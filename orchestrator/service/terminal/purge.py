@@ -28,19 +28,21 @@ def purge(
 ) -> None:
     """Remove files of ended jobs as `keep` of the cluster file says. Exits with 1 where some cannot be removed."""
     answer = connect_client(home).purge_files(dry_run=dry_run)
-    print_answer(answer, as_json, _purge_tables(answer))
+    print_answer(answer, as_json, _make_purge_tables(answer))
     raise typer.Exit(bool(answer["failed"] or answer["beyond_bytes"]))
 
 
-def _purge_tables(answer: JsonObject) -> Group:
-    """Return tables of what is removed with age and reason, what stays and why, and the sums."""
+def _make_purge_tables(answer: JsonObject) -> Group:
+    """Return tables of what is removed, with age and reason, of what stays and why, and of the
+    sums.
+    """
     from rich.console import Group
     from rich.text import Text
 
-    from orchestrator.service.terminal.plain_tables import plain_grid
+    from orchestrator.service.terminal.plain_tables import make_plain_grid
 
-    goes = plain_grid()
-    stays = plain_grid()
+    goes = make_plain_grid()
+    stays = make_plain_grid()
     for part in answer["goes"]:
         age = f"ended {(time.time() - part['ended_at_s']) / DAY_S:.1f} d ago"
         goes.add_row(

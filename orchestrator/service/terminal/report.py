@@ -29,7 +29,7 @@ STYLES = {
 
 
 class ReportFormat(StrEnum):
-    """Forms of the report."""
+    """The forms in which `orc report` prints the report."""
 
     TEXT = "text"
     MARKDOWN = "markdown"
@@ -62,7 +62,7 @@ def report(
 
         answer = report_folder(folder, since_s, time.time())
     if as_json or form is ReportFormat.TEXT:
-        print_answer(asdict(answer), as_json, _report_panel(answer))
+        print_answer(asdict(answer), as_json, _make_report_panel(answer))
     else:
         print(
             format_markdown(answer) if form is ReportFormat.MARKDOWN else format_html(answer),
@@ -70,22 +70,22 @@ def report(
         )
 
 
-def _report_panel(report: MorningReport) -> RenderableType:
+def _make_report_panel(report: MorningReport) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
-    from orchestrator.service.terminal.plain_tables import plain_grid
+    from orchestrator.service.terminal.plain_tables import make_plain_grid
     from orchestrator.service.views.report import (
         describe_cost,
         draw_gantt,
-        limit_rows,
-        report_sections,
-        report_title,
+        limit_job_rows,
+        make_report_sections,
+        make_report_title,
     )
 
     parts: list[RenderableType] = [
-        Text(report_title(report), style="bold"),
+        Text(make_report_title(report), style="bold"),
         Text(report.summary),
         Text(describe_cost(report)),
     ]
@@ -97,11 +97,11 @@ def _report_panel(report: MorningReport) -> RenderableType:
             Text("To do", style="bold"),
             *(Padding(sentence, (0, 0, 0, 2)) for sentence in report.to_do),
         ]
-    for heading, rows in report_sections(report):
-        table = plain_grid()
+    for heading, rows in make_report_sections(report):
+        table = make_plain_grid()
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for job, sentence in limit_rows(rows):
+        for job, sentence in limit_job_rows(rows):
             table.add_row(Text(f"  {job}"), Text(sentence))
         parts += [
             Text(),

@@ -82,24 +82,25 @@ def simulate(
             played = read_job_list(trace, home)
             dated = shift_maintenance(hardware, played.begins_s)
             run = play(played, dated, share)
-    _print_run(run, hardware, as_json=as_json)
+    _print_simulated(run, hardware, as_json=as_json)
 
 
-def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
+def _print_simulated(simulated: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
     from orchestrator.service.terminal.gantt import draw_gantt
-    from orchestrator.service.terminal.simulation_tables import simulated_table
+    from orchestrator.service.terminal.simulation_tables import make_simulated_table
 
     if as_json:
-        print(json.dumps(_report_data(run), indent=2))
+        print(json.dumps(_make_report_data(simulated), indent=2))
         return
     console = make_console(sys.stdout)
-    console.print(simulated_table(run))
-    console.print(draw_gantt(run.outcomes, cluster), highlight=False, markup=False)
+    console.print(make_simulated_table(simulated))
+    console.print(draw_gantt(simulated.outcomes, cluster), highlight=False, markup=False)
 
 
-def _report_data(run: Simulated) -> dict[str, object]:
-    """Return the simulation's report as JSON data; for jobs of the live queue also start and end,
-    in seconds from now.
+def _make_report_data(simulated: Simulated) -> dict[str, object]:
+    """Return the simulation's report as JSON data.
+
+    For jobs of the live queue it also has their start and end, in seconds from now.
     """
     outcomes = [
         {
@@ -108,10 +109,10 @@ def _report_data(run: Simulated) -> dict[str, object]:
             "ended_at_s": outcome.ended_at_s,
             "attempts": len(outcome.attempts),
         }
-        for outcome in run.outcomes
+        for outcome in simulated.outcomes
         if outcome.job_id
     ]
-    return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
+    return {**simulated.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
 def _simulate_live_queue(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
@@ -120,22 +121,22 @@ def _simulate_live_queue(cluster: ClusterSpec, home: Path, *, is_live: bool) -> 
     """
     from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.live_queue import advance_to_now, simulate_queue
-    from orchestrator.service.commands.replay import read_queue
+    from orchestrator.service.commands.replay import read_state_and_coming_trials
 
-    state, to_come = read_queue(find_journal_url(home), home)
+    state, to_come = read_state_and_coming_trials(find_journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         make_console(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
     run = simulate_queue(
         advance_to_now(state), cluster, is_live=is_live, coming_trials=to_come, home=home
     )
-    _print_unfinished(run, held_ids)
+    _print_unfinished_jobs(run, held_ids)
     return run
 
 
-def _print_unfinished(run: Simulated, held_ids: Sequence[str]) -> None:
+def _print_unfinished_jobs(simulated: Simulated, held_ids: Sequence[str]) -> None:
     """Print the jobs that do not end in the simulation, without those that a user put on hold."""
-    unfinished = (outcome.job_id for outcome in run.outcomes if outcome.ended_at_s is None)
+    unfinished = (outcome.job_id for outcome in simulated.outcomes if outcome.ended_at_s is None)
     endless = [job_id for job_id in unfinished if job_id not in held_ids]
     if endless:
         make_console(sys.stderr).print(
@@ -159,11 +160,11 @@ def replay(
     from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.replay import iterate_events
     from orchestrator.service.commands.replay import replay_history as decide_again
-    from orchestrator.service.terminal.simulation_tables import replay_table
+    from orchestrator.service.terminal.simulation_tables import make_replay_table
 
     with show_spinner("deciding again"):
         decisions = list(
             decide_again(iterate_events(journal or find_journal_url(home.expanduser())))
         )
-    print_answer({"decisions": decisions}, as_json, replay_table(decisions))
+    print_answer({"decisions": decisions}, as_json, make_replay_table(decisions))
     raise typer.Exit(not all(decision["same"] for decision in decisions))

@@ -13,15 +13,15 @@ from rich.text import Text
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.replay import ReplayedDecision
 from orchestrator.service.commands.simulate import Simulated, quantile
-from orchestrator.service.terminal.plain_tables import plain_table
+from orchestrator.service.terminal.plain_tables import make_plain_table
 
 
-def simulated_table(run: Simulated) -> Table:
+def make_simulated_table(simulated: Simulated) -> Table:
     """Return the metrics of a simulated run, and the time of its decisions on this machine."""
-    taken_s = sorted(run.decisions_s)  # the live queue is played without timing its decisions
+    taken_s = sorted(simulated.decisions_s)  # the live queue is played without timing its decisions
     template = load_text_template("orchestrator.service.terminal", "simulated")
     text = template.render(
-        report=run.report,
+        report=simulated.report,
         taken_s=taken_s,
         mean_s=fmean(taken_s or [0.0]),
         most_s=quantile(taken_s or [0.0], 0.99),
@@ -32,11 +32,11 @@ def simulated_table(run: Simulated) -> Table:
     return table
 
 
-def replay_table(decisions: Sequence[ReplayedDecision]) -> RenderableType:
-    """Return a table of past decisions with their reasons; where this version decides differently,
-    of both decisions.
+def make_replay_table(decisions: Sequence[ReplayedDecision]) -> RenderableType:
+    """Return a table of past decisions with their reasons; if this version decides otherwise, of
+    both decisions.
     """
-    table = plain_table()
+    table = make_plain_table()
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
     for row in decisions:

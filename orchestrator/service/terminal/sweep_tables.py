@@ -11,29 +11,29 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.terminal.expected import colour_status
-from orchestrator.service.terminal.plain_tables import plain_grid
+from orchestrator.service.terminal.plain_tables import make_plain_grid
 from orchestrator.service.terminal.tables import Cells, draw_table
-from orchestrator.service.views.columns import columns_of
+from orchestrator.service.views.columns import select_columns
 from orchestrator.specs.replace import replace
 
 if TYPE_CHECKING:
     from orchestrator.scheduling.reports.sweep import SweepReport
 
 
-def sweeps_table(sweeps: Sequence[SweepReport]) -> Table:
+def make_sweeps_table(sweeps: Sequence[SweepReport]) -> Table:
     """Return a table with a row per sweep: its progress, and its best trial."""
-    return draw_table(columns_of("sweeps"), [*map(asdict, sweeps)], {})
+    return draw_table(select_columns("sweeps"), [*map(asdict, sweeps)], {})
 
 
-def sweep_panel(sweep: SweepReport) -> RenderableType:
+def make_sweep_panel(sweep: SweepReport) -> RenderableType:
     """Return a panel with a sweep's trials, and the best of them."""
-    head = plain_grid()
+    head = make_plain_grid()
     head.add_row("sweep", Text(sweep.id, style="bold"))
     head.add_row("state", sweep.state)
     head.add_row("method", f"{sweep.method}, {sweep.goal} {sweep.metric}")
     head.add_row("best", Text(sweep.best_text or "no trial has succeeded yet", style="bold"))
     head.add_row("spent", sweep.cost_text)
-    columns = columns_of("trials")
+    columns = select_columns("trials")
     named = [replace(c, heading=sweep.metric) if c.key == "value" else c for c in columns]
     cells: Cells = {
         "job": lambda trial: f"{trial['job']}{' *' if trial['number'] == sweep.best else ''}",

@@ -12,8 +12,8 @@ WORDS_MAX = 3
 
 
 @cache
-def load_commands() -> Mapping[str, tuple[str, str]]:
-    """Return {words of another tool's command: (our command, that tool)}."""
+def load_our_command_by_foreign_words() -> Mapping[str, tuple[str, str]]:
+    """Return {words of another tool's command: (our command, name of that tool)}."""
     from orchestrator.specs.packaged import load_table
 
     commands = dict[str, tuple[str, str]]()
@@ -23,11 +23,15 @@ def load_commands() -> Mapping[str, tuple[str, str]]:
     return commands
 
 
-def find_our_command(arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """Return (another tool's words at the start of the arguments, our command, that tool); None if
-    there are none.
+def find_foreign_words_our_command_and_tool(
+    arguments: Sequence[str],
+) -> tuple[str, str, str] | None:
+    """Return (words of another tool's command at the start of the arguments, our command, name of
+    that tool).
+
+    None if the arguments begin with no such words.
     """
-    commands = load_commands()
+    commands = load_our_command_by_foreign_words()
     terms = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
     for count in range(len(terms), 0, -1):
         name = " ".join(terms[:count])

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
-from orchestrator.service.terminal.expected import add_whole_column, colour_status, format_minute
-from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
-from orchestrator.service.views.columns import Column, Row, columns_of, format_second
+from orchestrator.service.terminal.expected import add_uncut_column, colour_status, format_minute
+from orchestrator.service.terminal.plain_tables import make_plain_grid, make_plain_table
+from orchestrator.service.views.columns import Column, Row, format_second, select_columns
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -49,22 +49,23 @@ Cells = Mapping[str, Draw]  # by the key of the column
 def draw_table(
     columns: Sequence[Column],
     rows: Sequence[Row],
-    cells: Cells,
+    cell_texts: Cells,
     *,
     is_narrow: bool = False,
 ) -> Table:
-    """Return the table of these rows; `cells` has own texts for some columns, by the columns' keys.
+    """Return the table of these rows; `cell_texts` has own texts for some columns, by the columns'
+    keys.
 
     A narrow table has one line per row: the last column gets the remaining width, and is cut.
     """
-    table = plain_table(is_wide=is_narrow)
+    table = make_plain_table(is_wide=is_narrow)
     texts = []
     for column in columns:
-        draw: Draw = cells.get(column.key, column.show)
+        draw: Draw = cell_texts.get(column.key, column.show)
         texts.append([Text.assemble(draw(row)) for row in rows])
         heading = column.heading.upper()
         if not column.is_long:
-            add_whole_column(table, heading, map(str, texts[-1]), is_number=column.is_number)
+            add_uncut_column(table, heading, map(str, texts[-1]), is_number=column.is_number)
         elif not is_narrow:
             table.add_column(heading, overflow="fold")
         elif column is columns[-1]:
@@ -76,14 +77,14 @@ def draw_table(
     return table
 
 
-def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) -> str:
-    """Return the table of many rows as text lines without styles: Rich takes a third of a
+def format_plain_lines(columns: Sequence[Column], rows: Sequence[Row], cell_texts: Cells) -> str:
+    """Return a table of many rows as lines of text without styles, since Rich takes a third of a
     millisecond per row.
     """
     lines = [[column.heading.upper() for column in columns]]
     draws: list[Draw] = []
     for column in columns:
-        draws.append(cells.get(column.key, column.show))
+        draws.append(cell_texts.get(column.key, column.show))
     lines += [[str(draw(row)) for draw in draws] for row in rows]
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     widths[-1] = 0  # nothing stands behind the last column
@@ -93,35 +94,37 @@ def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) ->
     )
 
 
-def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table | str:
-    """Return a row per job: status, plan, progress or reason; team and priority where any job has
-    them.
+def make_queue_table(jobs: Sequence[JobView], terminal_width: int = WIDE) -> Table | str:
+    """Return a table with a row per job: status, plan, progress or reason; team and priority if any
+    job has them.
 
     Below WIDE columns each job has one line: the plan without its devices, and the start of the
     reason. For more than STYLED_MAX jobs the rows are lines of text.
     """
-    is_narrow = width < WIDE
+    is_narrow = terminal_width < WIDE
     cells: Cells = {
         "team": lambda job: f"{job['team']}/{job['user']}",
         "status": lambda job: colour_status(job["status"]),
         "plan": lambda job: _format_plan(
             job.get("plan") or f"{_format_gpus(job)} wanted", is_narrow=is_narrow
         ),
-        "why": lambda job: progress_line(job["progress"]) or _progress_or_reason(job),
+        "why": lambda job: (
+            format_progress_line(job["progress"]) or _describe_progress_or_reason(job)
+        ),
     }
-    columns = columns_of("queue", jobs, is_narrow=is_narrow)
+    columns = select_columns("queue", jobs, is_narrow=is_narrow)
     if len(jobs) > STYLED_MAX:
-        return plain_lines(columns, jobs, cells)
+        return format_plain_lines(columns, jobs, cells)
     return draw_table(columns, jobs, cells, is_narrow=is_narrow)
 
 
-def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
-    """Return a panel with a job's attempts side by side, the bytes of the last attempt, and its
-    failure.
+def make_job_panel(job: JobView, terminal_width: int = WIDE) -> RenderableType:
+    """Return a panel with a job's attempts side by side, the bytes of the last attempt by cause,
+    and its failure.
 
     Below WIDE columns the changes of an attempt are among its reasons.
     """
-    head = plain_grid()
+    head = make_plain_grid()
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", colour_status(job["status"]))
     head.add_row("why", Text(job["reason"]))
@@ -133,7 +136,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
         f"{_format_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}",
     )
     if job["provenance"]:
-        head.add_row("trains", Text(", ".join(provenance_phrases(job["provenance"]))))
+        head.add_row("trains", Text(", ".join(make_provenance_phrases(job["provenance"]))))
     if job["time_limit_s"] is not None:
         head.add_row("time limit", format_seconds(job["time_limit_s"]))
     if job["retry_of"] is not None:
@@ -142,36 +145,37 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
     if job["promise"] is not None:
         head.add_row("guarantee", Text(describe_guarantee(job["promise"])))
     if job["progress"]:
-        head.add_row("progress", progress_line(job["progress"]))
+        head.add_row("progress", format_progress_line(job["progress"]))
     parts: list[RenderableType] = [head]
     if job["attempts"]:
         last = job["attempts"][-1]
-        reasons = _reason_lines(job, has_changes=width < WIDE)
+        reasons = _make_reason_lines(job, has_changes=terminal_width < WIDE)
         parts += [
             Text(),
-            attempts_table([job], width),
+            make_attempts_table([job], terminal_width),
             Text(),
             Text("Why each attempt", style="bold"),
             reasons,
         ]
         if is_estimate_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
-            parts += [Text(), title, causes_table(last["estimate"])]
-        parts += _failure_lines(last)
+            parts += [Text(), title, make_causes_table(last["estimate"])]
+        parts += _make_failure_lines(last)
     return Group(*parts)
 
 
-def provenance_phrases(provenance: Mapping[str, str]) -> list[str]:
-    """Return phrases such as `learning rate 0.001` that say where the job's settings come from."""
+def make_provenance_phrases(provenance: Mapping[str, str]) -> list[str]:
+    """Return phrases such as `learning rate 0.001` on what the job's figures rest on."""
     return [f"{name.replace('_', ' ')} {text}" for name, text in provenance.items()]
 
 
-def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
-    """Return a table with a row per attempt: plan, change, predicted and measured peak, step time, outcome.
+def make_attempts_table(jobs: Sequence[JobView], terminal_width: int = WIDE) -> Table:
+    """Return a table with a row per attempt: plan, change, predicted and measured peak, step time,
+    outcome.
 
-    Below WIDE columns there is no change, and a plan is without its devices.
+    Below WIDE columns the change is left out, and so are a plan's devices.
     """
-    is_narrow = width < WIDE
+    is_narrow = terminal_width < WIDE
     rows: list[JsonObject] = []
     for job in jobs:
         for attempt in job["attempts"]:
@@ -182,7 +186,7 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
         "plan": lambda row: _format_plan(row.get("plan", "-"), is_narrow=is_narrow),
         "outcome": lambda row: colour_status(row["outcome"]),
     }
-    return draw_table(columns_of("attempts", rows, is_narrow=is_narrow), rows, cells)
+    return draw_table(select_columns("attempts", rows, is_narrow=is_narrow), rows, cells)
 
 
 def colour_picture(picture: Picture) -> Text:
@@ -194,15 +198,21 @@ def colour_picture(picture: Picture) -> Text:
     return text
 
 
-def peaks_table(estimate: EstimateView, correction: float) -> Table:
-    """Return a table with a bar for the bytes at each candidate for the memory peak of a step, with
-    corrected activations.
+def make_peaks_table(estimate: EstimateView, activation_factor: float) -> Table:
+    """Return a table with a bar for the bytes at each moment of a step at which the memory peak may
+    lie.
+
+    Activations are multiplied by `activation_factor`.
     """
-    table = plain_grid()
+    table = make_plain_grid()
     table.add_column()
     table.add_column(justify="right")
     rows = [
-        (moment["name"], moment["counted_bytes"], round(correction * moment["activation_bytes"]))
+        (
+            moment["name"],
+            moment["counted_bytes"],
+            round(activation_factor * moment["activation_bytes"]),
+        )
         for moment in estimate["by_moment"]
     ]
     largest = (
@@ -213,14 +223,16 @@ def peaks_table(estimate: EstimateView, correction: float) -> Table:
         solid = round(MOMENT_BAR_WIDTH * counted_bytes / largest)
         bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
         table.add_row(f"  {name}", format_bytes(counted_bytes + activations), bar)
-    factor = f" x{correction:.2f}" if correction >= 1.01 else ""
+    factor = f" x{activation_factor:.2f}" if activation_factor >= 1.01 else ""
     table.add_row("", "", Text(f"█ counted  ▒ activations{factor}", style="dim"))
     return table
 
 
-def causes_table(estimate: EstimateView) -> Table:
-    """Return a table with a bar for the bytes of each cause, followed by the three totals."""
-    table = plain_grid()
+def make_causes_table(estimate: EstimateView) -> Table:
+    """Return a table with a bar for the bytes of each cause (weights, activations and so on), and
+    the three totals.
+    """
+    table = make_plain_grid()
     table.add_column()
     table.add_column(justify="right")
     largest = max(estimate["by_cause"].values(), default=1) or 1
@@ -244,7 +256,7 @@ def causes_table(estimate: EstimateView) -> Table:
     return table
 
 
-def progress_line(progress: ProgressView | None) -> str:
+def format_progress_line(progress: ProgressView | None) -> str:
     """Return a line such as `step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`; "" before the first step."""
     if progress is None or not (progress["step"] or progress["peak_bytes"]):
         return ""  # it starts
@@ -269,7 +281,7 @@ def is_estimate_known(estimate: EstimateView) -> bool:
     return estimate["source"] != Source.ASSUMED
 
 
-def _reason_lines(job: JobView, *, has_changes: bool) -> Group:
+def _make_reason_lines(job: JobView, *, has_changes: bool) -> Group:
     # the words of a plan come with the search for plans, which only this table needs
     from orchestrator.planning.explain import describe_choice
 
@@ -285,7 +297,7 @@ def _reason_lines(job: JobView, *, has_changes: bool) -> Group:
     return Group(*lines)
 
 
-def _failure_lines(attempt: AttemptView) -> list[RenderableType]:
+def _make_failure_lines(attempt: AttemptView) -> list[RenderableType]:
     failure = attempt["failure"]
     if failure is None:
         return []
@@ -311,10 +323,10 @@ def describe_guarantee(promise: PromiseView) -> str:
     return f"is promised at least the speed of {gpus}, from {starts_by} on at the latest"
 
 
-def _format_plan(plan: str, *, is_narrow: bool) -> str:
+def _format_plan(plan_text: str, *, is_narrow: bool) -> str:
     """Return the plan as text; for a narrow table without its devices."""
-    rest = plan.partition(" · ")[2]
-    return rest if is_narrow and rest else plan
+    rest = plan_text.partition(" · ")[2]
+    return rest if is_narrow and rest else plan_text
 
 
 def _format_gpus(job: JobView) -> str:
@@ -322,7 +334,7 @@ def _format_gpus(job: JobView) -> str:
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
-def _progress_or_reason(job: JobView) -> str:
+def _describe_progress_or_reason(job: JobView) -> str:
     if job["cancelling"] and job["status"] == "running":
         return "is being cancelled"
     why = job["reason"].partition("\n")[0]
@@ -332,23 +344,26 @@ def _progress_or_reason(job: JobView) -> str:
     return f"{why}; starts by {format_minute(promise['starts_by_s'], None)} at the latest"
 
 
-def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
-    """Return a table with a row per node: whether it is drained, and its jobs; absent drained nodes come last."""
+def make_nodes_table(nodes: Sequence[NodeView], drained_node_names: Sequence[str]) -> Table:
+    """Return a table with a row per node: whether it is drained, and its jobs.
+
+    Drained nodes that are not in the cluster now come last.
+    """
     cells: Cells = {
-        "takes": _accepts_text,
+        "takes": _describe_acceptance,
         "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])}",
         "jobs": lambda node: ", ".join(node["jobs"]) or "-",
-        "maintenance": _next_maintenance,
+        "maintenance": _describe_next_maintenance,
     }
-    columns = columns_of("nodes")
+    columns = select_columns("nodes")
     table = draw_table(columns, nodes, cells)
-    for name in {*drained} - {node["name"] for node in nodes}:
+    for name in {*drained_node_names} - {node["name"] for node in nodes}:
         away = {"name": name, "takes": "nothing new", "busy": "away"}
         table.add_row(*(column.show(away) for column in columns))
     return table
 
 
-def teams_table(teams: Sequence[TeamView]) -> Table:
+def make_teams_table(teams: Sequence[TeamView]) -> Table:
     """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
     rows: list[Row] = []
     for team in teams:
@@ -356,22 +371,22 @@ def teams_table(teams: Sequence[TeamView]) -> Table:
         rows.append({**team, "style": "red" if over else ""})
         for user in team["users"]:
             rows.append({**user, "name": f"  {user['name'] or '(nobody)'}"})
-    columns = columns_of("teams")
+    columns = select_columns("teams")
     share = next(column for column in columns if column.key == "used_share")
     cells: Cells = {"used_share": lambda row: Text(share.show(row), style=row.get("style", ""))}
     return draw_table(columns, rows, cells)
 
 
-def _next_maintenance(node: NodeView) -> str:
-    """Return the node's next maintenance as text; "" without one."""
+def _describe_next_maintenance(node: NodeView) -> str:
+    """Return when the node's next maintenance is, as text; "" without one."""
     for begin_s, end_s in node["maintenance"]:
         if end_s > time.time():
             return f"{format_minute(begin_s, None)} to {format_minute(end_s, None)}"
     return "-"
 
 
-def _accepts_text(node: NodeView) -> str:
-    """Return a text on whether the node accepts jobs; for a suspended device, until when it accepts
+def _describe_acceptance(node: NodeView) -> str:
+    """Return text on whether the node accepts jobs; for a suspended device, until when it accepts
     none.
     """
     if node["drained"]:

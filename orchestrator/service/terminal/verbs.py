@@ -49,8 +49,8 @@ def queue(
     """List jobs: status, plan and reason."""
     from rich.console import Group
 
-    from orchestrator.service.terminal.sweep_tables import sweeps_table
-    from orchestrator.service.terminal.tables import queue_table
+    from orchestrator.service.terminal.sweep_tables import make_sweeps_table
+    from orchestrator.service.terminal.tables import make_queue_table
 
     _check_status(status, STATUSES)
     client = connect_client(home)
@@ -62,11 +62,11 @@ def queue(
         for sweep in client.list_sweeps()
         if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
-    rows: RenderableType = queue_table(jobs, make_console(sys.stdout).width)
+    rows: RenderableType = make_queue_table(jobs, make_console(sys.stdout).width)
     if isinstance(rows, str) and not as_json:
         print(rows)
         rows = f"{len(jobs):,} jobs"
-    table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
+    table = Group(rows, "", make_sweeps_table(sweeps)) if sweeps else rows
     empty = (
         "No job is like that."
         if everything
@@ -164,28 +164,28 @@ def _ask_confirmation(question: str, job_ids: Sequence[str]) -> None:
 
 def hold(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Hold waiting jobs, all or none: they do not start until `orc release`. A guarantee is given up."""
-    _change_jobs("hold", ids, home, as_json)
+    _change_jobs_by_verb("hold", ids, home, as_json)
 
 
 def release(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Release held jobs, all or none: they wait for devices again."""
-    _change_jobs("release", ids, home, as_json)
+    _change_jobs_by_verb("release", ids, home, as_json)
 
 
 def suspend(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Suspend jobs, all or none: running ones save within two minutes and leave their devices until `orc resume`."""
-    _change_jobs("suspend", ids, home, as_json)
+    _change_jobs_by_verb("suspend", ids, home, as_json)
 
 
 def resume(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Resume suspended or held jobs, all or none: they go on from their newest checkpoint."""
-    _change_jobs("resume", ids, home, as_json)
+    _change_jobs_by_verb("resume", ids, home, as_json)
 
 
 DONE = {"hold": "held", "release": "released", "suspend": "suspended", "resume": "resumed"}
 
 
-def _change_jobs(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
+def _change_jobs_by_verb(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
     changed = connect_client(home).change_jobs(verb, ids)
     same = [job_id for job_id in dict.fromkeys(ids) if job_id not in changed]
     lines = [f"{', '.join(changed)}: {DONE[verb]}."] if changed else []

@@ -62,7 +62,9 @@ def watch(
 def _draw_screen(
     cluster: JsonObject, jobs: Sequence[JobView], rows_max: int | None
 ) -> RenderableType:
-    """Return the whole screen of `orc watch`; `rows_max` is the number of jobs that fit, None: all."""
+    """Return the whole screen of `orc watch`; `rows_max` is the number of job rows that fit, None
+    for all.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -88,21 +90,21 @@ def _draw_screen(
 
 def _nodes_table(nodes: Sequence[NodeView]) -> RenderableType:
     from orchestrator.service.terminal.tables import draw_table
-    from orchestrator.service.views.columns import columns_of
+    from orchestrator.service.views.columns import select_columns
 
     cells: Cells = {
-        "use": lambda node: _draw_bar(len(node["busy"]) / max(1, len(node["free_bytes"]))),
+        "use": lambda node: _draw_progress_bar(len(node["busy"]) / max(1, len(node["free_bytes"]))),
         "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])} busy",
-        "jobs": _node_text,
+        "jobs": _describe_node,
     }
-    table = draw_table(columns_of("node_lines"), nodes[:NODES_SHOWN], cells, is_narrow=True)
+    table = draw_table(select_columns("node_lines"), nodes[:NODES_SHOWN], cells, is_narrow=True)
     if len(nodes) > NODES_SHOWN:
         table.add_row(f"... {len(nodes) - NODES_SHOWN} more")
     return table
 
 
-def _node_text(node: NodeView) -> str | Text:
-    """Return why a node accepts no job; if it accepts jobs, its running jobs."""
+def _describe_node(node: NodeView) -> str | Text:
+    """Return the jobs that run on a node; if it accepts none, why."""
     from rich.text import Text
 
     if node["drained"]:
@@ -115,32 +117,32 @@ def _node_text(node: NodeView) -> str | Text:
 def _jobs_table(jobs: Sequence[JobView]) -> RenderableType:
     from orchestrator.service.terminal.expected import colour_status
     from orchestrator.service.terminal.tables import draw_table, format_time_left
-    from orchestrator.service.views.columns import columns_of
+    from orchestrator.service.views.columns import select_columns
 
     cells: Cells = {
         "status": lambda job: colour_status(job["status"]),
-        "progress": lambda job: _format_steps(job["progress"]),
+        "progress": lambda job: _format_step_count(job["progress"]),
         "left": lambda job: format_time_left(job["progress"]),
-        "why": _status_text,
+        "why": _describe_plan_or_reason,
     }
-    return draw_table(columns_of("watch", jobs), jobs, cells, is_narrow=True)
+    return draw_table(select_columns("watch", jobs), jobs, cells, is_narrow=True)
 
 
-def _status_text(job: JobView) -> str:
-    """Return the plan of a running job, the reason of any other job."""
+def _describe_plan_or_reason(job: JobView) -> str:
+    """Return the plan of a running job; of any other job, the reason for its status."""
     if job["status"] == "running" and job["attempts"]:
         return job["attempts"][-1]["plan"]
     return job["reason"].partition("\n")[0]
 
 
-def _format_steps(progress: ProgressView | None) -> str:
+def _format_step_count(progress: ProgressView | None) -> str:
     if progress is None:
         return ""
     if not progress["max_steps"]:
         return f"step {progress['step']}"
-    return f"{_draw_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
+    return f"{_draw_progress_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
 
 
-def _draw_bar(fraction: float) -> str:
+def _draw_progress_bar(fraction: float) -> str:
     full = round(BAR_WIDTH * min(1.0, fraction))
     return "█" * full + "░" * (BAR_WIDTH - full)

@@ -53,7 +53,7 @@ class Entry:
 
 @frozen
 class Limits:
-    """Limits on an incoming archive."""
+    """The limits on an archive from outside: its entries and its bytes."""
 
     entries: int
     total_bytes: int
@@ -61,7 +61,9 @@ class Limits:
 
 @frozen
 class Listing:
-    """The entries of a folder that are sent, and those that are left out."""
+    """The entries of a folder that are sent as an archive, and the names of those that are left
+    out.
+    """
 
     root: Path
     entries: Sequence[Entry]
@@ -73,7 +75,7 @@ class Listing:
         return sum(entry.size for entry in self.entries)
 
     def manifest(self) -> bytes:
-        """Return the JSON line that is sent first; it lists the entries."""
+        """Return the JSON line with which the archive begins; it lists the entries."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
@@ -86,16 +88,16 @@ class Listing:
                     yield from root.iterate_content(entry)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the archive, in hexadecimal digits."""
+        """Return the SHA-256 of the archive in hexadecimal digits."""
         digest = hashlib.sha256()
         for chunk in self.iterate_bytes():
             digest.update(chunk)
         return digest.hexdigest()
 
 
-def list_files(root: Path, limits: Limits, is_skipped: Skipped = lambda _: False) -> Listing:
-    """Return the entries of a folder, or of a single file, to send, ordered by path. No link is
-    followed.
+def list_files(root: Path, limits: Limits, is_left_out: Skipped = lambda _: False) -> Listing:
+    """Return the entries of a folder, or of a single file, that are to be sent, ordered by path. No
+    link is followed.
 
     Raises SpecError beyond the limits or for a name that is no text, OSError where a file cannot be
     read.
@@ -116,12 +118,12 @@ def list_files(root: Path, limits: Limits, is_skipped: Skipped = lambda _: False
             if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
         ]
         folders[:] = sorted(
-            name for name in folders if name not in links and not is_skipped(f"{prefix}{name}/")
+            name for name in folders if name not in links and not is_left_out(f"{prefix}{name}/")
         )
         entries += (Entry(path=f"{prefix}{name}", kind=Kind.FOLDER) for name in folders)
         for name in sorted([*files, *links]):
             path = f"{prefix}{name}"
-            if is_skipped(path):
+            if is_left_out(path):
                 continue
             entry = _make_entry(path, name, descriptor)
             if entry is None:
@@ -138,18 +140,18 @@ def list_files(root: Path, limits: Limits, is_skipped: Skipped = lambda _: False
     )
 
 
-def unpack_archive(
+def unpack_and_hash_archive(
     read_bytes: Callable[[int], bytes],
     target: Path,
     limits: Limits,
-    modified_at_s: float | None = None,
+    set_modified_at_s: float | None = None,
 ) -> str:
     """Unpack an archive into the new folder `target`, all or nothing; return the archive's SHA-256.
 
-    `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s` becomes the files'
-    modification time; None: now. Links are made last, so that nothing is written through one.
-    Raises SpecError for an invalid archive, one that leaves the folder, or one beyond the limits;
-    OSError where the disk refuses it.
+    `read_bytes(n)` returns at most n bytes, and b"" at the end. `set_modified_at_s` becomes the
+    files' modification time; None: now. Links are made last, so that nothing is written through
+    one. Raises SpecError for an invalid archive, one that leaves the folder, or one beyond the
+    limits; OSError where the disk refuses it.
     """
     source = _Source(read_bytes)
     entries = _parse_manifest(source.read_manifest(), limits)
@@ -157,7 +159,7 @@ def unpack_archive(
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         temporary.mkdir()
-        _write_entries(source, entries, temporary, modified_at_s)
+        _write_entries(source, entries, temporary, set_modified_at_s)
         temporary.rename(target)
     except (FileExistsError, NotADirectoryError) as error:
         raise SpecError(
@@ -172,8 +174,8 @@ def unpack_archive(
 
 
 class _Folder:
-    """Opens files below a folder, and follows no link, even if files are replaced at the same
-    time.
+    """Opens files below a folder, and follows no link, even if other processes replace files
+    meanwhile.
     """
 
     def __init__(self, root: Path) -> None:
@@ -209,8 +211,8 @@ class _Folder:
 
 
 def _make_entry(path: str, name: str, folder_descriptor: int) -> Entry | None:
-    """Return the entry of a file or link in an open folder; None for other kinds, which are not
-    sent.
+    """Return the entry for a file or link in an open folder; None for other kinds of file, which
+    are not sent.
     """
     status = os.stat(name, dir_fd=folder_descriptor, follow_symlinks=False)
     if stat.S_ISREG(status.st_mode):
@@ -218,7 +220,11 @@ def _make_entry(path: str, name: str, folder_descriptor: int) -> Entry | None:
     if not stat.S_ISLNK(status.st_mode):
         return None
     target = os.readlink(name, dir_fd=folder_descriptor)
-    return Entry(path=path, kind=Kind.LINK, target=target) if _stays_inside(path, target) else None
+    return (
+        Entry(path=path, kind=Kind.LINK, target=target)
+        if _link_stays_inside(path, target)
+        else None
+    )
 
 
 def _file_kind(status: os.stat_result) -> Kind:
@@ -255,7 +261,7 @@ def _raise_error(error: OSError) -> None:
 
 
 class _Source:
-    """Reads an archive, and computes its digest."""
+    """Reads an archive piece by piece, and computes its digest."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -324,27 +330,27 @@ def _check_entry(entry: Entry) -> None:
     is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
     if type(entry.size) is not int or entry.size < 0 or (entry.size and not is_file):
         raise _bad_archive_error(f"no size: {entry.size!r}")
-    if entry.kind is Kind.LINK and not _stays_inside(entry.path, entry.target):
+    if entry.kind is Kind.LINK and not _link_stays_inside(entry.path, entry.target):
         raise _bad_archive_error(f"a link leaves its folder: {entry.path!r}")
 
 
-def _stays_inside(path: str, target: str) -> bool:
-    """Return whether a link at `path` leads to a place below the root, judged from the text of its
-    target.
+def _link_stays_inside(link_path: str, link_target: str) -> bool:
+    """Return whether a link leads to a path below the root, judged from the text of its target
+    alone.
     """
     if (
-        not target
-        or target.startswith("/")
-        or "\0" in target
-        or len(target.encode(errors="replace")) > PATH_BYTES_MAX
+        not link_target
+        or link_target.startswith("/")
+        or "\0" in link_target
+        or len(link_target.encode(errors="replace")) > PATH_BYTES_MAX
     ):
         return False
-    destination = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    destination = os.path.normpath(os.path.join(os.path.dirname(link_path), link_target))
     return destination != ".." and not destination.startswith("../")
 
 
 def _write_entries(
-    source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None
+    source: _Source, entries: Sequence[Entry], root: Path, set_modified_at_s: float | None
 ) -> None:
     links = []
     for entry in entries:
@@ -356,8 +362,8 @@ def _write_entries(
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if entry.kind is not Kind.FOLDER:
             _write_file(source, entry, path)
-            if modified_at_s is not None:
-                os.utime(path, (modified_at_s, modified_at_s))
+            if set_modified_at_s is not None:
+                os.utime(path, (set_modified_at_s, set_modified_at_s))
     if source.read_chunk(1):
         raise _bad_archive_error("it goes on behind its last file")
     for path, target in links:

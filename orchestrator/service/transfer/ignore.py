@@ -11,8 +11,8 @@ FILE = ".orcignore"
 DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes one back
 
 
-def read_ignore(folder: Path) -> Skipped:
-    """Return a function that says whether a path below the folder is not uploaded, as its
+def make_ignore_check(folder: Path) -> Skipped:
+    """Return a function that says whether a path below the folder is left out of uploads, as its
     `.orcignore` says.
 
     Raises SpecError for an unreadable file.

@@ -15,7 +15,7 @@ ENTRIES_MAX = 1_000_000  # of an output folder
 LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
 
 
-def list_output(home: Path, job: Job) -> Listing:
+def list_output_files(home: Path, job: Job) -> Listing:
     """Return the files of a job to download: its output folder, or what its script changed in its
     working directory.
 
@@ -33,7 +33,9 @@ def list_output(home: Path, job: Job) -> Listing:
             return list_files(folder.output, LIMITS)
         uploaded_paths = set(json.loads(folder.uploaded.read_text()))
         return list_files(
-            folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, uploaded_paths)
+            folder.workdir,
+            LIMITS,
+            lambda path: _is_no_output_file(folder.workdir, path, uploaded_paths),
         )
     except OSError as error:
         removed = describe_removals(home, job.id, "workdir" if in_workdir else "output")
@@ -42,8 +44,10 @@ def list_output(home: Path, job: Job) -> Listing:
         ) from None
 
 
-def _is_no_output(workdir: Path, path: str, uploaded_paths: set[str]) -> bool:
-    """Return whether a path of a working directory is unchanged since its upload, or Python's cache."""
+def _is_no_output_file(workdir: Path, path: str, uploaded_paths: set[str]) -> bool:
+    """Return whether a file of a working directory is unchanged since its upload, or belongs to
+    Python's cache.
+    """
     if path.endswith("/"):
         return path.endswith("__pycache__/")
     file = workdir / path

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.service.transfer.archive import Limits, unpack_archive
+from orchestrator.service.transfer.archive import Limits, unpack_and_hash_archive
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import UPLOADED_AT_S, uploads_folder
 
@@ -30,17 +30,19 @@ PREFIX = "upload:"  # of a path in a job that came from another machine: upload:
 
 
 class Uploads:
-    """The uploads in a home folder. Every method is thread-safe."""
+    """The archives that clients have uploaded to a home folder, unpacked. Every method is
+    thread-safe.
+    """
 
     def __init__(
         self,
         home: Path,
-        list_used: Callable[[], Collection[str]],
+        list_used_digests: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Make the store; `list_used` returns the digests of the uploads that live jobs name."""
+        """Make the store; `list_used_digests` returns the digests of the uploads that live jobs name."""
         self._folder = uploads_folder(home)
-        self._used = list_used
+        self._used = list_used_digests
         self._clock = clock
         self._lock = threading.Lock()
         self._arriving: dict[Path, int] = {}
@@ -48,16 +50,17 @@ class Uploads:
         self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
 
     def list_missing(self, digests: Sequence[str]) -> list[str]:
-        """Return those of these digests that have no upload here; the uploads of the others stay
-        for at least GRACE_S seconds.
+        """Return those of these digests that have no upload here.
+
+        The uploads of the others are kept for at least GRACE_S seconds.
         """
         with self._lock:
-            return [digest for digest in digests if not self._mark_used(digest)]
+            return [digest for digest in digests if not self._mark_used_if_stored(digest)]
 
     @contextmanager
-    def incoming_path(self) -> Iterator[Path]:
-        """Yield the path of a temporary file for an incoming archive, to which `append_bytes`
-        adds.
+    def make_temporary_file_path(self) -> Iterator[Path]:
+        """Open a context with the path of a temporary file for an incoming archive, to which
+        `append_bytes` adds.
         """
         file = self._folder / f".{os.urandom(8).hex()}.gz"
         with self._arriving_lock:
@@ -85,7 +88,7 @@ class Uploads:
             body.write(chunk)
 
     def store_upload(self, digest: str, temporary_file: Path) -> None:
-        """Unpack a received archive as the upload `digest`.
+        """Unpack a received archive as the upload with this digest.
 
         Raises SpecError for an invalid archive, ServiceError without space, or where too many are
         being unpacked.
@@ -96,7 +99,9 @@ class Uploads:
         folder = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
             with gzip.open(temporary_file) as archive:
-                actual = unpack_archive(archive.read, folder / "files", LIMITS, UPLOADED_AT_S)
+                actual = unpack_and_hash_archive(
+                    archive.read, folder / "files", LIMITS, UPLOADED_AT_S
+                )
             if actual != digest:
                 hint = "files changed while they were sent: submit again"
                 raise SpecError(
@@ -107,10 +112,10 @@ class Uploads:
             )
             (folder / "size").write_text(str(size_bytes))
             with self._lock:
-                if not self._mark_used(digest):
-                    self._free_space(size_bytes)
+                if not self._mark_used_if_stored(digest):
+                    self._remove_unused_uploads(size_bytes)
                     folder.rename(self._folder / digest)
-                    self._mark_used(digest)
+                    self._mark_used_if_stored(digest)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise SpecError(f"the upload is no gzip stream: {error}") from None
         except OSError as error:
@@ -120,7 +125,7 @@ class Uploads:
             self._slots.release()
 
     def resolve_path(self, job_key: str, path: str) -> str:
-        """Return the absolute path of `upload:<sha256>/<path>`; other paths are unchanged.
+        """Return the absolute path of a text `upload:<sha256>/<path>`; other paths are unchanged.
 
         Raises SpecError where there is no such upload, or where the path leaves it; the error names
         the job's `job_key`.
@@ -132,7 +137,7 @@ class Uploads:
         if ".." in inner.split("/") or inner.startswith("/"):
             raise SpecError("the path leaves its upload", path=job_key, got=path)
         with self._lock:
-            if not self._mark_used(digest):
+            if not self._mark_used_if_stored(digest):
                 raise SpecError(
                     "there is no such upload",
                     path=job_key,
@@ -141,7 +146,8 @@ class Uploads:
                 )
         return str(self._folder / digest / "files" / inner)
 
-    def _mark_used(self, digest: str) -> bool:
+    def _mark_used_if_stored(self, digest: str) -> bool:
+        """Record that the upload with this digest was used now; return whether there is one."""
         _check_digest(digest)
         try:
             os.utime(self._folder / digest, (now_s := self._clock(), now_s))
@@ -149,9 +155,9 @@ class Uploads:
             return False
         return True
 
-    def _free_space(self, needed_bytes: int) -> None:
-        """Remove uploads that no live job names: those unused for long, and the oldest ones until
-        there is enough space.
+    def _remove_unused_uploads(self, needed_bytes: int) -> None:
+        """Remove uploads that no live job names: those unused for long, then the oldest until
+        `needed_bytes` are free.
         """
         used = set(self._used())
         now_s = self._clock()

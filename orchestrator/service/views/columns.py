@@ -222,11 +222,13 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
 }
 
 
-def columns_of(
+def select_columns(
     table_name: str, rows: Sequence[Row] = (), *, is_narrow: bool = False
 ) -> list[Column]:
-    """Return the columns of the table with this name. If rows are given, rare columns that no row
-    has are left out.
+    """Return the columns of the table with this name; a rare column is left out if no row has a
+    value for it.
+
+    Without rows, all columns are returned.
     """
     columns = []
     for column in chain.from_iterable(COLUMNS.values()):
@@ -240,10 +242,10 @@ def columns_of(
     return columns
 
 
-def column_values(record: Job | Attempt | Node) -> JsonObject:
-    """Return {key: value} that columns add to the JSON of a job, an attempt or a node.
+def make_column_values(record: Job | Attempt | Node) -> JsonObject:
+    """Return {column's key: value} for the JSON of a job, an attempt or a node.
 
-    A number that JSON cannot write is None.
+    A number that JSON cannot write becomes None.
     """
     values = JsonObject()
     for column in COLUMNS[type(record)]:

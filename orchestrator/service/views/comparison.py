@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.scheduling.reports.comparison_rows import Outcome
 from orchestrator.service.views.columns import Row
-from orchestrator.service.views.records import PictureView, picture_view
+from orchestrator.service.views.records import PictureView, make_picture_view
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -74,7 +74,7 @@ class ComparisonView(TypedDict):
     mlflow: str | None
 
 
-def comparison_view(comparison: Comparison, mlflow_url: str | None) -> ComparisonView:
+def make_comparison_view(comparison: Comparison, mlflow_url: str | None) -> ComparisonView:
     """Return the comparison as JSON."""
     version = importlib.metadata.version("orchestrator")
     return ComparisonView(
@@ -87,16 +87,16 @@ def comparison_view(comparison: Comparison, mlflow_url: str | None) -> Compariso
         ],
         verdict=comparison.verdict,
         notes=list(comparison.notes),
-        picture=None if comparison.picture is None else picture_view(comparison.picture),
+        picture=None if comparison.picture is None else make_picture_view(comparison.picture),
         mlflow=mlflow_url,
     )
 
 
-def table_cells(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
-    """Return for each table {column: cell of each row} of the columns that any strategy has; `-`
-    for an unknown cell.
+def make_table_cells(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
+    """Return for each table {column: text of each row's cell}, with the columns that any strategy
+    has.
 
-    Samples are left out where there are tokens, counts where none is unusual.
+    An unknown cell is `-`. Samples are left out if there are tokens, counts if none is unusual.
     """
     has_tokens = any(row["tokens_per_s"] is not None for row in rows)
     tables = []
@@ -113,18 +113,19 @@ def table_cells(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
     return tables
 
 
-def list_failure_reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
-    """Return (number, lines of the reason) of each strategy that did not finish."""
+def list_row_numbers_and_failure_reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
+    """Return (row's number, lines of the reason) of each strategy that did not finish."""
     return [
-        (number, _failure_lines(row))
+        (number, _make_failure_lines(row))
         for number, row in enumerate(rows, 1)
         if row["outcome"] in EXPLAINED
     ]
 
 
-def _failure_lines(row: Row) -> list[str]:
-    """Return the lines of why a strategy did not finish, without what applies to all; if it does
-    not fit, its bytes.
+def _make_failure_lines(row: Row) -> list[str]:
+    """Return lines on why a strategy did not finish, without what applies to all.
+
+    If it does not fit, they name its bytes.
     """
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
     if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device

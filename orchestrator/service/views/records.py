@@ -17,9 +17,9 @@ from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
-from orchestrator.service.views.columns import column_values
+from orchestrator.service.views.columns import make_column_values
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node, Window
@@ -36,7 +36,7 @@ from orchestrator.specs.state import State
 
 
 class MomentView(TypedDict):
-    """Predicted bytes at one candidate for the memory peak of a step, before correction."""
+    """Predicted bytes at one moment of a step at which the memory peak may lie, before correction."""
 
     name: str
     counted_bytes: int  # these follow from the parameter count
@@ -44,7 +44,9 @@ class MomentView(TypedDict):
 
 
 class EstimateView(TypedDict):
-    """Predicted bytes of the most loaded rank at its peak, after correction."""
+    """Predicted bytes, at its peak, of the rank that needs most; they are corrected by what was
+    measured.
+    """
 
     source: str  # a Source
     moment: str
@@ -57,7 +59,7 @@ class EstimateView(TypedDict):
 
 
 class ProgressView(TypedDict):
-    """Progress of the live attempt, from its ranks' last heartbeats."""
+    """How far the live attempt is, by the last heartbeats of its ranks."""
 
     step: int
     max_steps: int | None  # None: a script without `steps`
@@ -143,7 +145,7 @@ class JobView(TypedDict):
 
 
 class PromiseView(TypedDict):
-    """The start time that was promised for a job's `guarantee`, as decided at its submission."""
+    """The start time that was promised at submission to a job with a `guarantee`, or why none was."""
 
     gpus: int  # the speed of this many is guaranteed
     starts_by_s: float | None  # None: refused, or no cluster was seen yet
@@ -162,7 +164,7 @@ class PointView(TypedDict):
 
 
 class PictureView(TypedDict):
-    """A chart of a job's frontier (plans that no other beats) on one kind of device."""
+    """A chart of a job's plans that no other plan beats, on one kind of device."""
 
     device: str
     capacity_bytes: int
@@ -170,7 +172,7 @@ class PictureView(TypedDict):
 
 
 class ExplanationView(TypedDict):
-    """A job with explanations of each attempt, and its frontier as judged today."""
+    """A job with explanations of each attempt, and a chart of its best plans as judged today."""
 
     job: JobView
     sooner: list[
@@ -207,7 +209,7 @@ class NodeView(TypedDict):
 
 
 class BatchAnswer(TypedDict):
-    """The ids of jobs submitted together, in their order; the other fields are by id."""
+    """The ids of jobs submitted together, in their order; its other fields are by job id."""
 
     ids: list[str]
     late: dict[str, str]
@@ -215,17 +217,18 @@ class BatchAnswer(TypedDict):
     refused: dict[str, str]  # why, by id, of jobs that nothing here can hold
 
 
-def job_view(
+def make_job_view(
     job: Job,
     heartbeats: Sequence[Heartbeat] = (),
     policy: PolicySpec = UNSHARED,
-    unwatched: str = "",
-    unread: Sequence[str] = (),
+    unwatched_process: str = "",
+    unread_sentences: Sequence[str] = (),
 ) -> JobView:
-    """Return the job with its attempts as JSON, without removals of files.
+    """Return the job with its attempts as JSON, without the removals of its files.
 
-    `heartbeats` are the last heartbeats of the live attempt. `unwatched` names one of its processes that
-    has no guard. `unread` has sentences on files of its ranks that cannot be read.
+    `heartbeats` are the last progress reports of the live attempt. `unwatched_process` names one of
+    its processes without our guard; "" if there is none. `unread_sentences` are on files of its
+    ranks that cannot be read.
     """
     view = JobView(
         id=job.id,
@@ -234,8 +237,8 @@ def job_view(
         reason="; ".join(
             (
                 describe_status_with_holder(job),
-                *([f"unwatched: {unwatched}"] if unwatched else []),
-                *unread,
+                *([f"unwatched: {unwatched_process}"] if unwatched_process else []),
+                *unread_sentences,
             )
         ),
         asks="" if job.status.ended else job.asks,
@@ -250,29 +253,29 @@ def job_view(
         global_batch_size=job.spec.global_batch_size,
         gpus=_format_span(job.spec.gpus.min, job.spec.gpus.max),
         is_script=job.spec.is_script,
-        promise=promise_view(job),
+        promise=make_promise_view(job),
         held_by=job.held_by,
         time_limit_s=job.spec.time_limit,
         deadline_s=job.deadline_s,
         retry_of=job.retry_of,
         continues_from=job.continues_from,
-        attempts=[attempt_view(job.spec, attempt) for attempt in job.attempts],
+        attempts=[make_attempt_view(job.spec, attempt) for attempt in job.attempts],
         progress=_progress_view(job, heartbeats) if heartbeats else None,
         provenance={},
         removed=[],
     )
-    return cast(JobView, view | column_values(job))
+    return cast(JobView, view | make_column_values(job))
 
 
-def promise_view(job: Job) -> PromiseView | None:
-    """Return as JSON the start that was promised to the job; None without a `guarantee`."""
+def make_promise_view(job: Job) -> PromiseView | None:
+    """Return as JSON the start that was promised to the job; None if it has no `guarantee`."""
     if job.spec.guarantee is None:
         return None
     refused = job.reason if job.status is JobStatus.REFUSED else ""
     return PromiseView(gpus=job.spec.guaranteed_gpus, starts_by_s=job.starts_by_s, refused=refused)
 
 
-def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
+def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
     evidence = attempt.facts
     failure = attempt.failure
@@ -287,7 +290,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         change=[str(change) for change in attempt.change],
         change_reason=attempt.change_reason
         or ("a probe: it measures memory, and ends" if attempt.probe else ""),
-        estimate=estimate_view(attempt.estimate, attempt.correction),
+        estimate=make_estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
         predicted_bytes=predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
@@ -311,12 +314,14 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         host_oom_kills=evidence.host_oom_kills,
         warnings=list(list_record_warnings(attempt)),
     )
-    return cast(AttemptView, view | column_values(attempt))
+    return cast(AttemptView, view | make_column_values(attempt))
 
 
-def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
-    """Return the estimate as JSON, with its activations times `correction`, causes largest first."""
-    at_worst = correct_estimate(estimate, correction)
+def make_estimate_view(estimate: MemoryEstimate, activation_factor: float) -> EstimateView:
+    """Return the memory estimate as JSON, causes largest first; activations are multiplied by
+    `activation_factor`.
+    """
+    at_worst = correct_estimate(estimate, activation_factor)
     return EstimateView(
         source=estimate.source.value,
         moment=at_worst.moment,
@@ -329,31 +334,33 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
     )
 
 
-def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
+def make_explanation_view(
+    state: State, job: Job, start_sentences: Sequence[str]
+) -> ExplanationView:
     """Return as JSON the predictions and measurements of the job's attempts, and why it waits.
 
-    `sooner` has sentences on what would start it sooner.
+    `start_sentences` are on when it starts, and what would start it sooner.
     """
     picture = make_plan_chart(state, job)
     return ExplanationView(
-        job=job_view(job, policy=state.policy),
-        sooner=[*sooner],
+        job=make_job_view(job, policy=state.policy),
+        sooner=[*start_sentences],
         lessons=[list(explain_attempt(state, job, attempt)) for attempt in job.attempts],
-        picture=None if picture is None else picture_view(picture),
+        picture=None if picture is None else make_picture_view(picture),
     )
 
 
-def picture_view(picture: Picture) -> PictureView:
+def make_picture_view(picture: Picture) -> PictureView:
     """Return the chart as JSON."""
     return cast(PictureView, asdict(picture))
 
 
 def picture_from_view(view: PictureView) -> Picture:
-    """Return the chart of a frontier from its JSON."""
+    """Return the chart of a job's plans from its JSON."""
     return TypeAdapter(Picture).validate_python(view)
 
 
-def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
+def make_observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
     """Return the observations as JSON."""
     return _observations_adapter().dump_python(tuple(observations), mode="json")
 
@@ -368,9 +375,11 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
         raise SpecError(first["msg"], source="outcomes", path=path) from None
 
 
-def node_view(node: Node, job_by_device: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """Return the node as JSON, its device as in a cluster file; `job_by_device` is {(node, device index):
-    job id}.
+def make_node_view(
+    node: Node, job_by_device: Mapping[tuple[str, int], str], state: State
+) -> NodeView:
+    """Return the node as JSON, its device as in a cluster file; `job_by_device` is {(node, device
+    index): job id}.
     """
     busy = {index: job for (name, index), job in job_by_device.items() if name == node.name}
     view = NodeView(
@@ -390,11 +399,11 @@ def node_view(node: Node, job_by_device: Mapping[tuple[str, int], str], state: S
         host_free_bytes=node.host_free_bytes,
         network_bandwidth=node.network_bandwidth,
     )
-    return cast(NodeView, view | column_values(node))
+    return cast(NodeView, view | make_column_values(node))
 
 
 def node_from_view(view: NodeView) -> Node:
-    """Return the node from its JSON, for planning. Busy and unreadable devices count as free: a job
+    """Return the node for planning, from its JSON. Busy and unreadable devices count as free: a job
     may wait for them.
     """
     device = DeviceSpec.model_validate(view["device"])
@@ -420,15 +429,17 @@ def failure_excerpt(job: JobView) -> str:
     return failures[-1]["excerpt"] if failures else ""
 
 
-def sort_jobs(jobs: Iterable[Job]) -> list[Job]:
-    """Return jobs in the order of display: ended, then running, then waiting by priority, newest
-    last.
+def sort_jobs_for_display(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs in the order of display: ended ones, running ones, then waiting ones by
+    priority; newest last.
     """
     return sorted(jobs, key=display_sort_key)
 
 
 def display_sort_key(job: Job) -> tuple[int, int, int]:
-    """Return the key that sorts jobs in the order of display."""
+    """Return the key by which jobs are sorted for display: ended, running, then waiting by
+    priority.
+    """
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
@@ -452,7 +463,7 @@ def _format_span(low: int, high: int) -> str:
 def _progress_view(job: Job, heartbeats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(heartbeats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in heartbeats if beat.step_s]
-    left = steps_left(job, job.last) if job.spec.is_script else None
+    left = count_steps_left(job, job.last) if job.spec.is_script else None
     # a script counts from its checkpoint on
     begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left
     return ProgressView(

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from orchestrator.scheduling.reports.morning import MorningReport
-from orchestrator.service.views.timeline import BusySpan, add_ruler, draw_busy_lines
+from orchestrator.service.views.timeline import BusySpan, add_labels_and_ruler, draw_busy_lines
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_seconds, parse_seconds
@@ -20,8 +20,8 @@ SHOWN_MAX = 200  # lines of a section; the rest is counted
 
 
 def parse_since(time_text: str, now_s: float) -> float:
-    """Return the time that `18:00` (its last occurrence), `12h` or `2026-11-24 18:00` means, in
-    seconds since 1970.
+    """Return the time, in seconds since 1970, that a text means: `18:00` (last occurrence), `12h`
+    or `2026-11-24 18:00`.
 
     Raises SpecError for other text, and for a future time.
     """
@@ -50,7 +50,7 @@ def _parse_moment(text: str, now: datetime) -> datetime | None:
         return None
 
 
-def report_title(report: MorningReport) -> str:
+def make_report_title(report: MorningReport) -> str:
     """Return the report's title, such as `Mon 23 Nov 18:00 to Tue 24 Nov 07:30`, in local time."""
     first, last = (
         f"{datetime.fromtimestamp(at_s):%a %d %b %H:%M}"
@@ -59,7 +59,7 @@ def report_title(report: MorningReport) -> str:
     return f"{first} to {last}"
 
 
-def report_sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
+def make_report_sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (heading, rows of (job, sentence)) of each section of the report that has rows, the
     most urgent first.
     """
@@ -87,9 +87,9 @@ def report_sections(report: MorningReport) -> list[tuple[str, list[tuple[str, st
     return [(heading, rows) for heading, rows in sections_of_report if rows]
 
 
-def limit_rows(job_rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return at most SHOWN_MAX rows, followed by a row with the number of rows that are left
-    out.
+def limit_job_rows(job_rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return at most SHOWN_MAX (job, sentence) rows; if some are left out, a last row has their
+    number.
     """
     rest = len(job_rows) - SHOWN_MAX
     return [*job_rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
@@ -111,7 +111,7 @@ def _format_device_time(seconds: float) -> str:
 
 
 def draw_gantt(report: MorningReport) -> str:
-    """Return a text chart of busy devices per node over the report's time; "" without nodes."""
+    """Return a text chart of the busy devices per node over the report's time; "" without nodes."""
     if not report.nodes or report.until_s <= report.since_s:
         return ""
     spans = [
@@ -121,11 +121,13 @@ def draw_gantt(report: MorningReport) -> str:
     first, last = (
         f"{datetime.fromtimestamp(at_s):%a %H:%M}" for at_s in (report.since_s, report.until_s)
     )
-    return add_ruler(lines, first, last, "height: share of the node's devices that is busy")
+    return add_labels_and_ruler(
+        lines, first, last, "height: share of the node's devices that is busy"
+    )
 
 
 def format_markdown(report: MorningReport) -> str:
-    """Return the report as Markdown. Untrusted names are escaped as code."""
+    """Return the report as Markdown. Names that users chose are escaped as code."""
     template = _load_template("report.md", line=_clean_line, code=_escape_code)
     return f"{template.render(_template_data(report)).rstrip()}\n"
 
@@ -133,12 +135,14 @@ def format_markdown(report: MorningReport) -> str:
 def _template_data(report: MorningReport) -> JsonObject:
     """Return the report's data for a template."""
     return {
-        "title": report_title(report),
+        "title": make_report_title(report),
         "report": report,
         "cost": describe_cost(report),
         "chart": draw_gantt(report),
-        "sections": [(heading, limit_rows(rows)) for heading, rows in report_sections(report)],
-        "counts": {heading: len(rows) for heading, rows in report_sections(report)},
+        "sections": [
+            (heading, limit_job_rows(rows)) for heading, rows in make_report_sections(report)
+        ],
+        "counts": {heading: len(rows) for heading, rows in make_report_sections(report)},
     }
 
 

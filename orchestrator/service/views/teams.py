@@ -23,7 +23,7 @@ class UserView(TypedDict):
 
 
 class TeamView(TypedDict):
-    """A team with its users, next in fair-share order first."""
+    """A team with its users; the user whose turn is next by fair share comes first."""
 
     name: str
     shares: int
@@ -38,8 +38,10 @@ class TeamView(TypedDict):
     users: list[UserView]
 
 
-def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Return every team of the policy, next in fair-share order first; [] if the cluster file names none."""
+def make_teams_view(state: State, now_s: float) -> list[TeamView]:
+    """Return every team of the cluster file, the one whose turn is next by fair share first; [] if
+    there are none.
+    """
     policy = state.policy
     if not policy.is_shared:
         return []
@@ -66,7 +68,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     for name, team in teams.items():
         members = sorted(
             (user for user in users if policy.team_of(user).name == name),
-            key=lambda u: (tree.place_of_user(u), u),
+            key=lambda u: (tree.fair_share_key_of_user(u), u),
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(

@@ -12,7 +12,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # share of a row's devices that are busy, 
 
 @dataclass(frozen=True, slots=True)
 class BusySpan:
-    """Devices of a node that an attempt occupied, from a begin to an end in seconds since 1970."""
+    """Devices of a node that an attempt occupied, from one time to another in seconds since 1970."""
 
     node: str
     devices: int
@@ -27,13 +27,15 @@ def draw_busy_lines(
 
     `devices_by_node` maps names to device counts. In a large cluster several nodes share a row.
     """
-    rows, labels = _row_labels(list(devices_by_node))
+    rows, labels = _make_row_label_by_node_and_order(list(devices_by_node))
     devices = dict.fromkeys(labels, 0)
     for name, count in devices_by_node.items():
         devices[rows[name]] += count
     busy = {label: [0.0] * COLUMNS for label in labels}
     for span in spans:
-        for column, share in iterate_columns_and_shares(span.from_s, span.until_s, from_s, end_s):
+        for column, share in iterate_columns_and_covered_fractions(
+            span.from_s, span.until_s, from_s, end_s
+        ):
             busy[rows[span.node]][column] += share * span.devices
     return {
         label: "".join(block_character(share / max(1, devices[label])) for share in busy[label])
@@ -41,8 +43,12 @@ def draw_busy_lines(
     }
 
 
-def add_ruler(line_by_label: Mapping[str, str], first_time: str, last_time: str, note: str) -> str:
-    """Return the labelled lines as text, with the two ends of the time span and a note below."""
+def add_labels_and_ruler(
+    line_by_label: Mapping[str, str], first_time: str, last_time: str, note: str
+) -> str:
+    """Return the lines with their labels as text, with the two ends of the time span and a note
+    below.
+    """
     width = max(map(len, line_by_label), default=0)
     ruler = f"{first_time}{last_time:>{COLUMNS - len(first_time)}}"
     return "\n".join(
@@ -54,7 +60,9 @@ def add_ruler(line_by_label: Mapping[str, str], first_time: str, last_time: str,
     )
 
 
-def _row_labels(node_names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _make_row_label_by_node_and_order(
+    node_names: Sequence[str],
+) -> tuple[dict[str, str], list[str]]:
     """Return ({node: label of its row}, labels from top to bottom). In a large cluster several
     nodes share a row.
     """
@@ -67,7 +75,7 @@ def _row_labels(node_names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return rows, list(dict.fromkeys(rows.values()))
 
 
-def iterate_columns_and_shares(
+def iterate_columns_and_covered_fractions(
     chart_from_s: float, chart_until_s: float, begin_s: float, end_s: float
 ) -> Iterator[tuple[int, float]]:
     """Yield (column of the chart, fraction of the column that the time span covers)."""

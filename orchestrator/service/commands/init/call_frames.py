@@ -24,9 +24,9 @@ Order = tuple[tuple[int, int], ...]  # (line, column) of each call on the way, t
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a syntax node is in the code: its function or module, its class, and whether it is in a
-    loop or under a condition.
+class CodePosition:
+    """Where a syntax node is in the code: its function or module, its class, and whether a loop or
+    a condition is around it.
     """
 
     scope: Scope
@@ -36,39 +36,41 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """A way to reach a function or module: the calls that lead there, with their arguments."""
+class CallPath:
+    """A way in which a run reaches a function or module: the calls that lead there, with their
+    arguments.
+    """
 
     scope: Scope
     order: Order = ()
     in_loop: bool = False
     is_certain: bool = True  # each run gets there, as far as the code says
     arguments: Mapping[str, Argument] = field(default_factory=dict)
-    caller: Frame | None = None
+    caller: CallPath | None = None
 
 
-Argument = tuple[ast.expr, Frame | None]  # value, and the frame in which its names stand
-Value = tuple[ast.expr, Frame, bool]  # with whether every run gives it
+Argument = tuple[ast.expr, CallPath | None]  # value, and the frame in which its names stand
+Value = tuple[ast.expr, CallPath, bool]  # with whether every run gives it
 
 
 class CallReader:
-    """The calls and assignments of some modules, the script first."""
+    """All calls and assignments in the syntax trees of some modules, the script first."""
 
     def __init__(self, trees: Sequence[ast.Module]) -> None:
-        """Read the syntax trees. Only what the first tree's module calls is certain to run."""
-        self.calls: list[tuple[ast.Call, Place]] = []
+        """Collect them. Only what the first tree's module itself calls is certain to run."""
+        self.calls: list[tuple[ast.Call, CodePosition]] = []
         self.values: dict[
             int, dict[str, list[tuple[ast.expr, bool]]]
         ] = {}  # id of a scope -> name -> value, certain
         self.returns: dict[int, list[ast.expr]] = {}
         self.imports: dict[str, str] = {}
-        self._functions: dict[str, list[tuple[Function, Place]]] = {}
+        self._functions: dict[str, list[tuple[Function, CodePosition]]] = {}
         self._enclosing: dict[int, Scope] = {}
-        self._sites: dict[int, list[tuple[ast.Call, Place, bool]]] = {}
-        self._frames: dict[int, tuple[Frame, ...]] = {}
+        self._sites: dict[int, list[tuple[ast.Call, CodePosition, bool]]] = {}
+        self._frames: dict[int, tuple[CallPath, ...]] = {}
         self._script = trees[0]
         for tree in trees:
-            self._visit_node(tree, Place(tree))
+            self._visit_node(tree, CodePosition(tree))
         for call, place in self.calls:
             for function in self.find_functions(call, place):
                 self._sites.setdefault(id(function), []).append((call, place, True))
@@ -78,18 +80,21 @@ class CallReader:
                     if not owner.owner:
                         self._sites.setdefault(id(function), []).append((call, place, False))
 
-    def _visit_node(self, node: ast.AST, place: Place) -> None:
-        inner = dict.fromkeys(ast.iter_child_nodes(node), place)
-        uncertain = replace(place, is_certain=False)
+    def _visit_node(self, node: ast.AST, position: CodePosition) -> None:
+        """Record the calls, assignments and functions in a node at this position, and in all nodes
+        below it.
+        """
+        inner = dict.fromkeys(ast.iter_child_nodes(node), position)
+        uncertain = replace(position, is_certain=False)
         match node:
             case ast.FunctionDef(name=name, body=body) | ast.AsyncFunctionDef(name=name, body=body):
-                self._functions.setdefault(name, []).append((node, place))
-                self._enclosing[id(node)] = place.scope
-                inner |= dict.fromkeys(body, Place(node, place.owner))
+                self._functions.setdefault(name, []).append((node, position))
+                self._enclosing[id(node)] = position.scope
+                inner |= dict.fromkeys(body, CodePosition(node, position.owner))
             case ast.ClassDef(name=name, body=body):
-                inner |= dict.fromkeys(body, replace(place, owner=name))
+                inner |= dict.fromkeys(body, replace(position, owner=name))
             case ast.For(body=body) | ast.AsyncFor(body=body) | ast.While(body=body):
-                inner |= dict.fromkeys(body, replace(place, in_loop=True))
+                inner |= dict.fromkeys(body, replace(position, in_loop=True))
             case (
                 ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp() | ast.Lambda()
             ):
@@ -101,17 +106,17 @@ class CallReader:
             case ast.IfExp() | ast.BoolOp() | ast.match_case() | ast.ExceptHandler():
                 inner = dict.fromkeys(inner, uncertain)
             case ast.Call():
-                self.calls.append((node, place))
+                self.calls.append((node, position))
             case ast.Return(value=ast.expr() as value):
-                self.returns.setdefault(id(place.scope), []).append(value)
+                self.returns.setdefault(id(position.scope), []).append(value)
             case ast.Import(names=names):
                 self.imports |= {alias.asname or alias.name: alias.name for alias in names}
             case ast.ImportFrom(module=module, names=names):
                 prefix = f"{module}." if module else ""
                 self.imports |= {alias.asname or alias.name: prefix + alias.name for alias in names}
-        for name, value in _iterate_assignments(node):
-            self.values.setdefault(id(place.scope), {}).setdefault(name, []).append(
-                (value, place.is_certain)
+        for name, value in _iterate_assigned_names_and_values(node):
+            self.values.setdefault(id(position.scope), {}).setdefault(name, []).append(
+                (value, position.is_certain)
             )
         for child, where in inner.items():
             self._visit_node(child, where)
@@ -123,8 +128,8 @@ class CallReader:
         first, dot, rest = ast.unparse(node).partition(".")
         return f"{self.imports.get(first, first)}{dot}{rest}"
 
-    def find_functions(self, call: ast.Call, code_place: Place) -> list[Function]:
-        """Return the functions of the code that a call may run; a call of a class runs its
+    def find_functions(self, call: ast.Call, call_position: CodePosition) -> list[Function]:
+        """Return the functions of these modules that a call may run; a call of a class runs its
         constructor.
         """
         name = ""
@@ -136,9 +141,9 @@ class CallReader:
         elif isinstance(call.func, ast.Attribute):
             receiver = ast.unparse(call.func.value)
             owner = (
-                code_place.owner
+                call_position.owner
                 if receiver in ("self", "cls", "super()")
-                else self._find_class(call.func.value, code_place)
+                else self._find_class_name(call.func.value, call_position)
             )
             name = call.func.attr if owner or receiver in self.imports else ""
         candidates = self._functions.get(name, [])
@@ -146,12 +151,12 @@ class CallReader:
         inherited = [function for function, where in candidates if where.owner] if owner else []
         return methods or inherited
 
-    def _find_class(self, receiver: ast.expr, code_place: Place) -> str:
-        """Return the class name of an object: of the expression `Trainer(args)`, or of a name with
-        such a value; else "".
+    def _find_class_name(self, receiver: ast.expr, position: CodePosition) -> str:
+        """Return the name of an object's class, from an expression such as `Trainer(args)` or a
+        name with such a value; else "".
         """
         values = [receiver]
-        for scope in (code_place.scope, self._script):
+        for scope in (position.scope, self._script):
             values += [
                 value for value, _ in self.values.get(id(scope), {}).get(ast.unparse(receiver), ())
             ]
@@ -164,22 +169,23 @@ class CallReader:
         calls = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
         return next((name for name in calls if name in owners), "")
 
-    def list_frames(self, scope: Scope, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
-        """Return the ways to reach a function or module. A function that nothing calls has one way,
-        which is not certain.
+    def list_call_paths(self, scope: Scope, depth: int = DEPTH_MAX) -> tuple[CallPath, ...]:
+        """Return the ways in which a run reaches a function or module.
+
+        A function that nothing calls has one way, which is not certain.
         """
         if isinstance(scope, ast.Module):
-            return (Frame(scope, is_certain=scope is self._script),)
+            return (CallPath(scope, is_certain=scope is self._script),)
         if id(scope) in self._frames:
             return self._frames[id(scope)]
         sites = self._sites.get(id(scope), []) if depth else []
         self._frames[id(scope)] = ()  # a function that calls itself adds no way
-        frames = list[Frame]()
+        frames = list[CallPath]()
         for call, place, has_arguments in sites:
             is_only = len(self.find_functions(call, place)) == 1 or not has_arguments
-            for caller in self.list_frames(place.scope, depth - 1):
+            for caller in self.list_call_paths(place.scope, depth - 1):
                 frames.append(
-                    Frame(
+                    CallPath(
                         scope,
                         (*caller.order, (call.lineno, call.col_offset)),
                         caller.in_loop or place.in_loop,
@@ -188,7 +194,7 @@ class CallReader:
                         caller,
                     )
                 )
-        unknown = Frame(
+        unknown = CallPath(
             scope,
             ((scope.lineno, 0),),
             is_certain=False,
@@ -198,12 +204,14 @@ class CallReader:
         return self._frames[id(scope)]
 
     def bind_arguments(
-        self, function: Function, call: ast.Call | None, caller: Frame | None
+        self, function: Function, call: ast.Call | None, caller_path: CallPath | None
     ) -> dict[str, Argument]:
-        """Return {parameter: its argument in this call, or its default}. Each value comes with the
-        caller's frame, or None.
+        """Return {parameter: (its argument in this call or its default, path on which that is read
+        or None)}.
+
+        Without a call there are only defaults, whose path is None.
         """
-        pairs = list(iterate_parameters(function.args))
+        pairs = list(iterate_parameters_and_defaults(function.args))
         bound: dict[str, Argument] = {
             argument.arg: (default, None) for argument, default in pairs if default is not None
         }
@@ -214,48 +222,54 @@ class CallReader:
         for name, value in zip(names, call.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
-            bound[name] = (value, caller)
+            bound[name] = (value, caller_path)
         return bound | {
-            keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg
+            keyword.arg: (keyword.value, caller_path) for keyword in call.keywords if keyword.arg
         }
 
-    def find_value(self, name: ast.expr, frame: Frame) -> Value | None:
-        """Return (expression, frame in which it is read, whether every run gives it) for a name or
-        an attribute.
+    def find_value(self, name: ast.expr, call_path: CallPath) -> Value | None:
+        """Return (expression, path on which it is read, whether every run gives it) for the value
+        of a name or an attribute.
 
         In the name's own function, the last assignment before it counts. None where the code does
-        not say the value.
+        not tell the value.
         """
         text = ast.unparse(name)
-        for scope, way in self._enclosing_scopes(frame):
+        for scope, way in self._iterate_enclosing_scopes_and_paths(call_path):
             values = self.values.get(id(scope), {}).get(text, [])
-            if scope is frame.scope:
+            if scope is call_path.scope:
                 values = [pair for pair in values if pair[0].lineno < name.lineno]
             if values:
                 value, is_certain = values[-1]
                 return value, way, is_certain or len(values) == 1
             if text in way.arguments:
                 value, caller = way.arguments[text]
-                return value, caller or Frame(self._find_module(scope)), True
+                return value, caller or CallPath(self._find_module(scope)), True
         return self._find_attribute_value(text) if isinstance(name, ast.Attribute) else None
 
-    def _enclosing_scopes(self, frame: Frame) -> Iterator[tuple[Scope, Frame]]:
-        """Yield (function or module, its frame) for the frame's own scope and those around it, from
-        inside out.
+    def _iterate_enclosing_scopes_and_paths(
+        self, call_path: CallPath
+    ) -> Iterator[tuple[Scope, CallPath]]:
+        """Yield (function or module, path to it) for the path's own scope and those around that,
+        from inside out.
         """
-        scope = frame.scope
-        callers = list[Frame]()
-        yield scope, frame
-        while frame.caller is not None:
-            frame = frame.caller
-            callers.append(frame)
+        scope = call_path.scope
+        callers = list[CallPath]()
+        yield scope, call_path
+        while call_path.caller is not None:
+            call_path = call_path.caller
+            callers.append(call_path)
         while id(scope) in self._enclosing:
             scope = self._enclosing[id(scope)]
-            yield scope, next((caller for caller in callers if caller.scope is scope), Frame(scope))
+            yield (
+                scope,
+                next((caller for caller in callers if caller.scope is scope), CallPath(scope)),
+            )
 
     def _find_attribute_value(self, attribute: str) -> Value | None:
-        """Return the value of an attribute such as `self.folder`, as `find_value` does, if the code
-        sets it exactly once.
+        """Return the value of an attribute such as `self.folder`, as `find_value` does.
+
+        None unless the code sets the attribute exactly once.
         """
         places = list[tuple[ast.expr, Function]]()
         for functions in self._functions.values():
@@ -265,16 +279,19 @@ class CallReader:
         if len(places) != 1:
             return None
         value, function = places[0]
-        return value, next(iter(self.list_frames(function)), Frame(function)), True
+        return value, next(iter(self.list_call_paths(function)), CallPath(function)), True
 
     def _find_module(self, scope: Scope) -> Scope:
+        """Return the module in which a function is defined; a module itself."""
         while id(scope) in self._enclosing:
             scope = self._enclosing[id(scope)]
         return scope
 
 
-def iterate_parameters(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
-    """Yield (parameter, its default) of a function; None where the parameter has no default."""
+def iterate_parameters_and_defaults(
+    arguments: ast.arguments,
+) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """Yield (parameter, its default expression or None) of a function's parameters, in order."""
     positional = [*arguments.posonlyargs, *arguments.args]
     blank: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     yield from zip(positional, [*blank, *arguments.defaults], strict=True)
@@ -282,6 +299,9 @@ def iterate_parameters(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.
 
 
 def _holds_in_every_run(condition: ast.expr) -> bool:
+    """Return whether a condition is true in every run, on the rank that saves, such as `if rank ==
+    0`.
+    """
     parts = (
         condition.values
         if isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And)
@@ -290,12 +310,11 @@ def _holds_in_every_run(condition: ast.expr) -> bool:
     return all(OF_EVERY_RUN.search(ast.unparse(part)) for part in parts)
 
 
-def _iterate_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (name, value) of each name that a node sets. Several names that are set from one call
-    all get that call.
+def _iterate_assigned_names_and_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, value's expression) of each name that a syntax node sets.
 
-    A loop's variable has no value of its own: it gets `*` and the expression over which the loop
-    runs.
+    Several names that are set from one call all get that call. A loop's variable has no value of
+    its own: it gets `*` and the expression over which the loop runs.
     """
     match node:
         case ast.Assign(targets=targets, value=value):

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from orchestrator.service.commands.init.call_frames import iterate_parameters
+from orchestrator.service.commands.init.call_frames import iterate_parameters_and_defaults
 from orchestrator.service.commands.init.meanings import (
     EVALUATION,
     Setting,
-    find_meaning,
+    find_quantity_and_count,
     snake_case_word,
 )
 from orchestrator.service.commands.init.named_files import evaluate_number
@@ -33,19 +33,27 @@ CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
 
 
 def iterate_code_settings(tree: ast.Module, file_name: str) -> Iterator[Setting]:
-    """Yield settings in a script's code: constants named like a batch size or accumulation, and
+    """Yield the settings in a script's code: constants named like a batch size or accumulation, and
     variables that set one.
 
     The variables are environment variables that the code reads.
     """
-    evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation_nodes(statement)}
+    evaluates = {
+        id(node)
+        for statement in ast.walk(tree)
+        for node in _iterate_nodes_for_evaluation(statement)
+    }
     for node in ast.walk(tree):
-        for name, value, line, rank in _iterate_bindings(node) if id(node) not in evaluates else ():
+        for name, value, line, rank in (
+            _iterate_names_values_lines_and_precedences(node) if id(node) not in evaluates else ()
+        ):
             yield from _make_setting(name, value, f"{file_name}:{line}", rank)
 
 
-def _iterate_bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
-    """Yield (name, value, line, precedence rank) of assignments, keyword arguments, dict keys, and
+def _iterate_names_values_lines_and_precedences(
+    node: ast.AST,
+) -> Iterator[tuple[str, ast.expr | None, int, int]]:
+    """Yield (name, value, line, precedence) of assignments, keyword arguments, dict keys, and
     parameters' defaults.
     """
     match node:
@@ -61,12 +69,12 @@ def _iterate_bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value, value, value.lineno, CODE_RANK
         case ast.FunctionDef(args=args):
-            for argument, default in iterate_parameters(args):
+            for argument, default in iterate_parameters_and_defaults(args):
                 if default is not None:
                     yield argument.arg, default, default.lineno, DEFAULT_RANK
 
 
-def iterate_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
+def iterate_names_and_counts_of_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
     """Yield (setting's name, what its value counts) for each setting that the code divides by its
     number of ranks.
 
@@ -83,11 +91,13 @@ def iterate_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
                 continue
         word = snake_case_word(_target_name(left))
         by = ast.unparse(right)
-        meaning = find_meaning(word) if word else None
+        meaning = find_quantity_and_count(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue
         divisors = {
-            (find_meaning(name) or ("",))[0] for name in map(_target_name, ast.walk(right)) if name
+            (find_quantity_and_count(name) or ("",))[0]
+            for name in map(_target_name, ast.walk(right))
+            if name
         }
         if LENGTHS.search(by):
             yield word, "tokens"
@@ -99,10 +109,12 @@ def iterate_divided_values(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
             yield word, "step"
 
 
-def _make_setting(name: str, value: ast.expr | None, location: str, rank: int) -> Iterator[Setting]:
-    variable = _find_variable(value)
-    meaning = (find_meaning(name) if name else None) or (
-        find_meaning(variable[0]) if variable is not None else None
+def _make_setting(
+    name: str, value: ast.expr | None, location: str, precedence: int
+) -> Iterator[Setting]:
+    variable = _find_variable_and_default(value)
+    meaning = (find_quantity_and_count(name) if name else None) or (
+        find_quantity_and_count(variable[0]) if variable is not None else None
     )
     if meaning is None or meaning[0] not in READ:
         return
@@ -111,12 +123,14 @@ def _make_setting(name: str, value: ast.expr | None, location: str, rank: int) -
         return
     number = evaluate_number(value)
     if type(number) is int and number > 0:
-        yield Setting(meaning[0], name, "constant", str(number), location, rank, meaning[1])
+        yield Setting(meaning[0], name, "constant", str(number), location, precedence, meaning[1])
 
 
-def _find_variable(node: ast.AST | None) -> tuple[str, str | None] | None:
-    """Return (name, default) of the environment variable in `int(os.environ.get("BATCH", 128))`;
-    None without a variable.
+def _find_variable_and_default(node: ast.AST | None) -> tuple[str, str | None] | None:
+    """Return (name, default or None) of the environment variable in code such as
+    `int(os.environ.get("BATCH", 128))`.
+
+    None where the code reads no variable.
     """
     for part in ast.walk(node) if node is not None else ():
         match part:
@@ -130,8 +144,8 @@ def _find_variable(node: ast.AST | None) -> tuple[str, str | None] | None:
     return None
 
 
-def _evaluation_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a value that is assigned to a name of evaluation: `test_loader =
+def _iterate_nodes_for_evaluation(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the syntax nodes of values that are only for evaluation, such as in `test_loader =
     DataLoader(test)`.
     """
     if isinstance(node, ast.Assign) and any(
@@ -145,10 +159,10 @@ def _target_name(node: ast.AST) -> str:
     match node:
         case ast.Subscript(slice=ast.Constant(value=value)):
             return str(value)
-    return last_name(node)
+    return last_part_of_name(node)
 
 
-def last_name(node: ast.AST) -> str:
+def last_part_of_name(node: ast.AST) -> str:
     """Return the last part of a dotted name in code: `run` of `typer.run`; "" for a node that is no
     name.
     """

@@ -16,7 +16,7 @@ from orchestrator.service.commands.init.meanings import (
     Count,
     Setting,
     Way,
-    find_meaning,
+    find_quantity_and_count,
     snake_case_word,
 )
 from orchestrator.service.commands.init.named_files import (
@@ -47,7 +47,7 @@ TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one 
 
 @frozen
 class NamedFile:
-    """A settings file whose path is in the command."""
+    """A settings file whose path is among the words of a command."""
 
     word: str  # as typed
     flag: str | None  # whose value it is; None: positional, or of a launcher
@@ -63,8 +63,8 @@ class NamedFile:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings of a command, in the order of precedence, and the files that contain some of
-    them.
+    """All settings (such as the batch size) of a command, in the order of precedence, and the files
+    with some of them.
     """
 
     argv: Argv  # the program's arguments, in the parser's spelling
@@ -72,29 +72,31 @@ class Settings:
     files: tuple[NamedFile, ...]
     notes: Notes
 
-    def find_all(self, quantity: str, *counts: Count) -> list[Setting]:
+    def find_all(self, quantity: str, *counted_samples: Count) -> list[Setting]:
         """Return the settings of a quantity, such as `learning_rate`.
 
-        With `counts`, only batch sizes that count samples in one of these ways (`rank`, `global`)
-        are returned.
+        With `counted_samples`, only batch sizes that count samples in one of these ways (`rank`,
+        `global`) are returned.
         """
         return [
             place
             for place in self.places
-            if place.meaning == quantity and (not counts or place.counts in counts)
+            if place.meaning == quantity
+            and (not counted_samples or place.counts in counted_samples)
         ]
 
-    def find_effective(self, quantity: str, *counts: Count) -> Setting | None:
-        """Return the setting of a quantity that takes effect. `counts` selects as in `find_all`.
+    def find_effective(self, quantity: str, *counted_samples: Count) -> Setting | None:
+        """Return the setting of a quantity that takes effect; `counted_samples` selects as in
+        `find_all`.
 
         None without a setting, or where settings of equal precedence disagree.
         """
-        return select_effective(self.find_all(quantity, *counts))
+        return select_effective(self.find_all(quantity, *counted_samples))
 
 
 def select_effective(settings: Sequence[Setting]) -> Setting | None:
-    """Return the setting with a value that takes precedence; None where several of the same
-    precedence disagree.
+    """Return the setting with a value that takes precedence over the others; None if several of the
+    same precedence disagree.
     """
     places_with_value = [place for place in settings if place.value is not None]
     if not places_with_value:
@@ -140,12 +142,12 @@ def _convert_knob(knob: JsonObject, old_way: str, new_way: str) -> JsonObject:
 
 
 def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
-    """Return the settings of a command, of the files that it names, and of its parser, its
+    """Return the settings of a command: from its words, the files that it names, its parser, its
     framework and its code.
     """
     preset = load_preset_knobs(typed, framework)
     argv = tuple(
-        _parser_spelling(word, script, preset) for word in typed.command[typed.arguments :]
+        _spell_as_parser(word, script, preset) for word in typed.command[typed.arguments :]
     )
     launcher = [
         replace(place, way="constant", where="the launcher's options")
@@ -154,13 +156,13 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
     ]
     files = [
         *_iterate_named_files(argv, typed.folder),
-        *_iterate_named_files(typed.launcher_words, typed.folder, is_launchers=True),
+        *_iterate_named_files(typed.launcher_words, typed.folder, are_launcher_arguments=True),
     ]
     nested = [
         str(value) for file in files if file.is_launchers for value in (file.content or {}).values()
     ]
     files += _iterate_named_files(
-        nested, typed.folder, is_launchers=True
+        nested, typed.folder, are_launcher_arguments=True
     )  # accelerate's deepspeed_config_file
     named = {file.word for file in files}
     for name in dict.fromkeys(script.own_files):
@@ -171,7 +173,7 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
         for file in files
         if file.content is None
-        and (file.flag is None or find_meaning(file.flag) or "config" in file.flag)
+        and (file.flag is None or find_quantity_and_count(file.flag) or "config" in file.flag)
     ]
     variables = {place.name: place for place in script.places if place.way == "env"}
     from_env = [
@@ -199,14 +201,15 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         if place.counts == "tokens" or (is_batch and (place.number or 0) > SAMPLES_MAX):
             tokens.add(snake_case_word(place.name))
         if snake_case_word(place.name) in tokens and place.rank <= OF_PARSER:
-            notes.append(f"CHECK: {place.place} {IN_TOKENS}: it stays as it is")
+            notes.append(f"CHECK: {place.description} {IN_TOKENS}: it stays as it is")
     places = [place for place in places if snake_case_word(place.name) not in tokens]
     return Settings(argv, tuple(_correct_counted_samples(places)), tuple(files), tuple(notes))
 
 
 def _correct_counted_samples(settings: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield the settings. If one batch size is per rank, a plain one beside it counts the samples
-    of a whole step.
+    """Yield the settings with what their batch sizes count corrected.
+
+    If one batch size is per rank, a plain one beside it counts the samples of a whole step.
     """
     has_micro = any(
         place.meaning == "micro_batch_size" and place.counts == "rank"
@@ -222,8 +225,10 @@ def _correct_counted_samples(settings: Sequence[Setting]) -> Iterator[Setting]:
         )
 
 
-def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
-    """Return a flag as its parser spells it: --batch-size for -b, --output_dir for --output-dir."""
+def _spell_as_parser(word: str, script: Script, knobs: Knobs) -> str:
+    """Return a flag as the script's parser spells it: --batch-size for -b, --output_dir for
+    --output-dir.
+    """
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
@@ -240,11 +245,11 @@ def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
     return f"{by_alias.get(name) or alike.get(name.replace('-', '_'), name)}{equals}{value}"
 
 
-def iterate_pairs(
+def iterate_flags_and_pairs(
     argv: Sequence[str], flags: Mapping[str, Flag]
 ) -> Iterator[tuple[str, str | None, bool, int]]:
-    """Yield (name, value, whether joined by =, number of words) of each flag, and of each argument
-    key=value.
+    """Yield (name, value or None, whether joined by =, number of words) of each flag, and of each
+    argument key=value.
     """
     index = 0
     while index < len(argv):
@@ -272,8 +277,8 @@ def _iterate_argument_settings(
     argv: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Knobs
 ) -> Iterator[Setting]:
     names = {knob.get("flag") for knob in preset.values() if isinstance(knob, Mapping)}
-    for name, value, joined, _ in iterate_pairs(argv, flags):
-        meaning = _find_meaning(name, preset)
+    for name, value, joined, _ in iterate_flags_and_pairs(argv, flags):
+        meaning = _find_quantity_and_count(name, preset)
         if meaning is None:
             continue
         is_flag = name.startswith("-")
@@ -286,9 +291,10 @@ def _iterate_argument_settings(
         yield Setting(meaning[0], name, way, "true" if value is None else value, counts=counts)  # type: ignore[arg-type]
 
 
-def _find_meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
-    """Return (quantity, what a batch size counts) for a name in the framework's preset, else by the
-    name alone; None if unknown.
+def _find_quantity_and_count(setting_name: str, preset: Knobs) -> tuple[str, Count] | None:
+    """Return (quantity, what a batch size counts) for a setting's name; None for an unknown name.
+
+    The framework's preset counts first, then the name alone.
     """
     for setting, knob in preset.items():
         ways = (
@@ -296,22 +302,20 @@ def _find_meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
             if isinstance(knob, Mapping)
             else []
         )
-        if name in ways or f"--{name}" in ways:
+        if setting_name in ways or f"--{setting_name}" in ways:
             if setting == "global_batch_size":
                 return "micro_batch_size", "global"
             return setting, "rank" if setting == "micro_batch_size" else "plain"
-    return find_meaning(name)
+    return find_quantity_and_count(setting_name)
 
 
 def _iterate_named_files(
-    argv: Sequence[str], folder: Path, is_launchers: bool = False
+    argv: Sequence[str], folder: Path, are_launcher_arguments: bool = False
 ) -> Iterator[NamedFile]:
-    """Yield each settings file that the arguments name. With `is_launchers`, the arguments are a
-    launcher's.
-    """
+    """Yield each settings file that the arguments name."""
     values = {
         value: name
-        for name, value, joined, _ in iterate_pairs(argv, {})
+        for name, value, joined, _ in iterate_flags_and_pairs(argv, {})
         if value and name.startswith("-")
     }
     visited = set[str]()
@@ -326,9 +330,9 @@ def _iterate_named_files(
         if content is not None or not (folder / word).is_file():
             yield NamedFile(
                 word=word,
-                flag=None if is_launchers else flag,
+                flag=None if are_launcher_arguments else flag,
                 content=content,
-                is_launchers=is_launchers,
+                is_launchers=are_launcher_arguments,
             )
 
 
@@ -340,7 +344,7 @@ def _iterate_file_settings(
         key.startswith(("zero_optimization", "train_micro_batch_size_per_gpu")) for key in content
     )
     for key, value in content.items():
-        meaning = _find_meaning(key, preset)
+        meaning = _find_quantity_and_count(key, preset)
         if (
             meaning is None
             or value is None
@@ -376,13 +380,15 @@ def _iterate_hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Set
         return
     folder, name = script.hydra
     pairs = {
-        key.lstrip("+~"): value for key, value, _, _ in iterate_pairs(argv, {}) if value is not None
+        key.lstrip("+~"): value
+        for key, value, _, _ in iterate_flags_and_pairs(argv, {})
+        if value is not None
     }
     name = pairs.get("--config-name") or pairs.get("-cn") or name
     for key, value in read_hydra_settings(
         folder, name, {key: str(value) for key, value in pairs.items()}
     ).items():
-        meaning = find_meaning(key)
+        meaning = find_quantity_and_count(key)
         if meaning is not None and value is not None and "${" not in str(value):
             where = f"{folder.name}/{name.removesuffix('.yaml')}.yaml"
             yield Setting(meaning[0], key, "override", str(value), where, IN_FILE, meaning[1])
@@ -390,7 +396,7 @@ def _iterate_hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Set
 
 def _iterate_parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
     for flag in script.flags:
-        meaning = _find_meaning(flag.name, preset)
+        meaning = _find_quantity_and_count(flag.name, preset)
         if meaning is None or flag.kind == "positional":
             continue
         value = None if flag.default is None else str(flag.default)
@@ -419,7 +425,7 @@ def _iterate_framework_settings(
         ):
             continue
         default = (
-            _find_litgpt_batch(typed)
+            _find_litgpt_global_batch_size(typed)
             if framework == "litgpt" and name == "global_batch_size"
             else None
         )
@@ -442,7 +448,7 @@ def _iterate_framework_settings(
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
 
 
-def _find_litgpt_batch(typed: TypedCommand) -> str | None:
+def _find_litgpt_global_batch_size(typed: TypedCommand) -> str | None:
     """Return the global batch size in the defaults of the litgpt command's setup(); None where it
     is not found.
     """

@@ -16,7 +16,7 @@ from orchestrator.service.commands.init.command_settings import (
     TYPED,
     Knobs,
     Settings,
-    iterate_pairs,
+    iterate_flags_and_pairs,
     load_preset_knobs,
 )
 from orchestrator.service.commands.init.meanings import (
@@ -77,8 +77,8 @@ MENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples per optimizer step, and the knobs (settings that plans may change) that split
-    them.
+    """The samples per optimizer step of a command, and the knobs (settings that plans may change)
+    that split them.
     """
 
     knobs: Knobs
@@ -100,7 +100,7 @@ class DeepSpeedFile:
 
 @frozen
 class BareCommand:
-    """A command without the settings that plans control; these settings are knobs, with the typed
+    """A command without the settings that plans control; these are knobs instead, with the typed
     values as defaults.
     """
 
@@ -123,12 +123,12 @@ class BareCommand:
 def choose_knobs(
     typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings
 ) -> BareCommand:
-    """Return the command without the settings that plans control, and the knobs through which plans
-    set them.
+    """Return the command without the settings that plans control, and the knobs by which plans set
+    them.
     """
     preset = load_preset_knobs(typed, framework)
     ranks, ranks_place = _find_rank_count_and_setting(typed, settings, script, framework)
-    batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
+    batch = read_global_batch(settings, script, 1 if ranks is None else ranks, preset)
     by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
     are_ranks = by_launcher or settings.find_all("nodes") or script.calls & set(SEVERAL_RANKS)
     samples = batch.samples
@@ -155,14 +155,14 @@ def choose_knobs(
     output = _find_path_setting(settings, "output_dir", script)
     if output is not None and output.rank == TYPED:
         controlled.append(output)
-        notes.append(f"Taken out of the command, since the job sets it: {output.place}")
+        notes.append(f"Taken out of the command, since the job sets it: {output.description}")
         if snake_case_word(output.name) in FOLDERS_OF_ANYTHING:
             notes.append(
                 f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir"
             )
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
-    if "zero_stage" in preset and _types_sharding(settings, framework):
+    if "zero_stage" in preset and _chooses_sharding_itself(settings, framework):
         knobs["zero_stage"] = None
     knobs |= _make_recomputation_knob(settings, script, framework)
     if framework == "torchtune":  # each of its files says both
@@ -170,7 +170,9 @@ def choose_knobs(
     deepspeed = _find_deepspeed_file(settings)
     if deepspeed is not None:
         knobs["zero_stage"] = {"key": f"{ZERO}.stage"}
-    precision, knob, place = _find_precision(typed, settings, script, framework, preset)
+    precision, knob, place = _find_precision_knob_and_setting(
+        typed, settings, script, framework, preset
+    )
     knobs |= knob
     controlled += [] if place is None else [place]
     config = _find_copied_config(knobs, batch, settings, framework, script)
@@ -187,24 +189,24 @@ def choose_knobs(
     ]
     if stays:
         notes.append(
-            f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}"
+            f"Stays as typed, the same in every plan: {', '.join(place.description for place in stays)}"
         )
     env = {
         name: value
         for name, value in typed.env.items()
         if name not in {place.name for place in controlled}
     }
-    steps, differing_steps = _find_steps(settings)
+    steps, differing_steps = _find_steps_and_disagreeing(settings)
     if differing_steps:
         notes.append(
-            f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in differing_steps)}"
+            f"CHECK: these disagree, none is taken: {'; '.join(place.description for place in differing_steps)}"
         )
     return BareCommand(
         command=(
             *typed.command[: typed.arguments],
-            *_drop_controlled(settings.argv, controlled, script),
+            *_drop_controlled_arguments(settings.argv, controlled, script),
         ),
-        names=frozenset(name for name, *_ in iterate_pairs(settings.argv, {})),
+        names=frozenset(name for name, *_ in iterate_flags_and_pairs(settings.argv, {})),
         knobs=knobs,
         notes=tuple(notes),
         env=env,
@@ -224,13 +226,13 @@ def choose_knobs(
     )
 
 
-def _find_steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
+def _find_steps_and_disagreeing(settings: Settings) -> tuple[Setting | None, list[Setting]]:
     """Return (setting of the number of optimizer steps or None, settings that disagree on it).
 
     If the command has epochs, a default number of steps does not count.
     """
     has_epochs = any(
-        "epoch" in snake_case_word(name) for name, *_ in iterate_pairs(settings.argv, {})
+        "epoch" in snake_case_word(name) for name, *_ in iterate_flags_and_pairs(settings.argv, {})
     )
     places = [
         place
@@ -261,14 +263,15 @@ def _make_path_knobs(settings: Settings, preset: Knobs, script: Script) -> JsonO
     return knobs
 
 
-def _types_sharding(settings: Settings, framework: Framework | None) -> bool:
-    """Return whether the command itself chooses sharding, by a DeepSpeed file or by FSDP's
-    flags.
-    """
+def _chooses_sharding_itself(settings: Settings, framework: Framework | None) -> bool:
+    """Return whether the command itself chooses sharding, by a DeepSpeed file or by FSDP's flags."""
     has_files = framework is not None and bool(settings.files)
     if has_files and any(place.rank == TYPED for place in settings.find_all("deepspeed_config")):
         return True
-    return any(name in ("--fsdp", "--fsdp_config") for name, *_ in iterate_pairs(settings.argv, {}))
+    return any(
+        name in ("--fsdp", "--fsdp_config")
+        for name, *_ in iterate_flags_and_pairs(settings.argv, {})
+    )
 
 
 def _find_deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
@@ -296,7 +299,7 @@ def _find_deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
 def _find_rank_count_and_setting(
     typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None
 ) -> tuple[int | None, Setting | None]:
-    """Return (number of ranks that the command asks for or None, the setting that says so if no
+    """Return (number of ranks that the command asks for or None, setting that says so if no
     launcher does).
 
     Devices from Slurm or CUDA_VISIBLE_DEVICES count only where something starts a rank on each of
@@ -332,7 +335,7 @@ def _find_rank_count_and_setting(
     return (typed.devices if uses_several else None), None
 
 
-def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) -> Batch:
+def read_global_batch(settings: Settings, script: Script, rank_count: int, preset: Knobs) -> Batch:
     """Return the global batch size on which all settings agree, and the knobs that split it into
     micro-batches.
     """
@@ -374,33 +377,35 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     number = micro.number if micro is not None else None
     accumulation = steps.number if steps is not None else None
     samples = total.number if total is not None else None
-    origin = f"its own, {total.place}; the same in every plan" if total is not None else ""
+    origin = f"its own, {total.description}; the same in every plan" if total is not None else ""
     if (
         samples is None
         and number is not None
         and (steps is None or accumulation or steps.value is None)
     ):
-        several = ranks if per == "rank" else 1
+        several = rank_count if per == "rank" else 1
         turns = accumulation if accumulates and accumulation else 1
         samples = number * turns * (several if not steps_in_all else 1)
-        devices = f"{ranks} devices" if ranks > 1 else "one device"
+        devices = f"{rank_count} devices" if rank_count > 1 else "one device"
         parts = " x ".join(
-            place.place
+            place.description
             for place in (micro, steps)
             if place is not None and place.number is not None
         )
         origin = f"{parts}, on {devices}; the same in every plan"
-    can_accumulate = steps is None or derives or _can_vary(steps, settings) or accumulation == 1
+    can_accumulate = (
+        steps is None or derives or _can_plan_change(steps, settings) or accumulation == 1
+    )
     can_cut = (
         micro is not None
         and accumulates
-        and _can_vary(micro, settings)
+        and _can_plan_change(micro, settings)
         and not disagree
         and not steps_in_all
         and can_accumulate
     )
     can_cut = can_cut or (
-        micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings)
+        micro is not None and steps_in_all and rank_count == 1 and _can_plan_change(micro, settings)
     )
     if can_cut and micro is not None:
         knobs["micro_batch_size"] = _make_knob(micro, settings, preset.get("micro_batch_size"), per)
@@ -411,12 +416,12 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
                 total, settings, preset.get("global_batch_size")
             )
             controlled.append(total)
-        elif steps is not None and _can_vary(steps, settings):
+        elif steps is not None and _can_plan_change(steps, settings):
             knobs["gradient_accumulation_steps"] = _make_knob(
                 steps, settings, preset.get("gradient_accumulation_steps")
             )
             controlled.append(steps)
-            if total is not None and _can_vary(total, settings) and total.rank < 3:
+            if total is not None and _can_plan_change(total, settings) and total.rank < 3:
                 knobs["global_batch_size"] = _make_knob(total, settings, None)
                 controlled.append(total)
     else:
@@ -429,15 +434,15 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     if derives and "gradient_accumulation_steps" in preset and can_cut:  # it says the rest
         knobs = {name: knob for name, knob in knobs.items() if knob != preset.get(name)}
     notes = [
-        _repair_note(place)
+        _describe_repair(place)
         for place in (micro, steps)
         if place is not None and place.way == "constant"
     ]
     if disagree:
         notes.append(
-            f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}"
+            f"CHECK: these disagree, none is taken: {'; '.join(place.description for place in disagree)}"
         )
-    is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
+    is_fixed = rank_count > 1 and (not can_cut or (steps_in_all and total is None))
     return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
 
 
@@ -473,26 +478,24 @@ def _drop_unclear_samples(batch: Batch, samples: int, ranks: int) -> Batch:
 
 
 def _is_micro_step_total(setting: Setting) -> bool:
-    """Return whether a batch size of all ranks is that of one micro-step, which gradient
+    """Return whether a batch size counts the samples of all ranks in one micro-step, which
     accumulation multiplies.
     """
     return setting.rank != IN_FILE and not IN_ALL & set(snake_case_word(setting.name).split("_"))
 
 
-def _repair_note(setting: Setting) -> str:
-    """Return a sentence that says which change to the file or script would let plans control this
-    setting.
-    """
+def _describe_repair(setting: Setting) -> str:
+    """Return a sentence on which change to the file or script would let plans control this setting."""
     if setting.where.partition(":")[0].endswith(".py") and ":" in setting.where:
         variable = MENDS[setting.meaning]
         knob = f"{setting.meaning}: {{env: {variable}, default: {setting.value}}}"
         value = f'int(os.environ.get("{variable}", {setting.value}))'
         return f"{setting.name} = {setting.value} in {setting.where}: make it {value}, and add to knobs: {knob}"
-    return f"{setting.place}: no attempt gets a copy of this file, so that it is the same in every plan"
+    return f"{setting.description}: no attempt gets a copy of this file, so that it is the same in every plan"
 
 
-def _can_vary(setting: Setting, settings: Settings) -> bool:
-    """Return whether a plan can set another value for this setting."""
+def _can_plan_change(setting: Setting, settings: Settings) -> bool:
+    """Return whether a plan can give this setting another value."""
     if setting.way == "key":
         return setting.file is None or any(
             file.word == setting.file and file.can_be_copied for file in settings.files
@@ -506,15 +509,18 @@ def _equals_preset(setting: Setting, knob: Any) -> bool:
     return isinstance(knob, Mapping) and knob.get(setting.way) == setting.name
 
 
-def _make_knob(setting: Setting, settings: Settings, preset: Any, per: str = "rank") -> JsonObject:
-    """Return the knob for a setting; only its default if the framework's preset has the rest.
+def _make_knob(
+    setting: Setting, settings: Settings, preset: Any, counted_samples: str = "rank"
+) -> JsonObject:
+    """Return the knob for a setting as JSON; only its default if the framework's preset has the
+    rest.
 
-    `per` is what a batch size counts: samples per rank, or of all ranks.
+    `counted_samples` is what a batch size counts: samples per rank, or of all ranks.
     """
     is_presets = _equals_preset(setting, preset)
     knob: JsonObject = {} if is_presets else {setting.way: setting.name}
-    if per != "rank":
-        knob["per"] = per
+    if counted_samples != "rank":
+        knob["per"] = counted_samples
     if setting.number is not None:
         knob["default"] = setting.number
     same_keys = [
@@ -536,11 +542,10 @@ def _make_knob(setting: Setting, settings: Settings, preset: Any, per: str = "ra
 
 
 def _find_path_setting(settings: Settings, quantity: str, script: Script) -> Setting | None:
-    """Return the setting that takes the path of the output folder or checkpoint: as typed, or a
-    flag; None without one.
+    """Return the setting that takes the path of the output folder or checkpoint; None without one.
 
-    A flag that takes true or false is left out. A name that fits folders of any kind counts only if
-    the script saves into it.
+    It is a typed setting, or a flag. A flag that takes true or false is left out. A name that fits
+    folders of any kind counts only if the script saves into it.
     """
     saves = " ".join(file.varying for file in script.saves)
     places = settings.find_all(quantity)
@@ -594,14 +599,14 @@ def _make_recomputation_knob(
     return {}
 
 
-def _find_precision(
+def _find_precision_knob_and_setting(
     typed: TypedCommand,
     settings: Settings,
     script: Script,
     framework: Framework | None,
     preset: Knobs,
 ) -> tuple[str | None, JsonObject, Setting | None]:
-    """Return (the job's precision or None, its knob, the setting whose words are removed from the
+    """Return (the job's precision or None, its knob, setting whose words are removed from the
     command or None).
 
     A framework's flags are read where the job is parsed (specs/job/frameworks.py).
@@ -721,15 +726,19 @@ def _find_copied_config(
     return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
 
 
-def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> Argv:
-    """Return the arguments without these settings, which the job sets."""
-    names = {place.name for place in controlled if place.way in ("flag", "override")}
+def _drop_controlled_arguments(
+    argv: Sequence[str], controlled_settings: Sequence[Setting], script: Script
+) -> Argv:
+    """Return the arguments without these settings, which plans control."""
+    names = {place.name for place in controlled_settings if place.way in ("flag", "override")}
     flags = script.flags_by_name
     rest = list[str]()
     index = 0
     while index < len(argv):
         pair = (
-            next(iter(iterate_pairs(argv[index:], flags)), None) if _is_pair(argv[index]) else None
+            next(iter(iterate_flags_and_pairs(argv[index:], flags)), None)
+            if _is_key_value_pair(argv[index])
+            else None
         )
         length = pair[3] if pair is not None else 1
         if pair is None or pair[0] not in names:
@@ -738,5 +747,5 @@ def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script:
     return tuple(rest)
 
 
-def _is_pair(word: str) -> bool:
+def _is_key_value_pair(word: str) -> bool:
     return word.startswith("-") or "=" in word

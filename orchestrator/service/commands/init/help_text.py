@@ -29,7 +29,7 @@ LINE = re.compile(
 DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
-def add_help_flags(script: Script, typed: TypedCommand) -> Script:
+def add_flags_of_help(script: Script, typed: TypedCommand) -> Script:
     """Return the script with the flags added that its --help prints. Raises SpecError where that
     fails.
 
@@ -41,12 +41,16 @@ def add_help_flags(script: Script, typed: TypedCommand) -> Script:
         script,
         flags=(
             *script.flags,
-            *(flag for flag in parse_help_flags(_run_help(typed)) if flag.name not in names),
+            *(
+                flag
+                for flag in parse_help_flags(_run_command_with_help(typed))
+                if flag.name not in names
+            ),
         ),
     )
 
 
-def _run_help(typed: TypedCommand) -> str:
+def _run_command_with_help(typed: TypedCommand) -> str:
     python = sys.executable if typed.command[0] in ("python", "python3") else typed.command[0]
     before, name = (
         typed.command[typed.arguments - 2 : typed.arguments] if typed.arguments > 1 else ("", "")

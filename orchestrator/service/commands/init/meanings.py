@@ -73,7 +73,7 @@ class Setting:
         return int(text) if text.isascii() and text.isdecimal() and int(text) > 0 else None
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """The setting with its value and its file, as text for a comment."""
         value = (
             ""
@@ -93,9 +93,9 @@ def snake_case_word(setting_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
 
 
-def find_meaning(setting_name: str) -> tuple[str, Count] | None:
-    """Return (quantity, what a batch size counts) for a setting's name; None for an unknown
-    name.
+def find_quantity_and_count(setting_name: str) -> tuple[str, Count] | None:
+    """Return (quantity, what a batch size counts) for a setting's name, such as
+    `per_device_batch_size`; None if unknown.
     """
     *sections, _ = re.split(r"[./]", setting_name.lstrip("-+~").lower())
     word = snake_case_word(setting_name)
@@ -131,7 +131,9 @@ def find_meaning(setting_name: str) -> tuple[str, Count] | None:
 
 
 def find_precision(setting_name: str, value: str | None) -> str | None:
-    """Return the precision that a setting asks for; None where that is unclear, as for --amp."""
+    """Return the precision that a setting asks for; None where its name and value do not tell, as
+    for --amp.
+    """
     text = (value or "").lower()
     named = next(
         (precision for precision in ("bf16", "fp16") if precision in setting_name.lower()), None

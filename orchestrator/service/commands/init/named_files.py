@@ -32,12 +32,14 @@ def read_settings_file(path: Path) -> JsonObject | None:
             case ".toml":
                 content = tomllib.loads(text)
             case ".py":
-                content = dict(_iterate_constants(ast.parse(text)))
+                content = dict(_iterate_constant_names_and_values(ast.parse(text)))
             case _:
                 content = yaml.safe_load(text)
     except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError):
         return None
-    return dict(_flatten_keys(content, "")) if isinstance(content, Mapping) else None
+    return (
+        dict(_iterate_dotted_keys_and_values(content, "")) if isinstance(content, Mapping) else None
+    )
 
 
 def read_hydra_settings(
@@ -74,19 +76,23 @@ def read_hydra_settings(
             f"{prefix}{key}": value for key, value in (read_settings_file(path) or {}).items()
         }
     return settings | dict(
-        _flatten_keys({key: value for key, value in content.items() if key != "defaults"}, "")
+        _iterate_dotted_keys_and_values(
+            {key: value for key, value in content.items() if key != "defaults"}, ""
+        )
     )
 
 
-def _flatten_keys(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _iterate_dotted_keys_and_values(
+    content: Mapping[Any, Any], prefix: str
+) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _flatten_keys(value, f"{prefix}{key}.")
+            yield from _iterate_dotted_keys_and_values(value, f"{prefix}{key}.")
         elif value is None or isinstance(value, bool | int | float | str):
             yield f"{prefix}{key}", value
 
 
-def _iterate_constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_constant_names_and_values(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, evaluate_number(node.value)

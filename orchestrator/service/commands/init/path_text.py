@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 
 from orchestrator.service.commands.init.call_frames import (
     DEPTH_MAX,
+    CallPath,
     CallReader,
-    Frame,
-    Place,
+    CodePosition,
     Value,
 )
 
@@ -47,32 +47,32 @@ OF_PATH = {"dirname": "parent", "basename": "name"}  # os.path.dirname(path)
 
 
 class PathReader:
-    """Reads paths from code as texts. A private character stands for each part whose value the code
-    does not say.
+    """Reads the paths in a script's code as texts. A private character stands for each part that
+    the code does not tell.
     """
 
     def __init__(self, call_reader: CallReader) -> None:
-        """Start without any private character."""
+        """Start without a private character for any part."""
         self.calls = call_reader
         self._characters: dict[tuple[str, object], str] = {}
         self._codes: dict[str, str] = {}
         self._aliases: dict[str, set[str]] = {}  # text -> names of the code for it
         self._unsure: set[str] = set()
 
-    def read_path(self, node: ast.expr, frame: Frame) -> str:
-        """Return a path as text; equal texts are the same path. An unknown part is a private
-        character.
+    def read_path(self, node: ast.expr, call_path: CallPath) -> str:
+        """Return a path in the code as text; equal texts are the same path. A private character is
+        an unknown part.
         """
-        text = self._read_expression(node, frame, DEPTH_MAX)
+        text = self._read_expression(node, call_path, DEPTH_MAX)
         return re.sub(r"(?<!^)//+", "/", text).removeprefix("./").rstrip("/")
 
-    def shell_pattern(self, path_text: str) -> str:
-        """Return the path text as a shell pattern, with `*` for unknown parts."""
+    def make_shell_pattern(self, path_text: str) -> str:
+        """Return the path text as a shell pattern, with `*` for each unknown part."""
         return re.sub(r"\*+", "*", UNKNOWN.sub("*", path_text))
 
     def describe_unknown_parts(self, path_text: str) -> str:
-        """Return the code of the unknown parts of a path text, with the names that the code gives
-        to the parts and the whole.
+        """Return the code of the unknown parts of a path text, and the names that the code gives to
+        them and to the whole.
         """
         names = sorted(self._aliases.get(path_text, ()))
         for character in "".join(UNKNOWN.findall(path_text)):
@@ -87,17 +87,20 @@ class PathReader:
         """Record that this path may differ between runs."""
         self._unsure.add(path_text)
 
-    def _unknown_character(self, node: ast.expr, frame: Frame) -> str:
+    def _unknown_character(self, node: ast.expr, call_path: CallPath) -> str:
+        """Return the private character for an expression whose value the code does not tell on this
+        call path.
+        """
         code = ast.unparse(node)
         is_fresh = (
             isinstance(node, ast.Call) and code.partition("(")[0].rpartition(".")[2] in TEMPORARIES
         )
-        key = (code, (frame.order, node.lineno) if is_fresh else None)
+        key = (code, (call_path.order, node.lineno) if is_fresh else None)
         character = self._characters.setdefault(key, chr(min(LAST, FIRST + len(self._characters))))
         self._codes[character] = code
         return character
 
-    def _read_expression(self, node: ast.expr, frame: Frame, depth: int) -> str:
+    def _read_expression(self, node: ast.expr, call_path: CallPath, depth: int) -> str:
         text: str | None = None
         match node:
             case ast.Constant(value=str(literal)):
@@ -105,35 +108,37 @@ class PathReader:
             case _ if not depth:
                 pass
             case ast.JoinedStr(values=values):
-                text = self._join_parts(values, "", frame, depth)
+                text = self._join_parts(values, "", call_path, depth)
             case ast.FormattedValue(value=value):
-                text = self._read_expression(value, frame, depth)
+                text = self._read_expression(value, call_path, depth)
             case ast.NamedExpr(value=value):
-                text = self._read_expression(value, frame, depth - 1)
+                text = self._read_expression(value, call_path, depth - 1)
             case ast.BinOp(left=left, op=ast.Div(), right=right):
-                text = self._join_parts([left, right], "/", frame, depth)
+                text = self._join_parts([left, right], "/", call_path, depth)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                text = self._join_parts([left, right], "", frame, depth)
+                text = self._join_parts([left, right], "", call_path, depth)
             case ast.BinOp(left=left, op=ast.Mod(), right=ast.Tuple(elts=values)):
-                text = self._fill_format(PERCENT, left, values, frame, depth)
+                text = self._fill_format(PERCENT, left, values, call_path, depth)
             case ast.BinOp(left=left, op=ast.Mod(), right=right):
-                text = self._fill_format(PERCENT, left, [right], frame, depth)
+                text = self._fill_format(PERCENT, left, [right], call_path, depth)
             case ast.Name() | ast.Attribute():
-                text = self._read_name(node, frame, depth - 1)
+                text = self._read_name(node, call_path, depth - 1)
             case ast.Subscript():
-                text = self._read_item(node, frame, depth - 1)
+                text = self._read_item(node, call_path, depth - 1)
             case ast.IfExp(body=body):
-                text = self._read_expression(body, frame, depth - 1)
+                text = self._read_expression(body, call_path, depth - 1)
                 self.mark_unsure(text)
             case ast.Call():
-                text = self._read_call(node, frame, depth - 1)
-        return self._unknown_character(node, frame) if text is None else text
+                text = self._read_call(node, call_path, depth - 1)
+        return self._unknown_character(node, call_path) if text is None else text
 
-    def _read_name(self, node: ast.Name | ast.Attribute, frame: Frame, depth: int) -> str | None:
-        """Return the text for a name or an attribute; None for a counter, and where the code does
-        not say the value.
+    def _read_name(
+        self, node: ast.Name | ast.Attribute, call_path: CallPath, depth: int
+    ) -> str | None:
+        """Return the path text of a name or an attribute; None for a counter, and where the code
+        does not tell the value.
         """
-        value = self.calls.find_value(node, frame)
+        value = self.calls.find_value(node, call_path)
         if value is not None:
             text = self._read_expression(value[0], value[1], depth)
             if not UNKNOWN.sub("", text) and not isinstance(
@@ -145,17 +150,21 @@ class PathReader:
                 self.mark_unsure(text)
             return text
         if isinstance(node, ast.Attribute) and node.attr in PARTS:
-            text = self._read_expression(node.value, frame, depth)
-            return text if self._is_open_file(node, frame) else _path_part(text, node.attr)
+            text = self._read_expression(node.value, call_path, depth)
+            return (
+                text
+                if self._is_open_file(node, call_path)
+                else _get_path_attribute(text, node.attr)
+            )
         return None
 
-    def _read_item(self, node: ast.Subscript, frame: Frame, depth: int) -> str | None:
-        """Return the text of a slice such as `path[:-4]`, or of an entry of a dict in the code;
-        None for anything else.
+    def _read_item(self, node: ast.Subscript, call_path: CallPath, depth: int) -> str | None:
+        """Return the path text of a slice such as `path[:-4]`, or of an entry of a dict in the
+        code; None for anything else.
         """
         match node.slice:
             case ast.Slice(lower=lower, upper=upper, step=None):
-                text = self._read_expression(node.value, frame, depth)
+                text = self._read_expression(node.value, call_path, depth)
                 try:
                     ends = [
                         None if end is None else ast.literal_eval(end) for end in (lower, upper)
@@ -163,7 +172,7 @@ class PathReader:
                     return text[slice(*ends)]
                 except (ValueError, TypeError):
                     return None
-        value = self._find_value(node.value, frame)
+        value = self._find_value(node.value, call_path)
         match value:
             case (ast.Dict(keys=keys, values=items), inner, _):
                 for key, item in zip(keys, items, strict=True):
@@ -171,14 +180,14 @@ class PathReader:
                         return self._read_expression(item, inner, depth)
         return None
 
-    def _find_value(self, node: ast.expr, frame: Frame) -> Value | None:
+    def _find_value(self, node: ast.expr, call_path: CallPath) -> Value | None:
         is_name = isinstance(node, ast.Name | ast.Attribute)
-        return self.calls.find_value(node, frame) if is_name else None
+        return self.calls.find_value(node, call_path) if is_name else None
 
     def _join_parts(
-        self, parts: Sequence[ast.expr], separator: str, frame: Frame, depth: int
+        self, parts: Sequence[ast.expr], separator: str, call_path: CallPath, depth: int
     ) -> str:
-        texts = [self._read_expression(part, frame, depth - 1) for part in parts]
+        texts = [self._read_expression(part, call_path, depth - 1) for part in parts]
         text = separator.join(
             part.rstrip("/") if separator and part != "/" else part for part in texts
         )
@@ -191,33 +200,32 @@ class PathReader:
         field_pattern: str,
         format_string: ast.expr,
         values: Sequence[ast.expr],
-        frame: Frame,
+        call_path: CallPath,
         depth: int,
     ) -> str:
-        """Return the text of a format string with its fields filled; fields beyond the values get
-        the last value.
+        """Return the path text of a format string with its fields filled by these values.
+
+        Fields beyond the values get the last value.
         """
-        texts = [self._read_expression(value, frame, depth - 1) for value in values] or [
-            self._unknown_character(format_string, frame)
+        texts = [self._read_expression(value, call_path, depth - 1) for value in values] or [
+            self._unknown_character(format_string, call_path)
         ]
         rest = iter(texts)
         return re.sub(
             field_pattern,
             lambda _: next(rest, texts[-1]),
-            self._read_expression(format_string, frame, depth - 1),
+            self._read_expression(format_string, call_path, depth - 1),
         )
 
-    def _is_open_file(self, node: ast.Attribute, frame: Frame) -> bool:
-        """Return whether this code's `.name` attribute is that of an open file, and so the file's
-        path.
-        """
-        value = self._find_value(node.value, frame)
+    def _is_open_file(self, node: ast.Attribute, call_path: CallPath) -> bool:
+        """Return whether this is the attribute `.name` of an open file, which is the file's path."""
+        value = self._find_value(node.value, call_path)
         call = node.value if value is None else value[0]
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         return name in (*OPENS, *TEMPORARIES)
 
-    def _read_call(self, call: ast.Call, frame: Frame, depth: int) -> str | None:
-        """Return the path that a call returns; None where it is not known."""
+    def _read_call(self, call: ast.Call, call_path: CallPath, depth: int) -> str | None:
+        """Return the path text that a call returns; None where the code does not tell it."""
         name = self.calls.dotted_name(call.func)
         arguments = call.args
         last = name.rpartition(".")[2]
@@ -228,35 +236,39 @@ class PathReader:
                 isinstance(first, ast.Constant) and MODE.fullmatch(str(first.value))
             )
             path = receiver if is_method else first
-            return None if path is None else self._read_expression(path, frame, depth)
+            return None if path is None else self._read_expression(path, call_path, depth)
         if (last == "join" and "path" in name) or (last in SAME_PATH and arguments):
-            return self._join_parts(arguments, "/", frame, depth)
+            return self._join_parts(arguments, "/", call_path, depth)
         if last in OF_PATH and len(arguments) == 1:
-            return _path_part(self._read_expression(arguments[0], frame, depth), OF_PATH[last])
+            return _get_path_attribute(
+                self._read_expression(arguments[0], call_path, depth), OF_PATH[last]
+            )
         functions = [
             function
-            for function in self.calls.find_functions(call, Place(frame.scope))
-            if len(self._list_returned(function)) == 1
+            for function in self.calls.find_functions(call, CodePosition(call_path.scope))
+            if len(self._list_returned_expressions(function)) == 1
         ]
         if len(functions) == 1:
-            inner = Frame(
+            inner = CallPath(
                 functions[0],
-                frame.order,
-                arguments=self.calls.bind_arguments(functions[0], call, frame),
-                caller=frame,
+                call_path.order,
+                arguments=self.calls.bind_arguments(functions[0], call, call_path),
+                caller=call_path,
             )
-            return self._read_expression(self._list_returned(functions[0])[0], inner, depth)
+            return self._read_expression(
+                self._list_returned_expressions(functions[0])[0], inner, depth
+            )
         if receiver is None:
             return None
         if last == "joinpath":
-            return self._join_parts([receiver, *arguments], "/", frame, depth)
+            return self._join_parts([receiver, *arguments], "/", call_path, depth)
         if last == "format":
             values = [*arguments, *(keyword.value for keyword in call.keywords)]
-            return self._fill_format(r"\{[^}]*\}", receiver, values, frame, depth)
-        text = self._read_expression(receiver, frame, depth)
+            return self._fill_format(r"\{[^}]*\}", receiver, values, call_path, depth)
+        text = self._read_expression(receiver, call_path, depth)
         if last in SAME_PATH:
             return text
-        texts = [self._read_expression(argument, frame, depth) for argument in arguments]
+        texts = [self._read_expression(argument, call_path, depth) for argument in arguments]
         if last == "replace" and len(texts) == 2:
             return text.replace(texts[0], texts[1])
         if last == "removesuffix" and len(texts) == 1:
@@ -268,9 +280,12 @@ class PathReader:
                 return None
         return None
 
-    def _list_returned(self, function: ast.AST) -> list[ast.expr]:
+    def _list_returned_expressions(self, function: ast.AST) -> list[ast.expr]:
         return self.calls.returns.get(id(function), [])
 
 
-def _path_part(path_text: str, part_name: str) -> str:
-    return str(getattr(PurePosixPath(path_text), part_name))
+def _get_path_attribute(path_text: str, attribute_name: str) -> str:
+    """Return what a `Path` with this text has as this attribute, such as `name`, `stem` or
+    `parent`, as text.
+    """
+    return str(getattr(PurePosixPath(path_text), attribute_name))

@@ -15,9 +15,13 @@ from jinja2 import Template
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.init.command_settings import collect_settings
 from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
-from orchestrator.service.commands.init.help_text import add_help_flags
-from orchestrator.service.commands.init.meanings import find_meaning
-from orchestrator.service.commands.init.recovery import CHECK, describe_recovery, result_lines
+from orchestrator.service.commands.init.help_text import add_flags_of_help
+from orchestrator.service.commands.init.meanings import find_quantity_and_count
+from orchestrator.service.commands.init.recovery import (
+    CHECK,
+    describe_recovery,
+    make_resume_and_success_lines,
+)
 from orchestrator.service.commands.init.script_flags import (
     NO_SCRIPT,
     TRL,
@@ -25,7 +29,11 @@ from orchestrator.service.commands.init.script_flags import (
     Script,
     read_script,
 )
-from orchestrator.service.commands.init.slurm import TASK, array_index_variable, iterate_job_lines
+from orchestrator.service.commands.init.slurm import (
+    TASK,
+    iterate_job_lines,
+    make_array_index_variable,
+)
 from orchestrator.service.commands.init.typed_command import (
     TypedCommand,
     list_package_roots,
@@ -56,7 +64,7 @@ OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 @frozen
 class Proposal:
-    """A job file proposed for a command: the command's parts, its knobs, and the file's text."""
+    """A job file proposed for a typed command: the command's parts, its knobs, and the file's text."""
 
     typed: TypedCommand
     script: Script
@@ -71,9 +79,7 @@ def propose_job_file(
 
     It is a valid job file, except that `global_batch_size` is absent where it is unknown. Of the
     shell's `environment` it names only the hub's token, which a job does not inherit. `run_help`
-    also runs the command's own --help.
-
-    Raises SpecError if the command starts no training.
+    also runs the command's own --help. Raises SpecError if the command starts no training.
     """
     return read_proposal(argv, folder, environment, run_help).text
 
@@ -81,8 +87,9 @@ def propose_job_file(
 def read_proposal(
     argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False
 ) -> Proposal:
-    """Return the command's parts, and the text of a job file as `propose_job_file` does. Raises
-    SpecError if it starts no training.
+    """Return the parts of a command, and the text of a job file as `propose_job_file` makes it.
+
+    Raises SpecError if the command starts no training.
     """
     typed = read_command(argv, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
@@ -92,7 +99,7 @@ def read_proposal(
         else NO_SCRIPT
     )
     if run_help:
-        script = add_help_flags(script, typed)
+        script = add_flags_of_help(script, typed)
     framework = _find_framework(typed, script)
     source = f"the proposal for {shlex.join(argv)}"
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
@@ -102,9 +109,11 @@ def read_proposal(
     batch = "" if is_whole else UNKNOWN_BATCH
     spec = parse_jobs(body + batch, source)[0]
     has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
-    body += result_lines(spec, script, framework, has_success=has_success)
+    body += make_resume_and_success_lines(spec, script, framework, has_success=has_success)
     spec = parse_jobs(body + batch, source)[0]
-    text = f"{head}\n{describe_recovery(spec, script, framework, is_whole=is_whole)}{body}"
+    text = (
+        f"{head}\n{describe_recovery(spec, script, framework, states_global_batch=is_whole)}{body}"
+    )
     return Proposal(typed=typed, script=script, bare=bare, text=text)
 
 
@@ -130,7 +139,7 @@ def _render_job_file(
     typed: TypedCommand,
     script: Script,
     bare: BareCommand,
-    has_run: bool,
+    has_run_help: bool,
     environment: Env,
 ) -> str:
     """Return the text of a job file, without the comments that follow from parsing it again."""
@@ -154,7 +163,7 @@ def _render_job_file(
         needed = []
     command = [*bare.command, *_iterate_arguments(framework, folder, needed, bare=not arguments)]
     env = {name: str(value) for name, value in bare.env.items()}
-    env |= array_index_variable(typed.slurm, (*command, *env.values()))
+    env |= make_array_index_variable(typed.slurm, (*command, *env.values()))
     secrets = list(typed.secrets)
     if HUB_TOKEN in environment and HUB_TOKEN not in secrets:
         secrets.append(HUB_TOKEN)
@@ -162,7 +171,7 @@ def _render_job_file(
     is_launched = framework is not None and load_launch_style(framework) == typed.launch
     return _load_template().render(
         read=_describe_source(typed),
-        run="whose --help was run" if has_run else "which was read, not run",
+        run="whose --help was run" if has_run_help else "which was read, not run",
         notes=(*typed.notes, *bare.notes),
         unread=script.unread,
         name=_job_name(folder, typed),
@@ -176,7 +185,7 @@ def _render_job_file(
         slurm=iterate_job_lines(typed.slurm, quote_values=f"{{{TASK}}}" in env.values()),
         parses=script.training_arguments,
         bare=bare,
-        may_use_several=_may_use_several(typed, script, framework),
+        may_use_several=_may_use_several_devices(typed, script, framework),
         devices=typed.devices,
         launch=None if is_launched else typed.launch,
         starts_itself=framework is None and _starts_ranks(script, bare),
@@ -196,7 +205,7 @@ def _load_template() -> Template:
         "job.yaml",
         one_line=_join_lines,
         scalar=_quote_yaml,
-        flow=_flow_yaml,
+        flow=_format_yaml_line,
     )
 
 
@@ -211,7 +220,9 @@ def _describe_source(typed: TypedCommand) -> str:
     return typed.framework or shlex.join(typed.command[:3])
 
 
-def _may_use_several(typed: TypedCommand, script: Script, framework: Framework | None) -> bool:
+def _may_use_several_devices(
+    typed: TypedCommand, script: Script, framework: Framework | None
+) -> bool:
     """Return whether anything indicates that the command uses several devices."""
     is_started = framework is not None or typed.launch is not None
     imports = "torch.distributed" in script.imports
@@ -219,7 +230,7 @@ def _may_use_several(typed: TypedCommand, script: Script, framework: Framework |
 
 
 def _starts_ranks(script: Script, bare: BareCommand) -> bool:
-    """Return whether a script starts its ranks itself."""
+    """Return whether the script itself starts its ranks, as with `mp.spawn`."""
     if (
         script.calls & {"spawn", "start_processes", "Process"}
         and "torch.multiprocessing" in script.imports
@@ -233,23 +244,23 @@ def _knob_comment(knob_name: str, knob: JsonObject | None, framework: Framework 
         return " # as its command and files say, in every plan"
     if framework is not None:
         return ""
-    if knob_name == "micro_batch_size" and "per" not in knob and _has_unclear_count(knob):
+    if knob_name == "micro_batch_size" and "per" not in knob and _has_unclear_sample_count(knob):
         return f" # {CHECK}per rank; if it counts all ranks, add per: global"
     if knob_name == "precision" and "values" in knob and None in knob["values"].values():
         return f" # {CHECK}its behaviour without the flag"
     return ""
 
 
-def _has_unclear_count(knob: JsonObject) -> bool:
-    """Return whether the knob's name leaves open what its batch size counts."""
+def _has_unclear_sample_count(knob: JsonObject) -> bool:
+    """Return whether the knob's name leaves open whether its batch size is that of a rank or of
+    all.
+    """
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
-    return (find_meaning(str(name)) or ("", "plain"))[1] == "plain"
+    return (find_quantity_and_count(str(name)) or ("", "plain"))[1] == "plain"
 
 
 def _disable_missing_knobs(framework: Framework, script: Script) -> JsonObject:
-    """Return {knob name: None} for each knob of the framework whose flag the script does not
-    have.
-    """
+    """Return {knob name: None} for each knob of the framework whose flag the script does not have."""
     names = script.flags_by_name
     flags = {
         name: knob.get("flag") or knob.get("switch") for name, knob in load_knobs(framework).items()
@@ -317,18 +328,20 @@ def _quote_yaml(text: str) -> str:
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 
 
-def _flow_yaml(value: object, quote_all: bool = False) -> str:
-    """Return the value as one line of YAML; `quote_all` quotes every value, as environment variables
-    need.
+def _format_yaml_line(value: object, quote_all: bool = False) -> str:
+    """Return the value as one line of YAML; `quote_all` quotes every value, as environment
+    variables need.
     """
     if isinstance(value, Mapping):
         return (
             "{"
-            + ", ".join(f"{key}: {_flow_yaml(inner, quote_all)}" for key, inner in value.items())
+            + ", ".join(
+                f"{key}: {_format_yaml_line(inner, quote_all)}" for key, inner in value.items()
+            )
             + "}"
         )
     if isinstance(value, list):
-        return "[" + ", ".join(_flow_yaml(inner) for inner in value) + "]"
+        return "[" + ", ".join(_format_yaml_line(inner) for inner in value) + "]"
     if isinstance(value, str) and not quote_all:
         is_plain = (
             re.fullmatch(r"-{0,2}[A-Za-z+][\w./+-]*", value) and value.lower() not in YAML_WORDS

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.scheduling.options.probe import why_not_probed
-from orchestrator.service.commands.init.meanings import find_meaning
+from orchestrator.service.commands.init.meanings import find_quantity_and_count
 from orchestrator.service.commands.init.saved_files import SavedFile
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
 from orchestrator.specs.job.frameworks import Framework, load_preset
@@ -27,9 +27,9 @@ RESUMES = {
 }  # names of transformers of which one is used to resume
 
 
-def used_names(script: Script) -> set[str]:
-    """Return the last part of each name that the script's code imports, calls or reads as an
-    attribute.
+def list_used_names(script: Script) -> set[str]:
+    """Return the last parts of all names that the script's code imports, calls or reads as
+    attributes.
     """
     return {
         name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)
@@ -37,26 +37,25 @@ def used_names(script: Script) -> set[str]:
 
 
 def describe_recovery(
-    spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool
+    spec: JobSpec, script: Script, framework: Framework | None, *, states_global_batch: bool
 ) -> str:
     """Return comment lines for a job file: on out-of-memory failures, on restarts, and on
     unmeasured memory.
 
-    `is_whole` is whether the job states its global batch. Without it, only missing knobs are a
-    reason.
+    If the job does not state its global batch, only missing knobs are named as a reason.
     """
     missing = [
         f"{PROBED_BY[name]} ({_why_no_knob(name, script)})"
         for name in ("micro_batch_size", "gradient_accumulation_steps")
         if getattr(spec.knobs, name) is None
     ]
-    is_judged = is_whole or missing or spec.knobs.output_dir is None
+    is_judged = states_global_batch or missing or spec.knobs.output_dir is None
     return _fill_template(
         "verdict",
         spec,
         framework,
         missing,
-        list(_other_adjustments(spec)),
+        list(_list_other_adjustable_settings(spec)),
         lambda name: _why_no_knob(name, script),
         _why_no_restart(spec, script, framework),
         why_not_probed(spec) if is_judged else None,
@@ -69,25 +68,25 @@ def _why_no_restart(spec: JobSpec, script: Script, framework: Framework | None) 
     """
     if spec.knobs.resume_from is None:
         return "no knob"
-    if framework in ("hf", "trl") and script.flags and not RESUMES & used_names(script):
+    if framework in ("hf", "trl") and script.flags and not RESUMES & list_used_names(script):
         return "no use"
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
         return "no file"
     has_folder_knob = spec.knobs.output_dir is not None
-    is_read = _files_by_pattern(script, has_folder_knob, is_checkpoint=True, is_guess=False)
+    is_read = _list_files_by_pattern(script, has_folder_knob, is_checkpoint=True, is_guess=False)
     return "not read" if framework in SCRIPTS_SAVE and not is_read else ""
 
 
-def result_lines(
+def make_resume_and_success_lines(
     spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool
 ) -> str:
-    """Return job-file lines for `resume` and `success`, made from the names of files that the
+    """Return the lines of a job file for `resume` and `success`, from the names of files that the
     script saves.
 
     A guess becomes a comment: no condition of success, and no pattern of checkpoints, is made from
     it.
     """
-    files = partial(_files_by_pattern, script, spec.knobs.output_dir is not None)
+    files = partial(_list_files_by_pattern, script, spec.knobs.output_dir is not None)
     is_scripts = framework in SCRIPTS_SAVE
     text = ""
     if not _has_preset(framework) or is_scripts:
@@ -95,18 +94,19 @@ def result_lines(
         if is_scripts and set(checkpoints) <= set(spec.resume.checkpoints):
             checkpoints = {}
         step = ", step: null" if spec.resume.step is not None else ""
-        guess = _last_file(files(is_checkpoint=True, is_guess=True))
+        guess = _find_last_pattern_and_file(files(is_checkpoint=True, is_guess=True))
         is_needed = not is_scripts and spec.knobs.resume_from is not None
         text = _fill_template("checkpoints", checkpoints, guess, step, is_needed, DEFAULT_PATTERNS)
     if has_success:
         return text
     artifacts = [
-        _last_file(files(is_checkpoint=False, is_guess=is_guess)) for is_guess in (False, True)
+        _find_last_pattern_and_file(files(is_checkpoint=False, is_guess=is_guess))
+        for is_guess in (False, True)
     ]
     return text + _fill_template("success", *artifacts)
 
 
-def _last_file(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
+def _find_last_pattern_and_file(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
     return next(reversed(files.items()), None)
 
 
@@ -125,11 +125,11 @@ def _has_preset(framework: Framework | None) -> bool:
     return framework is not None and "resume" in load_preset(framework)
 
 
-def _files_by_pattern(
+def _list_files_by_pattern(
     script: Script, has_folder_knob: bool, *, is_checkpoint: bool, is_guess: bool
 ) -> dict[str, SavedFile]:
-    """Return {pattern below the output folder: file} for the script's saved files of this kind; the
-    last saved is last.
+    """Return {pattern below the output folder: file} for the script's saved files of this kind, in
+    the order of saving.
     """
     files = dict[str, SavedFile]()
     for file in script.saves:
@@ -147,16 +147,16 @@ def _quote_pattern(text: str) -> str:
 
 
 def _why_no_knob(quantity: str, script: Script) -> str:
-    """Return why the settings of this quantity are no knob, as a phrase."""
-    if any((find_meaning(flag.name) or ("",))[0] == quantity for flag in script.flags):
+    """Return a phrase that says why plans cannot change the script's settings of this quantity."""
+    if any((find_quantity_and_count(flag.name) or ("",))[0] == quantity for flag in script.flags):
         return "its flag stays as typed"
     if any(place.meaning == quantity for place in script.places):
         return "its code sets it"
     return "no source was read" if script is NO_SCRIPT else "the script has no such flag"
 
 
-def _other_adjustments(spec: JobSpec) -> Iterator[str]:
-    """Yield the names of what a plan may change for the job, other than how its batch is split."""
+def _list_other_adjustable_settings(spec: JobSpec) -> Iterator[str]:
+    """Yield the names of what a plan may change for the job besides the split of its batch."""
     knobs = spec.knobs
     if spec.gpus.max > spec.gpus.min and knobs.micro_batch_size is not None:
         yield "more devices"

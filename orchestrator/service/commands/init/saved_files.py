@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePosixPath
 
-from orchestrator.service.commands.init.call_frames import CallReader, Frame, Place
+from orchestrator.service.commands.init.call_frames import CallPath, CallReader, CodePosition
 from orchestrator.service.commands.init.path_text import PathReader
 from orchestrator.specs.replace import replace
 
@@ -77,7 +77,7 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file that a script saves, as a shell pattern."""
+    """A file that a script saves; its name is a shell pattern."""
 
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
@@ -90,7 +90,8 @@ class SavedFile:
         """Return the pattern relative to the output folder; None where the file is in another
         folder.
 
-        With a knob for the folder, the first part of the path must be that folder, not a literal.
+        With a knob for the output folder, the first part of the path must be that folder, not a
+        literal.
         """
         first, _, rest = self.pattern.partition("/")
         relative = (
@@ -103,7 +104,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A call in the code that writes, moves or removes a file."""
+    """A call in the code that writes, moves or removes a file, with the path of that file."""
 
     text: str  # of its path, or of what it moves
     order: tuple[tuple[int, int], ...]
@@ -116,7 +117,8 @@ class _Write:
 
 
 def find_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
-    """Yield the files that the code has saved at its end, in the order of its run.
+    """Yield the files that a run of the code has left at its end, in the order in which they are
+    saved.
 
     `trees` are (file name, syntax tree), the script first. Code that is nested too deep gives
     nothing.
@@ -134,9 +136,13 @@ def _iterate_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[Sa
     writes = list[_Write]()
     moves = list[_Write]()
     for call, place in calls.calls:
-        for frame in calls.list_frames(place.scope):
-            move = _read_move(call, frame, place, paths, files[id(call)])
-            write = _read_save(call, frame, place, paths, files[id(call)]) if move is None else None
+        for frame in calls.list_call_paths(place.scope):
+            move = _read_moving_call(call, frame, place, paths, files[id(call)])
+            write = (
+                _read_saving_call(call, frame, place, paths, files[id(call)])
+                if move is None
+                else None
+            )
             moves += [move] if move is not None else []
             writes += [write] if write is not None else []
     moves.sort(key=lambda move: move.order)
@@ -150,11 +156,13 @@ def _iterate_saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[Sa
     ]
     for write in sorted(writes, key=lambda write: write.order):
         for left in islice(_apply_moves(write, moves), MOVES_MAX):
-            yield from _judge_write(left, paths)
+            yield from _iterate_files_of_write(left, paths)
 
 
 def _apply_moves(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
-    """Yield the files that a write leaves, after the moves and removals that follow it."""
+    """Yield the files that are left of a saved file, after the moves and removals that follow the
+    save.
+    """
     is_left = True
     for index, move in enumerate(moves, 1):
         rest = move.text == write.text or write.text.startswith(f"{move.text}/")
@@ -173,8 +181,9 @@ def _apply_moves(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
         yield write
 
 
-def _judge_write(write: _Write, path_reader: PathReader) -> Iterator[SavedFile]:
-    pattern = path_reader.shell_pattern(write.text)
+def _iterate_files_of_write(write: _Write, path_reader: PathReader) -> Iterator[SavedFile]:
+    """Yield the file that a write leaves, unless it is temporary or no checkpoint or result."""
+    pattern = path_reader.make_shell_pattern(write.text)
     is_temporary = _is_temporary_path(write.text, path_reader)
     name = PurePosixPath(pattern).name
     if is_temporary and TEMPORARY_END.search(name):
@@ -203,31 +212,36 @@ def _judge_write(write: _Write, path_reader: PathReader) -> Iterator[SavedFile]:
 
 def _is_temporary_path(path_text: str, path_reader: PathReader) -> bool:
     return bool(
-        TEMPORARY.search(path_reader.shell_pattern(path_text))
+        TEMPORARY.search(path_reader.make_shell_pattern(path_text))
         or TEMPORARY_CODE.search(path_reader.describe_unknown_parts(path_text))
     )
 
 
-def _read_save(
-    call: ast.Call, frame: Frame, place: Place, path_reader: PathReader, file_name: str
+def _read_saving_call(
+    call: ast.Call,
+    call_path: CallPath,
+    position: CodePosition,
+    path_reader: PathReader,
+    file_name: str,
 ) -> _Write | None:
     """Return the write that a saving call makes; None for other calls, and for functions of the
     script's own code.
     """
     path = (
         None
-        if path_reader.calls.find_functions(call, place)
-        else _path_argument(call, frame, path_reader)
+        if path_reader.calls.find_functions(call, position)
+        else _path_argument(call, call_path, path_reader)
     )
     if path is None:
         return None
     name = ast.unparse(call.func).rpartition(".")[2]
     return replace(
-        _make_write(call, path, frame, place, path_reader, file_name), is_folder=name in FOLDERS
+        _make_write(call, path, call_path, position, path_reader, file_name),
+        is_folder=name in FOLDERS,
     )
 
 
-def _path_argument(call: ast.Call, frame: Frame, path_reader: PathReader) -> ast.expr | None:
+def _path_argument(call: ast.Call, call_path: CallPath, path_reader: PathReader) -> ast.expr | None:
     name = path_reader.calls.dotted_name(call.func)
     last = name.rpartition(".")[2]
     index = SAVES.get(name, SAVES.get(last))
@@ -236,7 +250,7 @@ def _path_argument(call: ast.Call, frame: Frame, path_reader: PathReader) -> ast
         index is None and OTHER_SAVES.search(last) is not None
     )
     for argument in arguments if is_projects else ():
-        text = path_reader.shell_pattern(path_reader.read_path(argument, frame))
+        text = path_reader.make_shell_pattern(path_reader.read_path(argument, call_path))
         if TEMPORARY_END.sub("", text).endswith(WEIGHTS):
             return argument
     if index is None:
@@ -245,8 +259,12 @@ def _path_argument(call: ast.Call, frame: Frame, path_reader: PathReader) -> ast
     return call.args[index] if len(call.args) > index else next(keywords, None)
 
 
-def _read_move(
-    call: ast.Call, frame: Frame, place: Place, path_reader: PathReader, file_name: str
+def _read_moving_call(
+    call: ast.Call,
+    call_path: CallPath,
+    position: CodePosition,
+    path_reader: PathReader,
+    file_name: str,
 ) -> _Write | None:
     """Return the move, copy or removal of a file that this call makes; None for other calls."""
     name = path_reader.calls.dotted_name(call.func)
@@ -280,10 +298,12 @@ def _read_move(
         goes = False
     if source is None:
         return None
-    write = replace(_make_write(call, source, frame, place, path_reader, file_name), goes=goes)
+    write = replace(
+        _make_write(call, source, call_path, position, path_reader, file_name), goes=goes
+    )
     if target is None:
         return write
-    text = path_reader.read_path(target, frame)
+    text = path_reader.read_path(target, call_path)
     if (
         name.startswith("shutil.")
         and PurePosixPath(write.text).suffix
@@ -296,16 +316,16 @@ def _read_move(
 
 def _make_write(
     call: ast.Call,
-    path: ast.expr,
-    frame: Frame,
-    place: Place,
+    path_expression: ast.expr,
+    call_path: CallPath,
+    position: CodePosition,
     path_reader: PathReader,
     file_name: str,
 ) -> _Write:
     return _Write(
-        path_reader.read_path(path, frame),
-        (*frame.order, (call.lineno, call.col_offset)),
-        frame.in_loop or place.in_loop,
-        frame.is_certain and place.is_certain,
-        f"{file_name}:{path.lineno}",
+        path_reader.read_path(path_expression, call_path),
+        (*call_path.order, (call.lineno, call.col_offset)),
+        call_path.in_loop or position.in_loop,
+        call_path.is_certain and position.is_certain,
+        f"{file_name}:{path_expression.lineno}",
     )

@@ -10,12 +10,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.service.commands.init.call_frames import iterate_parameters
+from orchestrator.service.commands.init.call_frames import iterate_parameters_and_defaults
 from orchestrator.service.commands.init.code_settings import (
     Divisor,
     iterate_code_settings,
-    iterate_divided_values,
-    last_name,
+    iterate_names_and_counts_of_divided_values,
+    last_part_of_name,
 )
 from orchestrator.service.commands.init.meanings import Count, Setting
 from orchestrator.service.commands.init.named_files import REWRITABLE, evaluate_number
@@ -83,7 +83,7 @@ class Flag:
 
 @frozen
 class Script:
-    """The flags of a script, and other facts about it and the modules beside it."""
+    """The command-line flags of a script, and other facts about it and the modules beside it."""
 
     flags: tuple[Flag, ...]
     imports: frozenset[str]  # dotted names of imported modules and objects
@@ -132,7 +132,7 @@ def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
 
 
 def _read_files(path: Path, roots: Sequence[Path]) -> Script:
-    files = dict(_iterate_trees(path, roots))
+    files = dict(_iterate_paths_and_trees(path, roots))
     trees = list(files.values())
     nodes = [node for tree in trees for node in ast.walk(tree)]
     functions: dict[str, ast.FunctionDef] = {}
@@ -147,7 +147,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
             case ast.ClassDef(name=name):
                 classes[name] = node
             case ast.Assign(targets=targets, value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
-                lists |= dict.fromkeys(filter(None, map(last_name, targets)), parts)
+                lists |= dict.fromkeys(filter(None, map(last_part_of_name, targets)), parts)
             case ast.ImportFrom(names=names):
                 aliases |= {alias.asname: alias.name for alias in names if alias.asname}
             case ast.Call():
@@ -161,8 +161,12 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     for alias, base in aliases.items():
         if alias != base:
             classes.setdefault(alias, _make_empty_class(alias, base))
-    constants = {name: value for tree in trees for name, value in _iterate_constants(tree)}
-    imports = frozenset(name for tree in trees for name, _ in _iterate_imports(tree))
+    constants = {
+        name: value for tree in trees for name, value in _iterate_constant_names_and_values(tree)
+    }
+    imports = frozenset(
+        name for tree in trees for name, _ in _iterate_imported_names_and_levels(tree)
+    )
     parser_pairs = [
         pair
         for call in calls
@@ -170,18 +174,18 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
         if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
     ]
     for function in functions.values():
-        parser_pairs += [(name, "wrap") for name in _iterate_wrapped_classes(function)]
+        parser_pairs += [(name, "wrap") for name in _iterate_names_of_wrapped_classes(function)]
     for name, definition in classes.items():
-        if TAP in map(last_name, definition.bases):
+        if TAP in map(last_part_of_name, definition.bases):
             parser_pairs.append((name, "add_arguments"))
     candidates = [flag for call in calls for flag in _iterate_argparse_flags(call, constants)]
     for function in functions.values():
         candidates += _iterate_click_flags(function, constants)
     if "typer" in imports:
-        run = {last_name(call.args[0]) for call in calls if _is_typer_run(call)}
+        run = {last_part_of_name(call.args[0]) for call in calls if _is_typer_run(call)}
         for node in nodes:
             if isinstance(node, ast.FunctionDef) and (
-                node.name in run or "command" in map(last_name, _list_decorators(node))
+                node.name in run or "command" in map(last_part_of_name, _list_decorators(node))
             ):
                 candidates += _iterate_parameter_flags(node, constants)
     is_flat = "simple_parsing" in imports
@@ -199,30 +203,46 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     return Script(
         flags=tuple(flags.values()),
         imports=imports,
-        calls=frozenset(last_name(call.func) for call in calls),
+        calls=frozenset(last_part_of_name(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         training_arguments=next(
-            (kind for name, _ in parser_pairs if (kind := _find_arguments_base(name, classes))),
+            (
+                kind
+                for name, _ in parser_pairs
+                if (kind := _find_arguments_base_class(name, classes))
+            ),
             None,
         ),
         unread=tuple(_iterate_unread_sources(nodes, calls)),
-        own_files=tuple(_iterate_own_files(nodes, calls)),
+        own_files=tuple(_iterate_settings_file_names(nodes, calls)),
         places=tuple(place for name, tree in beside for place in iterate_code_settings(tree, name)),
-        divided={word: divisor for tree in trees for word, divisor in iterate_divided_values(tree)},
+        divided={
+            word: divisor
+            for tree in trees
+            for word, divisor in iterate_names_and_counts_of_divided_values(tree)
+        },
         saves=tuple(find_saved_files(beside)),
         hydra=next(
-            (place for file, tree in files.items() for place in _iterate_hydra_configs(tree, file)),
+            (
+                place
+                for file, tree in files.items()
+                for place in _iterate_hydra_folders_and_names(tree, file)
+            ),
             None,
         ),
         only_equals=any(
-            "configurator" in ast.unparse(call) for call in calls if last_name(call.func) == "exec"
+            "configurator" in ast.unparse(call)
+            for call in calls
+            if last_part_of_name(call.func) == "exec"
         ),
     )
 
 
-def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
+def _iterate_paths_and_trees(
+    path: Path, roots: Sequence[Path]
+) -> Iterator[tuple[Path, ast.Module]]:
     """Yield (path, syntax tree) of the script, and of each module that it imports from its folder
-    or the roots.
+    or from `roots`.
     """
     waiting = [path]
     visited = set[Path]()
@@ -250,7 +270,7 @@ def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, as
                 f"cannot be read as Python: {error}", source=str(path), hint=hint
             ) from None
         yield file, tree
-        for name, level in sorted(_iterate_imports(tree)):
+        for name, level in sorted(_iterate_imported_names_and_levels(tree)):
             if not level and name.partition(".")[0] in LIBRARIES:
                 continue
             above = [file.parents[level - 1]] if level and level <= len(file.parents) else []
@@ -260,7 +280,7 @@ def _iterate_trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, as
                 waiting += [place for place in places if place.is_file()]
 
 
-def _iterate_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _iterate_imported_names_and_levels(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield (dotted name, number of leading dots) of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -271,7 +291,7 @@ def _iterate_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((f"{module}{alias.name}", node.level) for alias in node.names)
 
 
-def _iterate_constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_constant_names_and_values(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
@@ -294,7 +314,7 @@ def _keyword_arguments(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
-def _text_arguments(call: ast.Call) -> list[str]:
+def _list_text_arguments(call: ast.Call) -> list[str]:
     return [
         argument.value
         for argument in call.args
@@ -306,7 +326,7 @@ def _read_choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...
     match node:
         case ast.Call(args=args):  # click.Choice([...])
             node = args[0] if args else None
-        case ast.Subscript(value=value, slice=inner) if last_name(value) == "Literal":
+        case ast.Subscript(value=value, slice=inner) if last_part_of_name(value) == "Literal":
             node = inner
     choices = _evaluate_literal(node, constants)
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
@@ -321,16 +341,16 @@ def _list_decorators(function: ast.FunctionDef) -> list[ast.expr]:
 
 
 def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
-    if last_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
+    if last_part_of_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
-    names = _text_arguments(call)
-    if absl := ABSL.fullmatch(last_name(call.func)):
+    names = _list_text_arguments(call)
+    if absl := ABSL.fullmatch(last_part_of_name(call.func)):
         default = _evaluate_scalar(call.args[1], constants) if len(call.args) > 1 else None
         kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
         if names:
             yield Flag(name=f"--{names[0]}", kind=kind, default=default)
-    if last_name(call.func) != "add_argument" or not names:
+    if last_part_of_name(call.func) != "add_argument" or not names:
         return
     keywords = _keyword_arguments(call)
     default = _evaluate_scalar(keywords.get("default"), constants)
@@ -353,17 +373,19 @@ def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Fl
     )
     if word in ("store_true", "store_false"):
         yield replace(flag, kind="switch", default=word == "store_false")
-    elif last_name(action) == "BooleanOptionalAction":
+    elif last_part_of_name(action) == "BooleanOptionalAction":
         yield replace(flag, kind="switch")
-    elif "const" in keywords or "bool" in last_name(keywords.get("type", call.func)).lower():
+    elif (
+        "const" in keywords or "bool" in last_part_of_name(keywords.get("type", call.func)).lower()
+    ):
         yield replace(flag, kind="boolean")
     else:
         yield flag
 
 
 def _find_counted_samples(help_text: str) -> Count:
-    """Return what a batch size counts by its flag's help text; the phrase that comes first
-    decides.
+    """Return which samples a batch size counts (of a rank, of all), by its flag's help text; the
+    first such phrase decides.
     """
     if TOKENS.search(help_text):
         return "tokens"
@@ -384,10 +406,10 @@ def _longest_name(names: Iterable[str]) -> str:
 def _iterate_classes_and_parsers(
     call: ast.Call, assigned_lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (class or function, parser) for each class or function whose fields or parameters this
-    call makes flags.
+    """Yield (class or function, parser) for each one whose fields or parameters this call turns
+    into flags.
     """
-    parser = last_name(call.func)
+    parser = last_part_of_name(call.func)
     if parser not in PARSERS:
         return
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -397,22 +419,22 @@ def _iterate_classes_and_parsers(
         several = (
             argument.elts
             if isinstance(argument, ast.Tuple | ast.List)
-            else assigned_lists.get(last_name(argument), [argument])
+            else assigned_lists.get(last_part_of_name(argument), [argument])
         )
-        yield from ((last_name(expression), parser) for expression in several)
+        yield from ((last_part_of_name(expression), parser) for expression in several)
 
 
-def _iterate_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the classes of a function's parameters if a decorator of the function makes flags of
-    their fields.
+def _iterate_names_of_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names of the classes of a function's parameters, if a decorator of the function
+    turns their fields into flags.
     """
-    if not {*WRAPS}.isdisjoint(map(last_name, _list_decorators(function))):
+    if not {*WRAPS}.isdisjoint(map(last_part_of_name, _list_decorators(function))):
         for argument in function.args.args:
             if argument.annotation is not None:
-                yield last_name(argument.annotation)
+                yield last_part_of_name(argument.annotation)
 
 
-def _iterate_hydra_configs(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
+def _iterate_hydra_folders_and_names(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
     """Yield (folder, name) of the primary file of each `@hydra.main` in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hydra.main", "hydra_main"):
@@ -425,14 +447,16 @@ def _iterate_hydra_configs(tree: ast.Module, file: Path) -> Iterator[tuple[Path,
             )
 
 
-def _find_arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
+def _find_arguments_base_class(
+    class_name: str, classes: dict[str, ast.ClassDef], depth_max: int = 8
+) -> str | None:
     """Return the TrainingArguments class of transformers or TRL that this class is or inherits
     from; None without one.
     """
-    if name not in classes:
-        return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
-    for base in _iterate_bases(classes[name], classes) if depth else ():
-        if kind := _find_arguments_base(base, classes, depth - 1):
+    if class_name not in classes:
+        return class_name.lstrip(".") if class_name.endswith(TRAINING_ARGUMENTS) else None
+    for base in _iterate_base_names(classes[class_name], classes) if depth_max else ():
+        if kind := _find_arguments_base_class(base, classes, depth_max - 1):
             return kind
     return None
 
@@ -444,12 +468,12 @@ def _make_empty_class(name: str, base: str) -> ast.ClassDef:
     return tree.body[0]
 
 
-def _iterate_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+def _iterate_base_names(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
     """Yield the names of a class's bases. `transformers.TrainingArguments` is never a class of the
     script's own.
     """
     for base in node.bases:
-        name = last_name(base)
+        name = last_part_of_name(base)
         yield (
             f".{name}"
             if isinstance(base, ast.Attribute) or (name == node.name and name in classes)
@@ -458,17 +482,17 @@ def _iterate_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> I
 
 
 def _iterate_class_flags(
-    name: str,
+    class_name: str,
     classes: dict[str, ast.ClassDef],
     constants: Constants,
-    flat: bool = True,
+    is_flat: bool = True,
     separator: str = "_",
     prefix: str = "--",
-    depth: int = 8,
+    depth_max: int = 8,
 ) -> Iterator[Flag]:
-    if name not in classes or not depth:
+    if class_name not in classes or not depth_max:
         return
-    for node in classes[name].body:
+    for node in classes[class_name].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         value = node.value
@@ -476,10 +500,16 @@ def _iterate_class_flags(
         keywords = _keyword_arguments(value) if isinstance(value, ast.Call) else {}
         default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
-        if last_name(node.annotation) in classes:
-            nested = prefix if flat else f"{prefix}{node.target.id}."
+        if last_part_of_name(node.annotation) in classes:
+            nested = prefix if is_flat else f"{prefix}{node.target.id}."
             yield from _iterate_class_flags(
-                last_name(node.annotation), classes, constants, flat, separator, nested, depth - 1
+                last_part_of_name(node.annotation),
+                classes,
+                constants,
+                is_flat,
+                separator,
+                nested,
+                depth_max - 1,
             )
             continue
         yield Flag(
@@ -489,9 +519,9 @@ def _iterate_class_flags(
             required=default is None and "default_factory" not in keywords,
             choices=_read_choices(node.annotation, constants),
         )
-    for base in _iterate_bases(classes[name], classes):
+    for base in _iterate_base_names(classes[class_name], classes):
         yield from _iterate_class_flags(
-            base, classes, constants, flat, separator, prefix, depth - 1
+            base, classes, constants, is_flat, separator, prefix, depth_max - 1
         )
 
 
@@ -502,14 +532,14 @@ def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Ite
     for call in function.decorator_list:
         if (
             not isinstance(call, ast.Call)
-            or last_name(call.func) not in ("option", "argument")
-            or not _text_arguments(call)
+            or last_part_of_name(call.func) not in ("option", "argument")
+            or not _list_text_arguments(call)
         ):
             continue
         keywords = _keyword_arguments(call)
-        names = _text_arguments(call)
+        names = _list_text_arguments(call)
         default = _evaluate_scalar(keywords.get("default"), constants)
-        if last_name(call.func) == "argument":
+        if last_part_of_name(call.func) == "argument":
             needed = (
                 default is None
                 and _evaluate_literal(keywords.get("required"), constants) is not False
@@ -525,7 +555,7 @@ def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Ite
             kind="switch"
             if switch
             else "boolean"
-            if last_name(keywords.get("type", call.func)) == "bool"
+            if last_part_of_name(keywords.get("type", call.func)) == "bool"
             else "value",
             default=default if default is not None or not switch else False,
             required=_evaluate_literal(keywords.get("required"), constants) is True,
@@ -547,7 +577,7 @@ def _iterate_parameter_flags(
 
     In a flag's name `separator` replaces each `_` of the parameter's name.
     """
-    for argument, value in iterate_parameters(function.args):
+    for argument, value in iterate_parameters_and_defaults(function.args):
         if argument.arg in ("self", "cls"):
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
@@ -558,9 +588,11 @@ def _iterate_parameter_flags(
             value = info.args[0] if info.args else _keyword_arguments(info).get("default")
         required = value is None or _evaluate_literal(value, constants) is ...
         default = None if required else _evaluate_scalar(value, constants)
-        option = last_name(info.func) == "Option" if info is not None else not required
+        option = last_part_of_name(info.func) == "Option" if info is not None else not required
         names = (
-            [name.partition("/")[0] for name in _text_arguments(info)] if info is not None else []
+            [name.partition("/")[0] for name in _list_text_arguments(info)]
+            if info is not None
+            else []
         )
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)
@@ -583,7 +615,7 @@ def _find_typer_call(node: ast.expr | None) -> ast.Call | None:
         (
             call
             for call in calls
-            if isinstance(call, ast.Call) and last_name(call.func) in ("Option", "Argument")
+            if isinstance(call, ast.Call) and last_part_of_name(call.func) in ("Option", "Argument")
         ),
         None,
     )
@@ -595,7 +627,9 @@ def _find_typer_call(node: ast.expr | None) -> ast.Call | None:
 LOADERS = ("yaml.safe_load", "yaml.load", "json.load", "OmegaConf.load")
 
 
-def _iterate_own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
+def _iterate_settings_file_names(
+    nodes: Sequence[ast.AST], calls: Sequence[ast.Call]
+) -> Iterator[str]:
     """Yield the names of settings files that are literals in the code, if the code calls a loader
     of such files.
     """
@@ -616,7 +650,7 @@ def _iterate_unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call])
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
-    if not any(_iterate_own_files(nodes, calls)):
+    if not any(_iterate_settings_file_names(nodes, calls)):
         yield from (hint for name, hint in hints.items() if name in names)
     if any(name.endswith("add_subparsers") for name in names):
         yield "subcommands: `command` must contain the one that trains"

@@ -17,7 +17,7 @@ import yaml
 from orchestrator.service.commands.init.slurm import (
     TASK,
     TASK_VARIABLE,
-    iterate_slurm_options,
+    iterate_slurm_options_and_values,
     parse_array_indices,
 )
 from orchestrator.service.notes import Notes
@@ -81,7 +81,9 @@ PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
 
 
 class ShellText(NamedTuple):
-    """A shell text, with its name for errors, its arguments, and its folder."""
+    """A text of shell commands, with a name of it for errors, its arguments, and the folder in
+    which it runs.
+    """
 
     text: str
     label: str
@@ -90,7 +92,9 @@ class ShellText(NamedTuple):
 
 
 class InnerCommand(NamedTuple):
-    """A training command inside a shell text, with its folder, its variables, and notes."""
+    """The training command inside a text of shell commands, with its folder, its variables, and
+    notes for the user.
+    """
 
     argv: Argv
     folder: Path
@@ -127,11 +131,11 @@ def split_first_command(line: str) -> Argv:
         return tuple(command.split())
 
 
-def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellText | None:
-    """Return the shell text that a command runs: a script, `bash -c`, a SkyPilot task, or a quoted
-    text; else None.
+def find_shell_text(argv: Argv, folder: Path, slurm_options: dict[str, str]) -> ShellText | None:
+    """Return the shell commands that a command runs: a script, `bash -c`, a SkyPilot task, or a
+    quoted text; else None.
 
-    Slurm options on the command line, and SkyPilot's devices, are added to the dict `slurm`. Raises
+    Slurm options on the command line, and SkyPilot's devices, are added to `slurm_options`. Raises
     SpecError for a missing script.
     """
     name = program_name(argv[0])
@@ -139,7 +143,7 @@ def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellTex
         return ShellText(argv[0], argv[0])
     if name in SHELLS and "-c" in argv[1:3]:
         return ShellText(" ".join(argv[argv.index("-c") + 1 :][:1]), shlex.join(argv))
-    index = _script_index(argv, folder)
+    index = _find_script_index(argv, folder)
     if index is None or (named := argv[index]).endswith(".py"):
         return None
     path = folder / os.path.expanduser(named)
@@ -150,19 +154,20 @@ def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellTex
         return None
     text = path.read_bytes()[:SCRIPT_BYTES_MAX].decode(errors="replace")
     if named.endswith((".yaml", ".yml")):
-        text = _read_skypilot_task(text, slurm)
+        text = _read_skypilot_commands(text, slurm_options)
     elif not is_shell and not re.match(r"#!.*\b(?:ba|z|da)?sh\b", text):
         return None
     if name == "sbatch":
-        slurm |= dict(iterate_slurm_options(argv[1:index]))
+        slurm_options |= dict(iterate_slurm_options_and_values(argv[1:index]))
     beside = os.path.relpath(path.parent, folder)
     return ShellText(text, shlex.join(argv), argv[index + 1 :], beside) if text else None
 
 
-def _script_index(argv: Sequence[str], folder: Path) -> int | None:
-    """Return the index in `argv` of the script that a shell, Slurm or SkyPilot runs.
+def _find_script_index(argv: Sequence[str], folder: Path) -> int | None:
+    """Return the index in `argv` of the script that a shell, Slurm or SkyPilot runs; None where it
+    has no script.
 
-    0 where the command is none of these, None where it has no script.
+    It is 0 where the command is none of these.
     """
     name = program_name(argv[0])
     if name not in (*SHELLS, "sky"):
@@ -181,13 +186,14 @@ def _script_index(argv: Sequence[str], folder: Path) -> int | None:
     return first
 
 
-def _read_skypilot_task(text: str, slurm_options: dict[str, str]) -> str:
-    """Return the shell commands of a SkyPilot task, preceded by its variables; "" for other YAML.
+def _read_skypilot_commands(task_yaml: str, slurm_options: dict[str, str]) -> str:
+    """Return the shell commands of a SkyPilot task, after assignments of its variables; "" for
+    other YAML.
 
     Its devices are added to `slurm_options` (docs.skypilot.co, task YAML).
     """
     try:
-        task = yaml.safe_load(text)
+        task = yaml.safe_load(task_yaml)
     except (ValueError, yaml.YAMLError):
         return ""
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
@@ -212,10 +218,10 @@ def _read_skypilot_task(text: str, slurm_options: dict[str, str]) -> str:
 def find_inner_command(
     script: ShellText, folder: Path, env: Env, slurm_options: dict[str, str]
 ) -> InnerCommand:
-    """Return the training command inside a shell text, with the text's variables filled in.
+    """Return the training command inside shell commands, with their variables filled in.
 
     The first command with a launcher is chosen, else the last with Python. #SBATCH options are
-    added to the dict `slurm_options`. Raises SpecError if there is no such command.
+    added to `slurm_options`. Raises SpecError if there is no such command.
     """
     arguments = script.arguments
     values = {**env, "SLURM_SUBMIT_DIR": "."}
@@ -270,7 +276,7 @@ def find_inner_command(
 def _iterate_notes(
     chosen_command: Sequence[str], commands: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """Yield notes on the commands that are not chosen, and on unknown variables in the chosen
+    """Yield notes on the commands that were not chosen, and on unknown variables in the chosen
     command.
     """
     yield from (
@@ -317,11 +323,11 @@ def _has_launcher(argv: Sequence[str]) -> bool:
     return any(program_name(word) in STARTERS or word in modules for word in argv)
 
 
-def _variable_value(
+def _find_variable_value(
     match: re.Match[str], variables: Env, arrays: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the value of the shell variable that `match` has found; the unchanged text where it is
-    not known.
+    """Return the value of the shell variable that `match` has matched; the unchanged text where it
+    is not known.
     """
     name = match["braced"] or match["bare"]
     arguments = arrays["@"]
@@ -354,7 +360,7 @@ def _fill_variables(line: str, variables: Env, arrays: Mapping[str, Sequence[str
             if whole is not None and (whole["braced"] or whole["bare"] or "").endswith(("@", "@]")):
                 return value(whole)
             return f'"{VARIABLE.sub(value_in_quotes, inner)}"'
-        return _variable_value(match, variables, arrays)
+        return _find_variable_value(match, variables, arrays)
 
     def value_in_quotes(match: re.Match[str]) -> str:
         # an apostrophe in double quotes quotes nothing
@@ -371,5 +377,7 @@ def _parse_sbatch_options(text: str) -> dict[str, str]:
         line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH")
     )
     return {
-        name: value for line in lines for name, value in iterate_slurm_options(split_line(line))
+        name: value
+        for line in lines
+        for name, value in iterate_slurm_options_and_values(split_line(line))
     }

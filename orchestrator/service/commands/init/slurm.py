@@ -25,8 +25,8 @@ TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
 SlurmOptions = Mapping[str, str]  # of sbatch and srun, by their long names
 
 
-def iterate_slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (long name, value) of each sbatch or srun option."""
+def iterate_slurm_options_and_values(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (long name, value) of each sbatch or srun option in the arguments."""
     index = 0
     while index < len(argv):
         word = argv[index]
@@ -45,10 +45,8 @@ def iterate_slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def count_ranks_and_devices(options: SlurmOptions) -> tuple[int, int | None]:
-    """Return (number of processes that srun starts, number of all devices) that Slurm options ask
-    for.
-
-    The devices are None if they are not asked for.
+    """Return (number of processes that srun starts, number of devices in all or None if none are
+    asked for).
     """
 
     def last_number(name: str) -> int:
@@ -66,11 +64,11 @@ def count_ranks_and_devices(options: SlurmOptions) -> tuple[int, int | None]:
     return tasks, total or None
 
 
-def array_index_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
+def make_array_index_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
     """Return {SLURM_ARRAY_TASK_ID: "{task}"} for an array whose script reads that variable; else
     {}.
 
-    It is {} without an array, or where one of `texts` contains {task} already.
+    It is also {} where one of `texts` contains {task} already.
     """
     placeholder = f"{{{TASK}}}"
     is_unused = parse_array_indices(options) and not any(placeholder in text for text in texts)

@@ -157,7 +157,7 @@ def _parse_bare_command(argv: Argv, folder: Path, python: str | None) -> TypedCo
     if name == "dora":
         return _parse_dora(argv, folder)
     if name in TOOLS:
-        return _parse_tool(TOOLS[name], argv, folder)
+        return _parse_framework_script(TOOLS[name], argv, folder)
     if argv[0].endswith(".py"):
         return _parse_program(_find_python_and_note(folder, "python", python), argv, folder)
     return _parse_console_script(argv, folder)
@@ -195,7 +195,7 @@ def _parse_launched(
         if "--config-file" in options
         else None
     )
-    ranks = _count_ranks(options, content or {}, launch)
+    ranks = _count_ranks_of_launcher(options, content or {}, launch)
     precision = options.get("--mixed-precision") or str((content or {}).get("mixed_precision", ""))
     precision = {"no": "fp32"}.get(precision, precision)
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
@@ -221,7 +221,7 @@ def _parse_launched(
     )
 
 
-def _count_ranks(
+def _count_ranks_of_launcher(
     options: Mapping[str, str], file_content: Mapping[str, object], launch: LaunchStyle
 ) -> int | None:
     """Return the total number of ranks in a launcher's options or its file; None where they do not
@@ -297,13 +297,15 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     )
 
 
-def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return the parts of a command that runs a script or module; `argv` begins with the
-    interpreter's flags.
+def _parse_program(
+    python_and_note: tuple[str, str], argv: Sequence[str], folder: Path
+) -> TypedCommand:
+    """Return the parts of a command that runs a script or module.
 
-    `python` is (interpreter, note on its origin).
+    `python_and_note` is (interpreter, note on where it comes from); `argv` begins with the
+    interpreter's flags.
     """
-    word, note = python
+    word, note = python_and_note
     start = 0
     while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
@@ -332,7 +334,9 @@ def _find_module_framework(module: str) -> Framework | None:
     return "trl" if module.startswith("trl.scripts.") else frameworks.get(module)  # type: ignore[return-value]
 
 
-def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> TypedCommand:
+def _parse_framework_script(
+    framework: Framework, argv: Sequence[str], folder: Path
+) -> TypedCommand:
     """Return the parts of a framework's console script; if it only calls a launcher, those of the
     launched module.
     """
@@ -475,7 +479,11 @@ def list_package_roots(typed: TypedCommand) -> tuple[Path, ...]:
 
 
 def _find_module_file(module: str, folder: Path, python: str) -> Path | None:
-    """Return the file of a module in the folder or the interpreter's packages; the interpreter is not run."""
+    """Return the file of a module, in the folder or the interpreter's packages; None if it is not
+    found.
+
+    The interpreter is not run.
+    """
     environment = Path(sys.executable if python == "python" else python).parent.parent
     for root in (folder, folder / "src", *environment.glob("lib/python3*/site-packages")):
         path = root.joinpath(*module.split("."))

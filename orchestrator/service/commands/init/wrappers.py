@@ -13,7 +13,7 @@ from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 
-from orchestrator.service.commands.init.meanings import find_meaning
+from orchestrator.service.commands.init.meanings import find_quantity_and_count
 from orchestrator.service.commands.init.shell_text import (
     ASSIGNMENT,
     SHELLS,
@@ -25,7 +25,7 @@ from orchestrator.service.commands.init.slurm import (
     SlurmOptions,
     count_ranks_and_devices,
     iterate_slurm_notes,
-    iterate_slurm_options,
+    iterate_slurm_options_and_values,
 )
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
@@ -54,7 +54,9 @@ ENVIRONMENTS = (
 
 @frozen
 class Unwrapped:
-    """A command without its wrappers, and the settings that the wrappers gave."""
+    """A command without its wrappers (`env`, `srun`, a shell script), and the settings that they
+    gave.
+    """
 
     argv: Argv
     folder: Path
@@ -70,7 +72,8 @@ class Unwrapped:
 
 
 def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
-    """Return the training command inside assignments, wrappers, shell scripts and batch files.
+    """Return the training command inside assignments of variables, wrappers, shell scripts and
+    batch files.
 
     Raises SpecError for a shell script without a training command.
     """
@@ -99,10 +102,10 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
             continue
         key = name if name in WRAPPERS else " ".join((name, *rest[1:2]))
         if key in WRAPPERS:
-            wrapper, rest = _split_wrapper(key, rest)
+            wrapper, rest = _split_wrapper_and_command(key, rest)
             if name == "srun":
                 has_srun = True
-                slurm |= dict(iterate_slurm_options(wrapper[1:]))
+                slurm |= dict(iterate_slurm_options_and_values(wrapper[1:]))
             environment = wrapper if name in ENVIRONMENTS else environment
             notes.append(f"Taken off the command: {shlex.join(wrapper)}")
             continue
@@ -115,7 +118,7 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
             )
             break
         break
-    secrets = _drop_unusable(env, notes)
+    secrets = _drop_unusable_variables(env, notes)
     tasks, devices = count_ranks_and_devices(slurm)
     notes += iterate_slurm_notes(slurm)
     planned = {name: env.pop(name) for name in PLANNED if name in env}
@@ -138,11 +141,11 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
     )
 
 
-def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
+def _drop_unusable_variables(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
     """Remove secrets, and variables whose value is unknown, from `env`; return the names of the
     secrets.
 
-    A note is added for each variable of unknown value.
+    A note is added to `notes` for each variable of unknown value.
     """
     secrets = tuple(variable for variable in env if SECRET.search(variable))
     for variable in secrets:
@@ -161,7 +164,9 @@ def _count_prefix_ranks(prefix: Sequence[str]) -> int | None:
     counts_n = bool(prefix) and program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
     for option, value in pairwise(prefix):
         name, equals, text = option.partition("=")
-        means_ranks = name.startswith("-") and (find_meaning(name) or ("", ""))[0] == "ranks"
+        means_ranks = (
+            name.startswith("-") and (find_quantity_and_count(name) or ("", ""))[0] == "ranks"
+        )
         if (means_ranks or name == "-np" or (name == "-n" and counts_n)) and (
             text if equals else value
         ).isdecimal():
@@ -169,7 +174,7 @@ def _count_prefix_ranks(prefix: Sequence[str]) -> int | None:
     return None
 
 
-def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
+def _split_wrapper_and_command(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
     """Return (the wrapper with its options, the command after it)."""
     index = len(wrapper.split())
     while index < len(argv) and argv[index].startswith("-"):
@@ -190,9 +195,10 @@ def _split_wrapper(wrapper: str, argv: Argv) -> tuple[Argv, Argv]:
 
 
 def _is_command(word: str) -> bool:
-    """Return whether a word may be the start of a command.
+    """Return whether a word may be the start of a command, and not the value of the option before
+    it.
 
-    After an option that no table lists, any other word is taken as that option's value.
+    After an option that no table lists, any word is taken as that option's value.
     """
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
     is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")

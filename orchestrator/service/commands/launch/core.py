@@ -35,17 +35,17 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.launch.devices import (
     Machine,
     device_lock_path,
-    find_machine,
+    find_machine_with_devices,
     read_holder,
 )
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (
     TypedJob,
-    command_digest,
-    files_digest,
+    digest_of_command,
+    digest_of_named_files,
+    make_job_without_knobs,
     read_typed_job,
     restart_argv,
-    unchangeable_spec,
 )
 from orchestrator.service.visible import escape_controls
 from orchestrator.specs.actions import Launch, Record
@@ -103,8 +103,8 @@ TOLD_TO_END = Heartbeat(
 
 @dataclass(frozen=True)
 class RecentFiles(FileAccess):
-    """Searches only files that were written since these records began: older checkpoints belong to
-    another training.
+    """File search that finds only files written since this run's records began: older ones belong
+    to another training.
     """
 
     since_s: float = 0.0
@@ -112,7 +112,7 @@ class RecentFiles(FileAccess):
     def search(
         self, root: Path, patterns: Sequence[str], checkpoint_files: Sequence[str] | None = None
     ) -> SearchResult:
-        """Return the files below `root` that match shell patterns and were written since
+        """Return the files below `root` that match these shell patterns and were written since
         `since_s`.
         """
         result = super().search(root, patterns, checkpoint_files)
@@ -121,24 +121,24 @@ class RecentFiles(FileAccess):
 
 
 def answer_question(question: JsonObject) -> JsonObject:
-    """Return what the watcher of `orc launch` must do next (start an attempt, or exit), for its
-    question.
+    """Return what the watcher process of `orc launch` must do next (start an attempt, or exit), for
+    its question.
     """
     if "request" in question:
         return _plan_first_attempt(question["request"], Path(question["cwd"]))
     records = Records(Path(question["state"]))
     number = judge_last_attempt(records)
-    return _decide_after(records, number, question)
+    return _decide_next_step(records, number, question)
 
 
 def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
-    """Return the first attempt of a command line, or the next attempt where an earlier one was
+    """Return the first attempt of a typed command, or the next attempt where an earlier one was
     left. Raises SpecError.
     """
     command = request["command"]
     is_dry = request["dry_run"]
-    machine = find_machine(request["devices"])
-    identity = command_digest((*command, request["devices"] or ""), folder, os.environ)
+    machine = find_machine_with_devices(request["devices"])
+    identity = digest_of_command((*command, request["devices"] or ""), folder, os.environ)
     home = folder / FOLDER / identity
     records = Records(home)
     holder = read_holder(records.lock)
@@ -149,14 +149,14 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     judge_last_attempt(records)
     job = read_typed_job(command, folder, machine.node.devices, home)
     run = {name: getattr(job, name) for name in RECORDED}
-    run |= {"content": files_digest(command, folder), **request}
+    run |= {"content": digest_of_named_files(command, folder), **request}
     lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
-    note = _begin_or_resume_run(records, job.spec, run)
+    note = _begin_or_resume_run_and_note(records, job.spec, run)
     if note is None:
         return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
     answer = _plan_next_attempt(records, machine)
     if answer is None and job.argv is not None:  # such as a batch that cannot be cut
-        _submit_job(records, unchangeable_spec(job.argv, folder), run, afresh=True)
+        _submit_job(records, make_job_without_knobs(job.argv, folder), run, afresh=True)
         answer = _plan_next_attempt(records, machine)
     if answer is None:
         return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {records.job.reason}"]}
@@ -166,8 +166,8 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     return {**answer, "lines": lines}
 
 
-def _begin_or_resume_run(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
-    """Begin a run, or continue the last run; return a note for the user, "" or a sentence.
+def _begin_or_resume_run_and_note(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
+    """Begin a run, or continue the last one; return a note for the user, or "".
 
     Returns None where the run has finished before and `--once` is set.
     """
@@ -191,7 +191,9 @@ def _begin_or_resume_run(records: Records, spec: JobSpec, run: JsonObject) -> st
 def _submit_job(
     records: Records, spec: JobSpec, run: JsonObject, *, afresh: bool, continued_job: str = ""
 ) -> None:
-    """Begin a run by submitting its job; `continued_job` is the id of the job that it continues."""
+    """Begin a run by submitting its job to the scheduler; `continued_job` is the id of the job that
+    it continues.
+    """
     order = 1 if afresh else records.drive.scheduler.state.submitted + 1
     now_s = time.time()
     name = f"{spec.name}-{order}"
@@ -202,7 +204,7 @@ def _submit_job(
 
 
 def _resume_job(records: Records, spec: JobSpec, earlier_job: Job) -> None:
-    """Resume a job that was left between two attempts, or submit it again where it has ended."""
+    """Resume a job that was left between two attempts; submit it again where it has ended."""
     if earlier_job.held_by is not None:
         records.record_event(
             UpdateRequested(job_id=earlier_job.id, spec=earlier_job.spec, at_s=time.time())
@@ -212,8 +214,8 @@ def _resume_job(records: Records, spec: JobSpec, earlier_job: Job) -> None:
 
 
 def _plan_next_attempt(records: Records, machine: Machine) -> JsonObject | None:
-    """Return the next attempt, in the form in which the watcher starts it; None where the scheduler
-    starts none.
+    """Return the next attempt as the JSON from which the watcher starts it; None where the
+    scheduler starts none.
     """
     drive = records.drive
     now_s = time.time()
@@ -237,7 +239,7 @@ def _plan_next_attempt(records: Records, machine: Machine) -> JsonObject | None:
 
 
 def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> JsonObject:
-    """Return an attempt in the form in which the watcher starts it, and write its files."""
+    """Write an attempt's files, and return the JSON from which the watcher starts it."""
     attempt = launch.attempt
     folder = records.folder.attempt(attempt.number)
     node = LaunchNode(
@@ -249,7 +251,7 @@ def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> Json
         device_ids=machine.node.device_ids,
     )
     nodes = {node.name: node}
-    access = _recent_files(records)
+    access = _make_recent_files(records)
     request = prepare_request(
         launch.job, attempt, records.home, nodes, find_free_port(), sys.executable, access
     )
@@ -264,7 +266,10 @@ def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> Json
     is_command = records.run["argv"] is not None
     is_typed = is_command and not resumes and records.typed == str(attempt.plan)
     ((_, processes),) = request.ranks
-    ranks = [_rank_start(process, records, launch.job.spec, is_typed) for process in processes]
+    ranks = [
+        _make_rank_argv_and_variables(process, records, launch.job.spec, is_typed)
+        for process in processes
+    ]
     for _, _, env in ranks:
         env |= machine.env
     return {
@@ -284,32 +289,32 @@ def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> Json
         "count": len(attempt.placement[0].devices) // len(ranks),
         "judges": not records.run["logs_itself"] and (not is_command or TRACKER in os.environ),
         "lines": [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"],
-        "locks": _list_locks(records, machine, attempt),
+        "locks": _list_locks_to_hold(records, machine, attempt),
     }
 
 
-def _rank_start(
-    process: RankRequest, records: Records, spec: JobSpec, is_typed: bool
+def _make_rank_argv_and_variables(
+    request: RankRequest, records: Records, spec: JobSpec, runs_as_typed: bool
 ) -> tuple[int, Sequence[str], dict[str, str]]:
-    """Return (rank, argv, further variables) of a process to start; `is_typed` runs the command as
-    typed.
+    """Return (rank, argv, additional variables) of a process to start; `runs_as_typed` keeps the
+    command as typed.
     """
-    env = dict(process.env)
+    env = dict(request.env)
     run = records.run
     if not spec.is_script:
-        return process.rank, process.argv, env
-    if is_typed:
-        return process.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
+        return request.rank, request.argv, env
+    if runs_as_typed:
+        return request.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
     for name in LEFT_OUT:
         env.pop(name, None)
-    return process.rank, restart_argv(process, spec, run["lead"], run["python"]), env
+    return request.rank, restart_argv(request, spec, run["lead"], run["python"]), env
 
 
-def _recent_files(records: Records) -> RecentFiles:
+def _make_recent_files(records: Records) -> RecentFiles:
     return RecentFiles(sys.executable, None, records.run["at_s"])
 
 
-def _list_locks(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObject]:
+def _list_locks_to_hold(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObject]:
     """Return the locks that the watcher must hold: that of its folder, and one per device with the
     promised bytes.
     """
@@ -328,11 +333,11 @@ def _list_locks(records: Records, machine: Machine, attempt: Attempt) -> list[Js
 
 
 def judge_last_attempt(records: Records) -> int:
-    """Judge the last attempt from the files that it left, unless that was done; return its number,
-    0 without an attempt.
+    """Judge how the last attempt ended, unless that was done; return its number, or 0 without an
+    attempt.
 
-    The watcher does not judge a success. An attempt without an ending means that its watcher was
-    killed.
+    Its files decide. The watcher does not judge a success. An attempt without an ending means that
+    its watcher was killed.
     """
     job = records.drive.job
     if job is None or not job.attempts:
@@ -346,7 +351,9 @@ def judge_last_attempt(records: Records) -> int:
         records.record_event(
             UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s)
         )
-    evidence = collect_evidence(job.spec, attempt, records.folder, ending, _recent_files(records))
+    evidence = collect_evidence(
+        job.spec, attempt, records.folder, ending, _make_recent_files(records)
+    )
     evidence = without_secrets(evidence, job.spec, os.environ)
     if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
         evidence = replace(evidence, heartbeats=(TOLD_TO_END,))
@@ -356,33 +363,39 @@ def judge_last_attempt(records: Records) -> int:
     return number
 
 
-def _decide_after(records: Records, attempt_number: int, question: JsonObject) -> JsonObject:
-    """Return the attempt to start after the one with this number, or the exit code to end with."""
+def _decide_next_step(records: Records, attempt_number: int, question: JsonObject) -> JsonObject:
+    """Return the attempt to start after the one with this number, or the exit code with which to
+    end.
+    """
     job = records.job
     code = question["code"]
     if job.status is JobStatus.SUCCEEDED:
-        return {"exit": 0, "lines": _send_to_mlflow(records)}
+        return {"exit": 0, "lines": _send_run_and_list_errors(records)}
     failure = job.attempts[attempt_number - 1].failure
     end = f"attempt {attempt_number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
         end = f"attempt {attempt_number} was ended by {signal.Signals(question['signals'][0]).name}"
         left = "the same line again goes on from here"
         if records.run["requeue"]:
-            left = _requeue_slurm_job()
+            left = _requeue_slurm_job_and_describe()
         return {"exit": code, "lines": [f"{end}; {left}"]}
-    machine = find_machine(records.run["devices"])
+    machine = find_machine_with_devices(records.run["devices"])
     answer = _plan_next_attempt(records, machine)
     if answer is None:
-        lines = [end, *_suggest_help(records, machine, failure), *_send_to_mlflow(records)]
+        lines = [
+            end,
+            *_suggest_help(records, machine, failure),
+            *_send_run_and_list_errors(records),
+        ]
         return {"exit": code or 1, "lines": lines}
     changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
     return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
 
 
-def _send_to_mlflow(records: Records) -> list[str]:
+def _send_run_and_list_errors(records: Records) -> list[str]:
     """Send the run to MLflow if the environment names a server and the script does not log itself.
 
-    Returns a list with the error, or an empty list.
+    Returns a list with the error, or [].
     """
     uri = os.environ.get(TRACKER)
     if not uri or records.run["logs_itself"]:
@@ -401,8 +414,8 @@ def _send_to_mlflow(records: Records) -> list[str]:
     return []
 
 
-def _requeue_slurm_job() -> str:
-    """Let Slurm queue this job again; return a phrase that says whether it did."""
+def _requeue_slurm_job_and_describe() -> str:
+    """Make Slurm queue this job again; return a phrase that says whether it did."""
     job = os.environ.get("SLURM_JOB_ID", "")
     count = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
@@ -439,7 +452,7 @@ def _suggest_help(records: Records, machine: Machine, failure: Failure | None) -
     other.apply_event(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
     nodes = make_idle_nodes(machine.cluster)
     other.apply_event(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
-    flags = [shlex.join(_changed_arguments(launch)) for launch in other.launches]
+    flags = [shlex.join(_list_arguments_of_restart(launch)) for launch in other.launches]
     meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
     return [
         "no plan of the same training is left",
@@ -447,7 +460,7 @@ def _suggest_help(records: Records, machine: Machine, failure: Failure | None) -
     ]
 
 
-def _changed_arguments(launch: Launch) -> Argv:
+def _list_arguments_of_restart(launch: Launch) -> Argv:
     """Return the arguments that a restart adds to the command as typed."""
     spec = launch.job.spec
     rendered = render_script_command(
@@ -461,8 +474,8 @@ def _changed_arguments(launch: Launch) -> Argv:
 
 
 def _describe_dry_run(job: TypedJob) -> list[str]:
-    """Return the lines that a dry run adds: which flags a restart would change, and where it looks
-    for checkpoints.
+    """Return the lines of a dry run: which flags a restart would change, and where it looks for
+    checkpoints.
     """
     knobs = [
         f"{name} by {place}"

@@ -27,7 +27,7 @@ PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 @frozen
 class Machine:
-    """The machine as a node with the devices of one command line, and the variables that select
+    """The present machine as a node with the devices of one typed command, and the variables that select
     them.
     """
 
@@ -50,9 +50,9 @@ class Machine:
         return self.node.device.kind.traits.is_virtual and not self.caps
 
 
-def find_machine(devices_option: str | None) -> Machine:
-    """Return this machine with the devices that `--devices` names, or with all that this process
-    sees. Raises SpecError.
+def find_machine_with_devices(devices_option: str | None) -> Machine:
+    """Return this machine with the devices that `--devices` names, or all that this process sees.
+    Raises SpecError.
     """
     if devices_option is None:
         return _detect_visible({})
@@ -90,7 +90,9 @@ def _detect_visible(variables: Env) -> Machine:
         return Machine(node=node, env=variables, notes=(note,))
     reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
     for device in reading:
-        left, note = _subtract_promise(device.uuid, device.free_bytes, device.total_bytes)
+        left, note = _find_unpromised_bytes_and_note(
+            device.uuid, device.free_bytes, device.total_bytes
+        )
         free.append(left)
         notes.append(
             f"device {device.index} = {device.uuid} ({device.name}, {format_bytes(left)} free){note}"
@@ -131,14 +133,18 @@ def _make_node(device_name: str, memory: str, device_count: int) -> NodeSpec:
 
 
 def device_lock_path(uuid: str) -> Path | None:
-    """Return the path of a device's lock on this machine; None where there can be no lock."""
+    """Return the path of the file by which typed commands lock a device; None where there can be no
+    lock.
+    """
     folder = find_lock_folder()
     return None if folder is None or not uuid else folder / re.sub(r"[^\w-]", "-", uuid)
 
 
-def _subtract_promise(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, str]:
-    """Return (bytes that are free beside another command line's promise, note on that line or
-    "").
+def _find_unpromised_bytes_and_note(
+    uuid: str, free_bytes: int, total_bytes: int
+) -> tuple[int, str]:
+    """Return (free bytes beside what another typed command on the device was promised, note on that
+    command or "").
     """
     path = device_lock_path(uuid)
     holder = None if path is None else read_holder(path)

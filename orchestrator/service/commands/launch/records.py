@@ -21,8 +21,8 @@ BYTES_MAX = 8 * 2**20  # of the records of earlier runs: a new run then begins a
 
 
 class Records:
-    """The records of one command line of `orc launch`: its runs, their events, and the scheduler's
-    resulting state.
+    """What is recorded of one command line of `orc launch`: its runs, their events, and the
+    scheduler's resulting state.
     """
 
     def __init__(self, home: Path) -> None:
@@ -48,8 +48,8 @@ class Records:
         return self.drive.job
 
     def begin_run(self, run: JsonObject, *, afresh: bool) -> None:
-        """Record the begin of a run. With `afresh`, earlier runs are dropped, and their file is
-        kept once under another name.
+        """Record the begin of a run. With `afresh`, earlier runs are dropped; their file is kept
+        once under another name.
         """
         if self.writes:
             self.home.mkdir(parents=True, exist_ok=True)
@@ -63,12 +63,12 @@ class Records:
         self.typed = "" if afresh else self.typed
 
     def record_event(self, event: Event) -> None:
-        """Record an event, and pass it to the scheduler."""
+        """Store an event in the file, and pass it to the scheduler."""
         self._append_line({"event": json.loads(_event_codec().write(event))})
         self.drive.apply_event(event)
 
     def record_typed_start(self) -> None:
-        """Record that the attempt just started runs the command as typed."""
+        """Record that the attempt that was just started runs the command as typed."""
         self._append_line({"typed": True})
         self._apply_line({"typed": True})
 

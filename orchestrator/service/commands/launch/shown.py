@@ -10,18 +10,22 @@ from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.service.commands.launch.core import judge_last_attempt
 from orchestrator.service.commands.launch.devices import read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
-from orchestrator.service.views.records import ExplanationView, JobView, explanation_view, job_view
+from orchestrator.service.views.records import (
+    ExplanationView,
+    JobView,
+    make_explanation_view,
+    make_job_view,
+)
 from orchestrator.specs.errors import SpecError
 
 PARENTS_MAX = 4  # folders above an output folder that may be the work folder
 
 
 def read_records(folder: Path) -> Records:
-    """Return the records of the command line that ran last in a work folder, or that wrote an
+    """Return the records of the `orc launch` that ran last in a work folder, or that wrote an
     output folder.
 
-    Its last attempt is judged, but no file is changed. Raises SpecError where no command line ran
-    there.
+    Its last attempt is judged, but no file is changed. Raises SpecError where there is none.
     """
     newest = max(
         _iterate_record_files(folder.resolve()),
@@ -39,7 +43,7 @@ def read_records(folder: Path) -> Records:
 
 
 def _iterate_record_files(folder: Path) -> Iterator[Path]:
-    """Yield the record file of each command line in a work folder; if none, of those whose output
+    """Yield the record file of each `orc launch` in a work folder; if none, of those whose output
     folder it is.
     """
     lines = [*folder.glob(f"{FOLDER}/*/records.jsonl")]
@@ -56,7 +60,7 @@ def view_folder(folder: Path) -> JobView:
     none.
     """
     job = read_records(folder).job
-    return {**job_view(job), "provenance": describe_provenance(job.spec)}
+    return {**make_job_view(job), "provenance": describe_provenance(job.spec)}
 
 
 def explain_folder(folder: Path) -> ExplanationView:
@@ -64,7 +68,7 @@ def explain_folder(folder: Path) -> ExplanationView:
     there is none.
     """
     records = read_records(folder)
-    return explanation_view(records.drive.scheduler.state, records.job, ())
+    return make_explanation_view(records.drive.scheduler.state, records.job, ())
 
 
 def report_folder(folder: Path, since_s: float, until_s: float) -> MorningReport:

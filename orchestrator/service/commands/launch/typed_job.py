@@ -32,7 +32,7 @@ CONFIGURATIONS = (".py", ".json", ".toml", *JOB_FILES)
 
 @frozen
 class TypedJob:
-    """A typed command as a job. `argv` is the command as typed; None for a job file."""
+    """A typed command as a job. `argv` is the command as typed; None if a job file was given."""
 
     spec: JobSpec
     argv: Argv | None
@@ -48,8 +48,8 @@ def read_typed_job(command: Sequence[str], folder: Path, device_count: int, home
     """Return the job of a typed command, or of a job file. Raises SpecError only for a wrong job
     file.
 
-    A command that cannot be read becomes a job without knobs: it runs as typed, and nothing is
-    refused.
+    A command that cannot be read becomes a job without knobs (settings that plans may change). It
+    runs as typed, and nothing is refused.
     """
     if len(command) == 1 and command[0].endswith(JOB_FILES) and (folder / command[0]).is_file():
         spec = read_job(folder / command[0], [("probe", "never")], home)
@@ -70,12 +70,14 @@ def read_typed_job(command: Sequence[str], folder: Path, device_count: int, home
     ) as error:  # a fault in reading other people's text keeps no command from running
         note = f"{type(error).__name__}: {error}"
     notes = (f"runs as typed, and no plan changes it: {note}",)
-    return TypedJob(spec=unchangeable_spec(argv, folder), argv=argv, hints=hints, notes=notes)
+    return TypedJob(spec=make_job_without_knobs(argv, folder), argv=argv, hints=hints, notes=notes)
 
 
 def _suggest_flags(proposal: Proposal) -> str:
-    """Return flags with which the command needs less memory: half the batch size, twice the
-    accumulation; "" if unknown.
+    """Return flags with which the command needs less memory, such as half the batch size with twice
+    the accumulation.
+
+    It is "" where they are unknown.
     """
     hints = list[str]()
     knobs = proposal.bare.knobs
@@ -89,8 +91,10 @@ def _suggest_flags(proposal: Proposal) -> str:
     return " ".join(hints)
 
 
-def unchangeable_spec(argv: Argv, folder: Path) -> JobSpec:
-    """Return a job without knobs, so that every plan runs the command as typed."""
+def make_job_without_knobs(argv: Argv, folder: Path) -> JobSpec:
+    """Return a job without knobs (settings that plans may change), so that every plan runs the
+    command as typed.
+    """
     name = re.sub(r"[^a-z0-9._-]+", "-", Path(argv[0]).name.lower()).strip("-._")[:63] or "job"
     return JobSpec(
         name=name,
@@ -104,8 +108,8 @@ def unchangeable_spec(argv: Argv, folder: Path) -> JobSpec:
 
 
 def _read_proposed(argv: Argv, folder: Path, device_count: int, proposal: Proposal) -> TypedJob:
-    """Return the job that `orc init` proposes for the command, with the typed output folder. Raises
-    SpecError.
+    """Return the job that `orc init` would propose for the command, with the typed output folder.
+    Raises SpecError.
     """
     has_batch = "\nglobal_batch_size:" in proposal.text
     text = proposal.text if has_batch else f"{proposal.text}{UNKNOWN_BATCH}\n"
@@ -118,7 +122,7 @@ def _read_proposed(argv: Argv, folder: Path, device_count: int, proposal: Propos
         raise SpecError(what, source="orc launch")
     if ranks > device_count:
         raise SpecError(f"it starts {ranks} ranks on {device_count} devices", source="orc launch")
-    output, typed_output = _find_output(proposal, spec.knobs.output_dir)
+    output, typed_output = _find_output_folder_and_arguments(proposal, spec.knobs.output_dir)
     changes: dict[str, object] = {
         "command": (*proposal.bare.command, *typed_output),
         "success": Success(),  # the exit code alone, as of the bare command
@@ -139,12 +143,12 @@ def _read_proposed(argv: Argv, folder: Path, device_count: int, proposal: Propos
         lead=argv[: len(argv) - len(tail)],
         python=inner.argv[0] if is_python(inner.argv[0]) and not inner.prefix else None,
         output=output,
-        logs_itself=_logs_itself(proposal, argv),
+        logs_itself=_may_log_to_mlflow(proposal, argv),
         notes=tuple(note for note in proposal.bare.notes if note.startswith("CHECK")),
     )
 
 
-def _logs_itself(proposal: Proposal, argv: Sequence[str]) -> bool:
+def _may_log_to_mlflow(proposal: Proposal, argv: Sequence[str]) -> bool:
     """Return whether a script may log to MLflow: by its imports or words, or because its trainer
     does so.
     """
@@ -153,8 +157,10 @@ def _logs_itself(proposal: Proposal, argv: Sequence[str]) -> bool:
     return named or (script.training_arguments is not None and "--report_to" not in argv)
 
 
-def _find_output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Argv]:
-    """Return (output folder or None if unknown, the arguments that set it as typed)."""
+def _find_output_folder_and_arguments(
+    proposal: Proposal, knob: Knob | None
+) -> tuple[str | None, Argv]:
+    """Return (output folder or None if unknown, the typed arguments that set it)."""
     if knob is None:
         return None, ()
     typed = proposal.typed.command[proposal.typed.arguments :]
@@ -174,8 +180,8 @@ def _find_output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Arg
 def restart_argv(
     request: RankRequest, spec: JobSpec, wrappers: Sequence[str], python: str | None
 ) -> Argv:
-    """Return the command of a restart: wrappers and interpreter as typed, guarded only by
-    environment variables.
+    """Return the command of a restart: wrappers and interpreter as typed; environment variables
+    alone start the guard.
 
     An interpreter that ignores these variables (-I, -E, -S) runs the guard by its path.
     """
@@ -190,7 +196,7 @@ def restart_argv(
     return (*wrappers, *argv)
 
 
-def command_digest(command: Sequence[str], folder: Path, environment: Env) -> str:
+def digest_of_command(command: Sequence[str], folder: Path, environment: Env) -> str:
     """Return the digest that names a command line's records: of its folder, its words, and its
     place in a Slurm array.
     """
@@ -198,8 +204,10 @@ def command_digest(command: Sequence[str], folder: Path, environment: Env) -> st
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def files_digest(command: Sequence[str], folder: Path) -> str:
-    """Return the digest of the scripts and configuration files that a command names."""
+def digest_of_named_files(command: Sequence[str], folder: Path) -> str:
+    """Return the digest of the contents of the scripts and configuration files that a command
+    names.
+    """
     digest = hashlib.sha256()
     for path in _iterate_named_files(command, folder):
         with path.open("rb") as file:

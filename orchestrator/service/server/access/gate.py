@@ -70,7 +70,7 @@ def parse_route(method_and_path: str) -> Route:
     return method, path
 
 
-def role_by_route(routes_by_role: Mapping[Role, Iterable[str]]) -> dict[Route, Role]:
+def make_role_by_route(routes_by_role: Mapping[Role, Iterable[str]]) -> dict[Route, Role]:
     """Return {(method, path): role that it needs} from the routes' names by role."""
     roles = dict[Route, Role]()
     for role, names in routes_by_role.items():
@@ -79,24 +79,27 @@ def role_by_route(routes_by_role: Mapping[Role, Iterable[str]]) -> dict[Route, R
 
 
 class PageAnswers(Protocol):
-    """How responses to browsers (paths below PAGES) look: their headers, and pages for refusals."""
+    """What answers to browsers (for paths below PAGES) have: headers, and pages in place of plain
+    refusals.
+    """
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers of each page."""
+        """The headers that each page has."""
 
     @property
     def refused(self) -> Callable[[Request, int, str], Response]:
-        """Function that renders a refusal as a page, from the request, its status and the
+        """The function that returns a refusal as a page, from the request, its status and the
         reason.
         """
 
 
 @frozen
 class Gate:
-    """Admits or refuses requests to an application.
+    """Admits requests to an application, or refuses them.
 
-    `roles` names the role that each route needs, by method and path; a route that is missing there needs an admin.
+    `roles` names the role that each route needs, by method and path; a route that is missing there
+    needs an admin.
     """
 
     owner_token: str
@@ -113,20 +116,22 @@ class Gate:
     links: SignInLinks
     pages: PageAnswers | None  # None: the API alone
 
-    async def check_request(self, request: Request) -> tuple[Response | None, bool]:
-        """Return (refusal of the request or None, whether the request goes into the audit log).
+    async def find_refusal_and_whether_audited(
+        self, request: Request
+    ) -> tuple[Response | None, bool]:
+        """Return (refusal of the request or None, whether the request is written to the audit log).
 
         A refusal has status 401, 403, 411, 413, 422 or 429; None admits the request.
         """
-        foreign = self._refuse_foreign(request)
+        foreign = self._refuse_other_sites(request)
         if foreign is not None:
             return foreign, False
         principal = await run_in_threadpool(self.find_principal, request)
         request.state.principal = principal
         if request.url.path in SIGNING_IN or request.url.path.startswith((STATIC, LINK)):
-            return _check_sign_in(request), False
+            return _refuse_long_sign_in(request), False
         if principal is None:
-            return self._refuse_stranger(request), False
+            return self._make_refusal_of_stranger(request), False
         route = self._find_route(request)
         is_change = request.method != "GET" and route not in self.reading
         excess = self._refuse_size(request, route) or self._refuse_rate(
@@ -146,9 +151,9 @@ class Gate:
             ), is_change
         return None, is_change
 
-    def _refuse_foreign(self, request: Request) -> Response | None:
-        """Return the refusal of a request with a wrong Host, or of a change that a page of another
-        site sends; else None.
+    def _refuse_other_sites(self, request: Request) -> Response | None:
+        """Return the refusal of a request with a wrong Host header, or of a change sent by another
+        site's page; else None.
         """
         host = _host_name(request)
         if host not in self.hosts:  # a page of another site, whose name was made to lead here
@@ -164,19 +169,19 @@ class Gate:
             return make_refusal(403, "a page of another site sent this")
         return None
 
-    def _refuse_stranger(self, request: Request) -> Response:
+    def _make_refusal_of_stranger(self, request: Request) -> Response:
         """Return the refusal for a request without a valid token or browser session."""
         if "authorization" not in request.headers and is_page(request.url.path):
             return make_refusal(401, "sign in")
-        if self.is_guessing(request):
+        if self.has_sent_too_many_wrong_tokens(request):
             return make_refusal(429, "too many wrong tokens from this address: wait a minute")
         return make_refusal(
             401, "wrong token: `orc login` keeps one, and a home folder has its own"
         )
 
     def _refuse_size(self, request: Request, route: Route | None) -> Response | None:
-        """Return the refusal of a request whose body has no length or exceeds the route's limit;
-        else None.
+        """Return the refusal of a request whose body has no length or is longer than the route's
+        limit; else None.
         """
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
@@ -191,8 +196,8 @@ class Gate:
     def _refuse_rate(
         self, request: Request, principal: Principal, *, is_change: bool
     ) -> Response | None:
-        """Return the refusal of a request that exceeds its user's rate; else None. The home's owner
-        has no limit.
+        """Return the refusal of a request that exceeds its user's number per minute; else None. The
+        home's owner has no limit.
         """
         if principal.is_owner:
             return None
@@ -203,21 +208,23 @@ class Gate:
                 429,
                 f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch",
             )
-        looks = _find_look_limit(request.url.path)
+        looks = _find_page_load_limit(request.url.path)
         if looks is None or self.rates.hit(looks, "looks", principal.name):
             return None
         return make_refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
 
-    def is_guessing(self, request: Request, *, count_one: bool = True) -> bool:
-        """Return whether the sender's address has sent too many wrong tokens; `count_one` adds one
-        wrong token first.
+    def has_sent_too_many_wrong_tokens(
+        self, request: Request, *, adds_wrong_token: bool = True
+    ) -> bool:
+        """Return whether the sender's address has sent too many wrong tokens; `adds_wrong_token`
+        first counts this request as one.
         """
-        ask = self.rates.hit if count_one else self.rates.test
+        ask = self.rates.hit if adds_wrong_token else self.rates.test
         return not ask(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
 
     def find_principal(self, request: Request) -> Principal | None:
-        """Return the request's sender, found by its token or its browser session; None without a
-        valid one.
+        """Return the user who sent the request, found by its token or its browser session; None
+        without a valid one.
         """
         authorization = request.headers.get("authorization")
         if authorization is None:
@@ -246,7 +253,7 @@ class Gate:
         return None
 
     def add_audit_row(self, request: Request, status: int) -> None:
-        """Add the request and the status of its answer to the audit log."""
+        """Add a row for the request, with the status of its answer, to the audit log."""
         principal: Principal = request.state.principal
         objects = request.state.objects  # quoted, as the path is: no line of its own in a log
         names = [quote(name[:OBJECT_CHARS_MAX], safe="/=:,") for name in objects[:OBJECTS_MAX]]
@@ -267,8 +274,9 @@ class Gate:
 
 
 class Gated:
-    """ASGI application behind a gate, which checks each request. Streams pass unchanged, without a
-    further task or queue.
+    """An ASGI application behind a gate, which checks each request.
+
+    Streams pass unchanged, without another task or queue.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
@@ -276,7 +284,9 @@ class Gated:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to its route, or refuse it. Probes (the paths in OPEN) always pass."""
+        """Pass the request to its route, or refuse it. Health probes (the paths in OPEN) always
+        pass.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -289,7 +299,7 @@ class Gated:
         verdict = None
         is_audited = False
         if request.url.path not in OPEN or request.method != "GET":
-            verdict, is_audited = await self._gate.check_request(request)
+            verdict, is_audited = await self._gate.find_refusal_and_whether_audited(request)
         shown = self._gate.pages is not None and is_page(request.url.path)
         answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=shown)
         try:
@@ -301,8 +311,8 @@ class Gated:
 
 
 class _Answer:
-    """Sends a route's answer: adds headers, writes the audit log first, and turns refusals into
-    pages.
+    """Sends a route's answer: it adds headers, writes the audit log first, and turns refusals for
+    browsers into pages.
     """
 
     def __init__(
@@ -320,13 +330,13 @@ class _Answer:
         complete.
         """
         if message["type"] == "http.response.start":
-            await self._start(message)
+            await self._start_answer(message)
         elif self._refusal is None:
             await self._send(message)
         else:
             await self._send_refusal_page(message)
 
-    async def _start(self, message: Message) -> None:
+    async def _start_answer(self, message: Message) -> None:
         status = int(message["status"])
         headers = MutableHeaders(scope=message)
         if self._is_audited:
@@ -365,22 +375,22 @@ class _Answer:
         await page(self._request.scope, self._request.receive, send)
 
 
-def is_page(path: str) -> bool:
-    """Return whether the path's answers are pages for people, with redirects to sign-in and error
+def is_page(url_path: str) -> bool:
+    """Return whether answers to this path are pages for people, with redirects to sign-in and error
     pages.
     """
-    return path.startswith(PAGES) or path in (MLFLOW, f"{MLFLOW}/")
+    return url_path.startswith(PAGES) or url_path in (MLFLOW, f"{MLFLOW}/")
 
 
-def _find_look_limit(path: str) -> RateLimitItemPerMinute | None:
-    """Return how often per minute a user may load this path; None where there is no limit."""
+def _find_page_load_limit(path: str) -> RateLimitItemPerMinute | None:
+    """Return how often per minute a user may load this page; None where there is no limit."""
     if path.startswith((PAGES, REPORT)):
         return LOOKS
     return MLFLOW_LOOKS if path.startswith(MLFLOW) else None
 
 
 def make_rate_limiter() -> MovingWindowRateLimiter:
-    """Return an in-memory rate limiter, for wrong tokens by address and for changes by user."""
+    """Return a rate limiter in memory, which counts wrong tokens by address and changes by user."""
     return MovingWindowRateLimiter(MemoryStorage())
 
 
@@ -389,9 +399,9 @@ def make_refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
 
 
-def _check_sign_in(request: Request) -> Response | None:
-    """Return the refusal of a sign-in form's request, whose body must be short; None where it is
-    accepted.
+def _refuse_long_sign_in(request: Request) -> Response | None:
+    """Return the refusal of a sign-in form whose body is too long or has no length; None where it
+    is accepted.
     """
     length = request.headers.get("content-length", "0")
     if (

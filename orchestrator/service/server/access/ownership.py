@@ -6,9 +6,9 @@ from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.policy import PolicySpec
 
 
-def may_change(job_user: str, sender: Principal, policy: PolicySpec) -> bool:
-    """Return whether the sender may change a user's jobs: its own, or those of its team; operators
-    may change all.
+def may_change_jobs_of(job_user: str, sender: Principal, policy: PolicySpec) -> bool:
+    """Return whether the sender may change the jobs of `job_user`: its own, or those of its team;
+    operators may change all.
     """
     if sender.role.may(Role.OPERATOR) or job_user == sender.name:
         return True

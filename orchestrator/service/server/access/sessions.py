@@ -20,11 +20,10 @@ OWNER = 0  # stands for the home folder's own token, which has no record; record
 
 @frozen
 class Sessions:
-    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or
-    its user's removal.
+    """Opens and reads the sessions of browsers, which are signed cookies.
 
-    The key of the signature is derived from the home folder's token, so a replaced home ends every
-    session.
+    A session ends with its token: by expiry, revocation, or its user's removal. The key of the
+    signature is derived from the home folder's token, so a replaced home ends every session.
     """
 
     owner_token: str
@@ -32,22 +31,29 @@ class Sessions:
     accounts: Accounts
     clock: Callable[[], float] = time.time
 
-    def make_cookie(self, token: str) -> str | None:
-        """Return the cookie of a new session for this token; None for an invalid token."""
+    def make_session_cookie(self, token: str) -> str | None:
+        """Return the cookie of a new session for the user with this token; None for an invalid
+        token.
+        """
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
             number = self.accounts.find_token_number(token)
-        return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
+        return (
+            None
+            if number is None
+            else self._sign_payload(f"{number}.{int(self.clock() + LIFETIME_S)}")
+        )
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> str:
         """Open a session for a user of an OpenID provider, and return its cookie."""
         number = self.accounts.open_session(user, role, lifetime_s)
-        return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
+        return self._sign_payload(f"{number}.{int(self.clock() + lifetime_s)}")
 
     def close_session(self, request: Request) -> None:
-        """End the request's session if an OpenID provider opened it. A token's session stays valid
-        with any copy of its cookie.
+        """End the request's session if an OpenID provider opened it.
+
+        A session from a token stays valid with any copy of its cookie.
         """
         if self.find_principal(request) is not None:
             self.accounts.close_session(
@@ -55,19 +61,23 @@ class Sessions:
             )
 
     def sign_text(self, text: str) -> str:
-        """Return the text with a signature, readable by `verify_text`. It is no session."""
-        return self._sign(text, "on its way")
+        """Return the text with a signature, for `find_verified_text`. It is no session."""
+        return self._sign_payload(text, "on its way")
 
-    def verify_text(self, cookie: str) -> str | None:
+    def find_verified_text(self, signed_text: str) -> str | None:
         """Return the text that `sign_text` signed; None where the signature is invalid."""
-        text = cookie.rpartition(".")[0]
-        return text if hmac.compare_digest(cookie.encode(), self.sign_text(text).encode()) else None
+        text = signed_text.rpartition(".")[0]
+        return (
+            text
+            if hmac.compare_digest(signed_text.encode(), self.sign_text(text).encode())
+            else None
+        )
 
     def find_principal(self, request: Request) -> Principal | None:
-        """Return the user of the request's session; None without a valid session."""
+        """Return the user to whom the request's session belongs; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
-        if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
+        if not hmac.compare_digest(cookie.encode(), self._sign_payload(payload).encode()):
             return None
         if self.clock() >= int(until_s):
             return None
@@ -75,13 +85,13 @@ class Sessions:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         return self.accounts.find_principal_by_number(int(number))
 
-    def _sign(self, payload: str, purpose: str = "session of a browser") -> str:
+    def _sign_payload(self, payload: str, purpose: str = "session of a browser") -> str:
         key = hashlib.sha256(f"{purpose} {self.owner_token}".encode()).digest()
         return f"{payload}.{hmac.new(key, payload.encode(), hashlib.sha256).hexdigest()}"
 
 
 def set_cookie(request: Request, answer: Response, cookie: str) -> None:
-    """Set the session's cookie in the answer: only for this service, hidden from scripts, and
+    """Add the session's cookie to the answer: only for this service, hidden from scripts, and
     TLS-only if the request used TLS.
     """
     answer.set_cookie(
@@ -95,7 +105,7 @@ def set_cookie(request: Request, answer: Response, cookie: str) -> None:
 
 
 def delete_cookie(request: Request, answer: Response) -> None:
-    """Delete the session's cookie in the browser, by a header of the answer."""
+    """Add a header to the answer by which the browser deletes the session's cookie."""
     answer.delete_cookie(
         cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
     )

@@ -28,7 +28,7 @@ from orchestrator.specs.json_object import JsonObject
 
 
 class ErrorAnswer(TypedDict):
-    """The reason why a request was refused, for people."""
+    """The reason for which a request was refused, as text for people."""
 
     error: str
 
@@ -44,14 +44,16 @@ class StatusAnswer(TypedDict):
 
 
 class ReadyAnswer(TypedDict):
-    """The service accepts jobs. `problems` are present problems, one sentence each."""
+    """The service accepts jobs. `problems` are what is wrong with it all the same, one sentence
+    each.
+    """
 
     status: str
     problems: list[str]
 
 
 class NotReadyAnswer(ErrorAnswer):
-    """The service accepts no jobs: the reason, and all present problems."""
+    """The service accepts no jobs now: the reason, and everything that is wrong."""
 
     problems: NotRequired[list[str]]
 
@@ -90,14 +92,14 @@ class JobsAnswer(TypedDict):
 
 
 class JobAnswer(TypedDict):
-    """A job, and the version of the state in which it was read."""
+    """A job, and the version of the service's state in which it was read."""
 
     job: JobView
     version: int
 
 
 class CancelledAnswer(TypedDict):
-    """Ids of jobs that are being cancelled."""
+    """The ids of the jobs that are being cancelled."""
 
     cancelled: list[str]
 
@@ -109,7 +111,7 @@ class ChangedAnswer(TypedDict):
 
 
 class RetriedAnswer(TypedDict):
-    """The id of the job that continues, from which checkpoint, and why."""
+    """The id of the job that continues, the checkpoint from which it does, and why."""
 
     id: str  # of the new job; of the same one where it asked
     continues_from: str | None  # the job with whose newest checkpoint it begins
@@ -117,7 +119,7 @@ class RetriedAnswer(TypedDict):
 
 
 class MissingAnswer(TypedDict):
-    """SHA-256 of archives that the service lacks."""
+    """The SHA-256 digests of archives that the service lacks."""
 
     missing: list[str]
 
@@ -134,7 +136,7 @@ class ClusterAnswer(TypedDict):
 
 
 class GoingAnswer(TypedDict):
-    """A part of an ended job's folder that is removed, and the setting that requires it."""
+    """A part of an ended job's folder that is removed, and the rule that demands it."""
 
     job: str
     part: str
@@ -145,7 +147,7 @@ class GoingAnswer(TypedDict):
 
 
 class StayingAnswer(TypedDict):
-    """How many parts or jobs stay for one reason, and their bytes."""
+    """How many parts of job folders or jobs are kept for one reason, and their bytes."""
 
     reason: str
     count: int
@@ -153,7 +155,10 @@ class StayingAnswer(TypedDict):
 
 
 class PurgeAnswer(TypedDict):
-    """Parts that are removed, that stay, and that could not be removed; `more` parts follow next time."""
+    """The parts of job folders that are removed, that are kept, and that could not be removed.
+
+    `more` parts follow with the next purge.
+    """
 
     dry_run: bool
     goes: list[GoingAnswer]
@@ -165,7 +170,7 @@ class PurgeAnswer(TypedDict):
 
 
 class JoinAnswer(TypedDict):
-    """The address of Ray for a joining machine, and the properties that it must share."""
+    """The address of Ray for a joining machine, and the properties that the machine must share."""
 
     ray_address: str
     machine: MachineProperties
@@ -184,19 +189,19 @@ class TeamsAnswer(TypedDict):
 
 
 class KeptAnswer(TypedDict):
-    """The number of observations that were new."""
+    """How many of the sent observations were new to the service."""
 
     count: int
 
 
 class ShutdownAnswer(TypedDict):
-    """Ids of jobs that ran at the shutdown."""
+    """The ids of the jobs that ran when the service shut down."""
 
     running: list[str]
 
 
 class TriedAnswer(TypedDict):
-    """Why each notification target could not be reached, by name; null for success."""
+    """Why each notification target could not be reached, by the target's name; null for success."""
 
     problems: dict[str, str | None]
 
@@ -221,7 +226,7 @@ class NewTokenAnswer(TypedDict):
 
 
 class UnreadableAnswer(TypedDict):
-    """The unreadable rows of the journal."""
+    """The rows of the journal that cannot be read."""
 
     rows: Sequence[UnreadableRow]
 
@@ -253,8 +258,8 @@ REFUSALS: Responses = {
 
 
 class PlainRoute(APIRoute):
-    """Route that serialises its answer directly, in the endpoint's own thread, since views build
-    plain JSON data.
+    """A route that makes the JSON of its answer directly, in the endpoint's own thread, since views
+    build plain data.
 
     FastAPI would first copy each part of the answer, in the thread of the event loop. The type that
     an endpoint returns is documented, and not validated.
@@ -302,15 +307,15 @@ class _JsonAnswer(JSONResponse):
 
 
 def document_answer(model: type) -> JsonObject:
-    """Return keyword arguments for a route that answers 200 with this model, which is documented
+    """Return the keyword arguments for a route that answers 200 with this model; it is documented
     but not validated.
     """
     return {"response_model": None, "responses": {200: {"model": model}}}
 
 
 def document_bytes(*header_names: str) -> JsonObject:
-    """Return keyword arguments for a route that answers 200 with bytes and with these integer
-    headers.
+    """Return the keyword arguments for a route that answers 200 with bytes and with these headers,
+    which are integers.
     """
     header_schemas = {
         name: {"schema": {"type": "integer"}, "required": True} for name in header_names

@@ -27,8 +27,8 @@ from orchestrator.service.server.access.gate import (
     Gated,
     make_rate_limiter,
     make_refusal,
+    make_role_by_route,
     parse_route,
-    role_by_route,
 )
 from orchestrator.service.server.access.sessions import Sessions
 from orchestrator.service.server.access.sign_in_links import SignInLinks
@@ -68,7 +68,7 @@ from orchestrator.service.server.routes.dependencies import (
     NameObjects,
     Sender,
     Service,
-    address_for_sender,
+    make_address_for_sender,
 )
 from orchestrator.service.server.routes.job_routes import (
     add_file_routes,
@@ -90,11 +90,11 @@ from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
-    node_view,
+    make_node_view,
+    make_observations_view,
     observations_from_view,
-    observations_view,
 )
-from orchestrator.service.views.teams import teams_view
+from orchestrator.service.views.teams import make_teams_view
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import (
     OrchestratorError,
@@ -113,7 +113,7 @@ from orchestrator.specs.parse import parse_node_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
-ROLES = role_by_route(  # needed by each route; one that is missing here needs an admin
+ROLES = make_role_by_route(  # needed by each route; one that is missing here needs an admin
     {
         Role.VIEWER: (
             "GET /openapi.json",
@@ -221,7 +221,7 @@ def create_app(service: Service) -> FastAPI:
     app.exception_handler(OrchestratorError)(_answer_error)
     app.exception_handler(RequestValidationError)(_answer_malformed)
     app.exception_handler(HTTPException)(_answer_unrouted)
-    uploads = Uploads(service.home, lambda: _list_used_uploads(service))
+    uploads = Uploads(service.home, lambda: _list_digests_of_used_uploads(service))
     waits = Waits(service.controller.wait_for_change)
     add_job_routes(app, service, uploads, waits)
     add_verb_routes(app, service, uploads)
@@ -247,8 +247,8 @@ def create_app(service: Service) -> FastAPI:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _list_used_uploads(service: Service) -> set[str]:
-    """Return the digests of the uploads that live jobs name."""
+def _list_digests_of_used_uploads(service: Service) -> set[str]:
+    """Return the digests of the uploaded archives that live jobs name."""
     live = service.controller.state.live_jobs
     uploads = (find_upload(service.home, path) for job in live for _, path in list_paths(job.spec))
     return {upload.parent.name for upload, _ in filter(None, uploads)}
@@ -264,9 +264,7 @@ def _body_limit_by_route() -> dict[tuple[str, str], int]:
 
 
 def _add_probe_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes for health probes, Prometheus, and clients that ask about the service
-    itself.
-    """
+    """Add the routes for health probes, for Prometheus, and for clients that ask who they are."""
     controller = service.controller
 
     @app.get("/healthz")
@@ -302,7 +300,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:
-        return Response(content=metrics.scrape_text(), media_type=MEDIA_TYPE)
+        return Response(content=metrics.make_scrape_answer(), media_type=MEDIA_TYPE)
 
     @app.get("/whoami")
     def whoami(sender: Sender) -> WhoAnswer:
@@ -319,13 +317,13 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         return {
             "name": service.cluster,
             "trackers": {
-                name: address_for_sender(request, address)
+                name: make_address_for_sender(request, address)
                 for name, address in service.trackers.items()
             },
             "problems": controller.health.list_problems(),
-            "nodes": [node_view(node, job_ids, state) for node in state.nodes],
+            "nodes": [make_node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
-            "observations": observations_view(state.observations),
+            "observations": make_observations_view(state.observations),
         }
 
     @app.post("/nodes/{node}/drain")
@@ -336,7 +334,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/teams")
     def teams() -> TeamsAnswer:
-        return {"teams": teams_view(controller.state, time.time())}
+        return {"teams": make_teams_view(controller.state, time.time())}
 
 
 def _add_report_routes(app: FastAPI, service: Service) -> None:
@@ -345,7 +343,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
     @app.get("/forecast")
     def forecast() -> ForecastAnswer:
         """Return expected start and end of each live job, earliest start first, assuming no more submissions."""
-        return {"jobs": [*service.forecasts.wait_for_newest().values()]}
+        return {"jobs": [*service.forecasts.wait_for_newest_forecast().values()]}
 
     newest = Reports(
         lambda since_s: asdict(
@@ -361,7 +359,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
             return asdict(make_report(controller, since_s, until_s, service.sweeper.make_reports()))
-        return newest.find_report(controller.version, since_s)
+        return newest.find_or_make_report(controller.version, since_s)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
@@ -374,13 +372,15 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return {
             "problems": {}
             if service.notifier is None
-            else service.notifier.test_targets(request.targets)
+            else service.notifier.send_test_notices(request.targets)
         }
 
     @app.post("/observations")
     def observe(request: ObserveRequest) -> KeptAnswer:
         return {
-            "count": controller.store_observations(observations_from_view(request.observations))
+            "count": controller.store_and_count_new_observations(
+                observations_from_view(request.observations)
+            )
         }
 
     @app.post("/purge", **document_answer(PurgeAnswer))
@@ -409,7 +409,7 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
     @app.get("/join")
     def join() -> JoinAnswer:
         return {
-            "ray_address": _require_members(service).joining_address(),
+            "ray_address": _require_members(service).ray_address_for_joining(),
             "machine": read_machine_properties(service.home),
         }
 
@@ -442,10 +442,10 @@ def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
     def sign_in_link(request: Request) -> LinkAnswer:
         """Return the path of a link that signs one browser in as the sender, within five minutes."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = gate.sessions.make_cookie(token)
+        cookie = gate.sessions.make_session_cookie(token)
         if cookie is None:
             raise ServiceError("a browser's session gives no link: send a token")
-        return {"path": f"{LINK}{gate.links.add_session(cookie)}"}
+        return {"path": f"{LINK}{gate.links.add_session_and_make_code(cookie)}"}
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:
@@ -496,7 +496,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes for the journal's unreadable rows, for admins alone."""
+    """Add the routes for rows of the journal that cannot be read, for admins alone."""
 
     @app.get("/journal/unreadable")
     def unreadable() -> UnreadableAnswer:
@@ -540,7 +540,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
-    """Answer an unknown route or method, or a body that is no text, as every other refusal."""
+    """Answer an unknown route or method, or a body that is no text, like every other refusal."""
     assert isinstance(error, HTTPException), error
     answer = make_refusal(error.status_code, error.detail)
     answer.headers.update(error.headers or {})

@@ -17,7 +17,7 @@ from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
 from orchestrator.backends.redaction import list_secret_values, mask_secrets
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.service.server.routes.waits import Waits
-from orchestrator.service.views.records import JobView, job_view
+from orchestrator.service.views.records import JobView, make_job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.replace import replace
@@ -36,10 +36,10 @@ LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
 def view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequence[str]) -> JobView:
-    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes
-    `service_problems`.
+    """Return the job as JSON, with the newest progress of its live attempt.
 
-    For a job that cannot be shown, the JSON has no attempts, and its reason says why.
+    A waiting job's reason includes `service_problems`. For a job that cannot be shown, the JSON has
+    no attempts, and its reason says why.
     """
     try:
         return _view_job(home, job, policy, service_problems)
@@ -48,28 +48,28 @@ def view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequenc
         reason = (
             f"{describe_status(job)}; its attempts cannot be shown: {type(error).__name__}: {error}"
         )
-        return job_view(replace(job, attempts=(), reason=reason), policy=policy)
+        return make_job_view(replace(job, attempts=(), reason=reason), policy=policy)
 
 
 def _view_job(home: Path, job: Job, policy: PolicySpec, service_problems: Sequence[str]) -> JobView:
     if service_problems and job.status is JobStatus.QUEUED:
         return {
-            **job_view(job, policy=policy),
+            **make_job_view(job, policy=policy),
             "reason": "; ".join((*service_problems, describe_status(job))),
         }
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         removed = describe_removals(home, job.id) if job.status.ended else []
-        return {**job_view(job, policy=policy), "removed": removed}
+        return {**make_job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    lines = read_masked(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
+    lines = read_with_secrets_masked(folder.unwatched, 0, list_secret_values(job.spec, os.environ))
     unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
     reports = read_newest_heartbeats(home, job)
-    return job_view(job, reports.reports, policy, unwatched, reports.problems)
+    return make_job_view(job, reports.reports, policy, unwatched, reports.problems)
 
 
 def read_newest_heartbeats(home: Path, job: Job) -> Reports[Heartbeat]:
-    """Return the last heartbeats (progress reports) of the ranks of the job's newest attempt."""
+    """Return the last heartbeat (progress report) of each rank of the job's newest attempt."""
     if job.last is None:
         return Reports()
     return read_heartbeats(
@@ -77,10 +77,11 @@ def read_newest_heartbeats(home: Path, job: Job) -> Reports[Heartbeat]:
     )
 
 
-def read_masked(path: Path, offset: int, secret_values: Sequence[bytes]) -> bytes:
+def read_with_secrets_masked(path: Path, offset: int, secret_values: Sequence[bytes]) -> bytes:
     """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; b"" where the file is missing.
 
-    Each byte of a value in `secret_values` becomes an asterisk, even where the value crosses either end.
+    Each byte of a value in `secret_values` becomes an asterisk, even where the value crosses either
+    end.
     """
     around = max(map(len, secret_values), default=0)
     margin = min(offset, around)
@@ -93,7 +94,7 @@ def read_masked(path: Path, offset: int, secret_values: Sequence[bytes]) -> byte
     return text[margin : margin + LOG_BYTES_MAX]
 
 
-async def follow_file(
+async def follow_file_with_secrets_masked(
     path: Path,
     offset: int,
     secret_values: Sequence[bytes],
@@ -104,12 +105,12 @@ async def follow_file(
     """Yield the bytes of a growing file from an offset, until `is_complete` returns true, or for
     `wait_s` seconds.
 
-    Values in `secret_values` are masked with asterisks.
+    Each byte of a value in `secret_values` becomes an asterisk.
     """
     until_s = time.monotonic() + wait_s
     while True:
         was_over = is_complete()  # asked before the file is read, so that nothing is missed
-        text = await run_in_threadpool(read_masked, path, offset, secret_values)
+        text = await run_in_threadpool(read_with_secrets_masked, path, offset, secret_values)
         offset += len(text)
         if text:
             yield text
@@ -117,10 +118,14 @@ async def follow_file(
         if left_s <= 0 or (was_over and not text):
             return
         if not text:
-            await waits.wait_until(partial(_has_more, path, offset, is_complete), left_s)
+            await waits.wait_until(
+                partial(_has_more_bytes_or_is_complete, path, offset, is_complete), left_s
+            )
 
 
-def _has_more(path: Path, offset: int, is_complete: Callable[[], bool]) -> bool:
+def _has_more_bytes_or_is_complete(
+    path: Path, offset: int, is_complete: Callable[[], bool]
+) -> bool:
     try:
         return path.stat().st_size > offset or is_complete()
     except OSError:

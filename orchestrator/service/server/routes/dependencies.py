@@ -37,8 +37,8 @@ NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 
 @frozen
 class Pages:
-    """Web pages beside the API: `add` adds their routes, and `roles` has the role that each route
-    needs.
+    """The web pages beside the API: `add` adds their routes, and `roles` has the role that each
+    route needs.
     """
 
     roles: Mapping[tuple[str, str], Role]
@@ -81,10 +81,10 @@ def _find_sender(request: Request) -> Principal:
     return principal
 
 
-def _audit_recorder(request: Request) -> Callable[[Iterable[str]], None]:
-    """Return a function that adds ids and names to the request's row of the audit log.
+def _make_audit_recorder(request: Request) -> Callable[[Iterable[str]], None]:
+    """Return a function that adds ids and names of objects to the request's row of the audit log.
 
-    The row has the ids in the request's path without that.
+    Without a call of it the row only has the ids in the request's path.
     """
 
     def name_objects(names: Iterable[str]) -> None:
@@ -94,15 +94,15 @@ def _audit_recorder(request: Request) -> Callable[[Iterable[str]], None]:
 
 
 Sender = Annotated[Principal, Depends(_find_sender)]
-NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_audit_recorder)]
+NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_make_audit_recorder)]
 
 
-def address_for_sender(request: Request, address: str) -> str:
-    """Return a URL as the request's sender reaches it: the home's own MLflow is a path on this
-    service.
+def make_address_for_sender(request: Request, tracker_address: str) -> str:
+    """Return a URL by which the request's sender reaches the tracker: the home's own MLflow is a
+    path on this service.
     """
-    is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
-    return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
+    is_here = tracker_address == MLFLOW or tracker_address.startswith(f"{MLFLOW}/#/")
+    return f"{str(request.base_url).rstrip('/')}{tracker_address}" if is_here else tracker_address
 
 
 class Forbidden(ServiceError):
@@ -112,9 +112,9 @@ class Forbidden(ServiceError):
 LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
 
 
-def _suggest_ids(controller: Controller, unknown_id: str) -> str:
-    """Return a phrase with the newest ids of jobs of this name, else with the id of the nearest
-    spelling.
+def _suggest_similar_ids(controller: Controller, unknown_id: str) -> str:
+    """Return a phrase with the newest ids of jobs of this name; without any, with the id that is
+    spelled most alike.
     """
     jobs = (*controller.state.jobs.values(), *controller.list_ended_jobs(LOOKED_AT_MAX))
     newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
@@ -132,6 +132,6 @@ def find_job(controller: Controller, job_id: str) -> Job:
     job = controller.find_job(job_id)
     if job is None:
         raise UnknownError(
-            f"there is no job {job_id!r}{_suggest_ids(controller, job_id)} `orc queue` lists them"
+            f"there is no job {job_id!r}{_suggest_similar_ids(controller, job_id)} `orc queue` lists them"
         )
     return job

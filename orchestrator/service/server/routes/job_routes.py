@@ -27,7 +27,7 @@ from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
-from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.access.ownership import may_change_jobs_of
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.routes.answers import (
     CancelledAnswer,
@@ -40,15 +40,19 @@ from orchestrator.service.server.routes.answers import (
     document_answer,
     document_bytes,
 )
-from orchestrator.service.server.routes.attempt_files import follow_file, read_masked, view_job
+from orchestrator.service.server.routes.attempt_files import (
+    follow_file_with_secrets_masked,
+    read_with_secrets_masked,
+    view_job,
+)
 from orchestrator.service.server.routes.dependencies import (
     NUMBER_MAX,
     Forbidden,
     NameObjects,
     Sender,
     Service,
-    address_for_sender,
     find_job,
+    make_address_for_sender,
 )
 from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.requests import (
@@ -59,16 +63,16 @@ from orchestrator.service.server.routes.requests import (
 )
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.server.sweeps.sweeper import Sweeper
-from orchestrator.service.transfer.outputs import list_output
+from orchestrator.service.transfer.outputs import list_output_files
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.views.comparison import ComparisonView, make_comparison_view
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
     display_sort_key,
-    explanation_view,
-    promise_view,
-    sort_jobs,
+    make_explanation_view,
+    make_promise_view,
+    sort_jobs_for_display,
 )
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
@@ -120,7 +124,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
     ) -> SubmittedAnswer:
         key = make_request_key(idempotency_key, sender, request)
         job_id = controller.submit(
-            *prepare_submission(request, "the submitted job", sender, uploads, service), key
+            *prepare_job_and_fault(request, "the submitted job", sender, uploads, service), key
         )
         name_objects([job_id])
         return {"id": job_id, "late": describe_late_jobs(controller.state, [job_id])}
@@ -135,13 +139,13 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         """Submit all jobs or none, in one transaction."""
         key = make_request_key(idempotency_key, sender, request)
         jobs = [
-            prepare_submission(job, f"submitted job {number}", sender, uploads, service)
+            prepare_job_and_fault(job, f"submitted job {number}", sender, uploads, service)
             for number, job in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(jobs, key)
         name_objects(ids)
         submitted = [find_job(controller, job_id) for job_id in ids]
-        promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
+        promises = {job.id: promise for job in submitted if (promise := make_promise_view(job))}
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
         return {
             "ids": ids,
@@ -164,7 +168,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
         A job that starts between two pages is on neither.
         """
-        live = sort_jobs(controller.state.jobs.values()) if before is None else []
+        live = sort_jobs_for_display(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
             live = [job for job in live if display_sort_key(job) > place]
@@ -175,7 +179,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             }  # read second, so that no job is missed
         policy = controller.state.policy
         problems = controller.health.list_delays()
-        jobs = map(service.reasons.explain_job, sort_jobs(shown.values()))
+        jobs = map(service.reasons.add_wait_reason, sort_jobs_for_display(shown.values()))
         views = [view_job(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
         return {
@@ -196,15 +200,17 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
     def answer_now(job_id: str) -> Response:
         version = controller.version  # first: nothing is missed
-        job = service.reasons.explain_job(find_job(controller, job_id))
+        job = service.reasons.add_wait_reason(find_job(controller, job_id))
         view = view_job(service.home, job, controller.state.policy, controller.health.list_delays())
         view["provenance"] = describe_provenance(job.spec)
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation")
     def explanation(job_id: str) -> ExplanationView:
-        job = service.reasons.explain_job(find_job(controller, job_id))
-        return explanation_view(controller.state, job, service.reasons.explain_start(job))
+        job = service.reasons.add_wait_reason(find_job(controller, job_id))
+        return make_explanation_view(
+            controller.state, job, service.reasons.describe_start_of_job(job)
+        )
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
@@ -218,8 +224,12 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
         strategies = make_comparison(service.controller.state, jobs, curves)
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
-        link = links.find_cached(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return comparison_view(strategies, link and address_for_sender(request, link))
+        link = (
+            links.find_cached_url(address, comparison_key(jobs[0]), ran)
+            if address and ran
+            else None
+        )
+        return make_comparison_view(strategies, link and make_address_for_sender(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
@@ -240,12 +250,12 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
             for trial in _find_sweep_report(service, sweep_id).trials
         ]
         for job_id in (*jobs, *trials):
-            find_team_job(controller, job_id, sender, "cancel")
+            find_changeable_job(controller, job_id, sender, "cancel")
         if request.whole_arrays:
             sweeps += dict.fromkeys(
-                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep(job_id))
+                sweep_id for job_id in jobs if (sweep_id := sweeper.find_open_sweep_id(job_id))
             )
-            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep(job_id) is None]
+            jobs = [job_id for job_id in jobs if sweeper.find_open_sweep_id(job_id) is None]
         cancelled = controller.cancel_jobs(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {
             "cancelled": cancelled
@@ -270,7 +280,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job_id: str, number: int, rank: int, sender: Principal
     ) -> tuple[Path, tuple[bytes, ...]]:
         """Return (path of the log, secrets to hide in it). Raises Forbidden for a job of another team."""
-        job = find_team_job(controller, job_id, sender, "read the logs of")
+        job = find_changeable_job(controller, job_id, sender, "read the logs of")
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise UnknownError(
@@ -292,7 +302,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job_id: str, number: int, sender: Sender, rank: Rank = 0, offset: Offset = 0
     ) -> Response:
         file, hidden = file_of(job_id, number, rank, sender)
-        text = read_masked(file, offset, hidden)
+        text = read_with_secrets_masked(file, offset, hidden)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
 
@@ -312,7 +322,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             job = controller.state.jobs.get(job_id)
             return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
 
-        stream = follow_file(file, offset, hidden, is_over, waits, wait_s)
+        stream = follow_file_with_secrets_masked(file, offset, hidden, is_over, waits, wait_s)
         return StreamingResponse(stream, media_type="application/octet-stream")
 
 
@@ -323,7 +333,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
     @app.put("/uploads/{digest}", openapi_extra=BYTES_SENT)
     async def upload(digest: str, request: Request) -> EmptyAnswer:
-        with uploads.incoming_path() as file:
+        with uploads.make_temporary_file_path() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
                     async for chunk in request.stream():
@@ -342,8 +352,8 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.get("/jobs/{job_id}/output", **document_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
         """Return the job's output folder as an archive, without uploaded files that did not change."""
-        job = find_team_job(service.controller, job_id, sender, "fetch the output of")
-        listing = list_output(service.home, job)
+        job = find_changeable_job(service.controller, job_id, sender, "fetch the output of")
+        listing = list_output_files(service.home, job)
         headers = {
             "Content-Length": str(
                 len(listing.manifest()) + listing.total_bytes
@@ -357,10 +367,10 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
 
 def make_request_key(client_key: str, sender: Principal, request: BaseModel) -> RequestKey | None:
-    """Return the idempotency key of a submission: the client's key with the sender's name, and a
-    digest of the request.
+    """Return the key under which a repeated submission is the same one; None without a key of the
+    client's.
 
-    None without a client's key.
+    It is the client's key with the sender's name, and a digest of the request.
     """
     if not client_key:
         return None
@@ -368,21 +378,20 @@ def make_request_key(client_key: str, sender: Principal, request: BaseModel) -> 
     return RequestKey(name=f"{sender.name}/{client_key}", digest=digest)
 
 
-def prepare_submission(
+def prepare_job_and_fault(
     request: SubmitRequest, source_name: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
-    """Return (the sender's job with local file paths, fault to inject or None); for a sweep, its
-    first trial.
+    """Return (the sender's job with uploads resolved to local paths, fault to inject or None).
 
-    The home folder's own token may name any user. Raises SpecError where the job may not run as its
-    user.
+    For a sweep, the job is its first trial. The home folder's own token may name any user. Raises
+    SpecError where the job may not run as its user.
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
     spec = parse_job_data(request.spec, source_name)
     check_packages(spec, source_name)
     if sender.is_owner:
         find_identity(spec.user or "", service.users, source_name)
-        return _make_first_trial(spec, service.sweeper), fault
+        return _make_first_trial_of_sweep(spec, service.sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
@@ -392,21 +401,23 @@ def prepare_submission(
     spec = change_paths(spec, uploads.resolve_path)
     check_files(spec, source_name)
     find_identity(sender.name, service.users, source_name)
-    return _make_first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
+    return _make_first_trial_of_sweep(
+        spec.model_copy(update={"user": sender.name}), service.sweeper
+    ), fault
 
 
-def _make_first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+def _make_first_trial_of_sweep(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
     return spec if spec.trial is None else sweeper.make_first_trial(spec)
 
 
-def find_team_job(controller: Controller, job_id: str, sender: Principal, verb: str) -> Job:
+def find_changeable_job(controller: Controller, job_id: str, sender: Principal, verb: str) -> Job:
     """Return the job with this id if the sender may change it.
 
     Raises Forbidden, which names the verb, for a job of another team; UnknownError for an unknown
     id.
     """
     job = find_job(controller, job_id)
-    if may_change(job.user, sender, controller.state.policy):
+    if may_change_jobs_of(job.user, sender, controller.state.policy):
         return job
     raise Forbidden(
         f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {verb} jobs of its own team only"
@@ -421,8 +432,8 @@ def _find_sweep_report(service: Service, sweep_id: str) -> SweepReport:
 
 
 def _find_compared_jobs(service: Service, job: Job) -> list[Job]:
-    """Return the jobs of the job's comparison of strategies. Raises ServiceError where it belongs
-    to none.
+    """Return all jobs of the comparison of strategies to which this job belongs. Raises
+    ServiceError if it belongs to none.
     """
     if not job.spec.is_compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")

@@ -13,12 +13,12 @@ Look = Callable[[str, str, int], str | None]
 
 
 class MlflowLinks:
-    """Cache of URLs of MLflow pages. A request for an unknown URL starts a look-up in a thread, and
-    does not wait.
+    """Cache of the URLs of MLflow pages. A request for an unknown URL starts a look-up in a thread,
+    and does not wait.
     """
 
     def __init__(self, find_url: Look) -> None:
-        """Make the cache. `look(address, key, jobs)` looks a URL up; it may take seconds, and
+        """Make the cache. `find_url(address, key, jobs)` looks a URL up; it may take seconds, and
         returns None without a page.
         """
         self._look = find_url
@@ -27,9 +27,9 @@ class MlflowLinks:
         self._known: dict[Page, str] = {}
         self._pending: dict[Page, Future[None]] = {}
 
-    def find_cached(self, address: str, comparison_key: str, job_count: int) -> str | None:
+    def find_cached_url(self, address: str, comparison_key: str, job_count: int) -> str | None:
         """Return the URL of MLflow's page for the runs with this key; None until it is looked up,
-        or without a page.
+        or if there is no page.
         """
         page = (address, comparison_key, job_count)
         with self._lock:

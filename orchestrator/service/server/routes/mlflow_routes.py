@@ -118,7 +118,7 @@ def _refuse_unlisted(request: Request) -> Response:
 
 
 class _Forwarder:
-    """ASGI application that passes requests to the MLflow server of a folder; bodies pass in
+    """An ASGI application that passes requests to the MLflow server of a folder; bodies pass in
     pieces, in both directions.
     """
 
@@ -146,8 +146,8 @@ class _Forwarder:
             self._free.release()
 
     async def _wait_for_start(self) -> None:
-        """Record that the server is needed, and wait until it listens. Raises OSError after START_S
-        seconds.
+        """Tell the supervisor of MLflow that it is needed, and wait until it listens. Raises
+        OSError after START_S seconds.
         """
         want_server(self._folder.parent)
         until_s = time.monotonic() + START_S
@@ -196,8 +196,8 @@ class _Forwarder:
 
 
 def _make_mlflow_request(request: Request) -> httpx.Request:
-    """Return the request for MLflow: with the path as it was written, and without the sender's
-    credentials.
+    """Return the request for MLflow, with the path exactly as it was written, and without the
+    sender's credentials.
     """
     target = request.scope["raw_path"].removeprefix(ADDRESS.encode()) or b"/"
     if request.scope["query_string"]:

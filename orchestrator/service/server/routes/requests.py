@@ -26,7 +26,9 @@ JobId = Annotated[str, Field(max_length=200)]
 
 
 class Request(BaseModel):
-    """A body with these keys alone. Unknown ones are one error, which names the first."""
+    """The body of a request with these keys alone. Unknown keys are one error, which names the
+    first of them.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +47,9 @@ class Request(BaseModel):
 
 
 class FaultRequest(Request):
-    """The fault that `orc rehearse` injects: its kind, its rank, and the step before whose completion it happens."""
+    """The fault that `orc rehearse` injects: its kind, its rank, and the step before whose end it
+    happens.
+    """
 
     kind: FaultKind
     rank: int = Field(ge=0, le=DEVICES_MAX)
@@ -53,7 +57,9 @@ class FaultRequest(Request):
 
 
 class PlainRequest(Request):
-    """A body whose values go to the journal unchanged, so each must be one that the journal can hold."""
+    """The body of a request whose values go to the journal unchanged, so that each must be one that
+    the journal can store.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +76,7 @@ class SubmitRequest(Request):
 
 
 class CancelRequest(PlainRequest):
-    """Jobs to cancel, or whose whole arrays to cancel."""
+    """The jobs to cancel; with `whole_arrays`, all jobs of their arrays."""
 
     jobs: list[JobId] = Field(min_length=1, max_length=JOBS_MAX)
     whole_arrays: bool = False
@@ -89,7 +95,9 @@ class UpdateRequest(PlainRequest):
 
 
 class RetryRequest(PlainRequest):
-    """The answer to a job's question, or changed settings for the resubmission of an ended job."""
+    """The answer to a job's question, or the changed settings with which an ended job is submitted
+    again.
+    """
 
     settings: dict[str, str] = Field(default={}, max_length=SETTINGS_MAX)
     allow: Literal["numeric", "semantic"] | None = None
@@ -110,13 +118,13 @@ class DigestsRequest(PlainRequest):
 
 
 class ObserveRequest(PlainRequest):
-    """Observations, as the output of `views.observations_view`."""
+    """Observations, as the output of `views.make_observations_view`."""
 
     observations: list[JsonObject] = Field(max_length=JOBS_MAX)
 
 
 class DrainRequest(PlainRequest):
-    """A drain of a node; with `undo`, the node accepts new attempts again."""
+    """A drain of a node (it takes no new attempts); with `undo`, the end of that drain."""
 
     undo: bool = False
 
@@ -142,7 +150,7 @@ class TokenRequest(PlainRequest):
 
 
 class TryRequest(PlainRequest):
-    """Notification targets to test; none: all."""
+    """The names of notification targets to test; all targets if there are none."""
 
     targets: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=100)
 

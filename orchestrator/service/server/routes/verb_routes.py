@@ -18,9 +18,9 @@ from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAns
 from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service
 from orchestrator.service.server.routes.job_routes import (
     IdempotencyKey,
-    find_team_job,
+    find_changeable_job,
     make_request_key,
-    prepare_submission,
+    prepare_job_and_fault,
 )
 from orchestrator.service.server.routes.requests import (
     JobsRequest,
@@ -28,7 +28,7 @@ from orchestrator.service.server.routes.requests import (
     SubmitRequest,
     UpdateRequest,
 )
-from orchestrator.service.server.verbs import VERBS, Change, make_update
+from orchestrator.service.server.verbs import VERBS, Change, make_update_change
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.json_object import JsonObject
 
@@ -48,12 +48,12 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects
     ) -> ChangedAnswer:
         """Change the priority, deadline or time limit of a job that has not ended."""
-        find_team_job(controller, job_id, sender, "update")
+        find_changeable_job(controller, job_id, sender, "update")
         settings = tuple(request.settings.items())
         name_objects(f"{key}={value}" for key, value in settings)
         return {
             "changed": controller.change_jobs(
-                [job_id], make_update(settings, controller.state.policy)
+                [job_id], make_update_change(settings, controller.state.policy)
             )
         }
 
@@ -66,13 +66,13 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         idempotency_key: IdempotencyKey = "",
     ) -> RetriedAnswer:
         """Answer a job's question, or submit an ended job again."""
-        job = find_team_job(controller, job_id, sender, "retry")
+        job = find_changeable_job(controller, job_id, sender, "retry")
         settings = tuple(request.settings.items())
         if job.asks and not job.status.ended and not settings:
             allowed = apply_permissions(
                 job.spec, request.allow, request.global_batch_size, request.learning_rate
             )
-            controller.continue_job(job_id, allowed)
+            controller.continue_job_with_spec(job_id, allowed)
             return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
         permissions = (request.allow, request.global_batch_size, request.learning_rate)
         check_retry(job, has_allow=any(permission is not None for permission in permissions))
@@ -80,7 +80,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         data = make_retry_spec(job, settings, source).model_dump(mode="json")
         if not sender.is_owner:
             data["user"] = None  # whoever asks
-        spec, _ = prepare_submission(SubmitRequest(spec=data), source, sender, uploads, service)
+        spec, _ = prepare_job_and_fault(SubmitRequest(spec=data), source, sender, uploads, service)
         check_files(spec, source)
         begin = choose_start(job, spec, [key for key, _ in settings])
         key = make_request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)
@@ -96,15 +96,15 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 def _make_verb_endpoint(
     service: Service, verb: str, make_change: Callable[[str], Change]
 ) -> Callable[..., JsonObject]:
-    """Return the endpoint of one verb, which changes all jobs of a request, or none.
+    """Return the endpoint of one verb (such as hold), which changes all jobs of a request, or none.
 
-    `make_change` returns the change for the sender's name.
+    `make_change` returns the change of a job for the sender's name.
     """
 
     def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> JsonObject:
         name_objects(request.jobs)
         for job_id in request.jobs:
-            find_team_job(service.controller, job_id, sender, verb)
+            find_changeable_job(service.controller, job_id, sender, verb)
         return {"changed": service.controller.change_jobs(request.jobs, make_change(sender.name))}
 
     change.__doc__ = f"{verb.capitalize()} jobs, all or none."

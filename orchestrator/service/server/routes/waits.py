@@ -25,19 +25,19 @@ class _Waiter:
 
 
 class Waits:
-    """Lets async requests wait for conditions, which a single thread checks for all of them."""
+    """Lets async requests wait for conditions; a single thread checks all of these."""
 
-    def __init__(self, wait_for_change: Callable[[int, float], int]) -> None:
-        """Make the object. `wait_for_change(version, timeout_s)` returns the newest version, as
+    def __init__(self, wait_for_version: Callable[[int, float], int]) -> None:
+        """Make the object. `wait_for_version(version, timeout_s)` returns the newest version, as
         `Controller.wait_for_change`.
         """
-        self._wait_for_change = wait_for_change
+        self._wait_for_change = wait_for_version
         self._lock = threading.Lock()
         self._waiters: set[_Waiter] = set()
         self._is_watched = False
 
     async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
-        """Return once `is_met` returns true, or after `timeout_s` seconds. Other threads call
+        """Return once `is_met` returns true, or after `timeout_s` seconds. Another thread calls
         `is_met`.
         """
         if await run_in_threadpool(is_met):

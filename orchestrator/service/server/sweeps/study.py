@@ -18,8 +18,10 @@ class Study:
     """Optuna's study of one sweep, in memory. Equal trials in equal order give equal proposals."""
 
     def __init__(self, sweep_name: str, sweep: Sweep, trial_steps: int | None) -> None:
-        """Make the study. `trial_steps` is the number of steps of a trial; None: unknown. `sweep_name` decides
-        Hyperband's brackets.
+        """Make the study. `trial_steps` is the number of optimizer steps of a trial, None if
+        unknown.
+
+        `sweep_name` decides Hyperband's brackets.
         """
         import optuna
 
@@ -38,25 +40,31 @@ class Study:
             sweep_name: _make_distribution(parameter) for sweep_name, parameter in sweep.parameters
         }
 
-    def propose_trial(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
-        """Return the parameters of the next trial. With `parameters`, register a trial from before
-        a restart instead.
+    def propose_or_register_trial(
+        self, earlier_parameters: Mapping[str, Value] | None = None
+    ) -> dict[str, Value]:
+        """Return the parameters of the next trial.
+
+        With `earlier_parameters`, register a trial that had these before a restart, and return
+        them.
         """
         number = len(self._trials)
-        if self._sweep.method == "grid" and parameters is None:
-            parameters = self._sweep.grid_parameters(number)
-        if parameters is not None:
-            self._study.enqueue_trial(dict(parameters))
+        if self._sweep.method == "grid" and earlier_parameters is None:
+            earlier_parameters = self._sweep.grid_parameters(number)
+        if earlier_parameters is not None:
+            self._study.enqueue_trial(dict(earlier_parameters))
         self._study.sampler = self._make_sampler(number)
         trial = self._study.ask(self._distributions)
         self._trials.append(trial)
         return dict(trial.params)
 
     def report_value(self, trial_number: int, step: int, value: float) -> bool:
-        """Report a trial's metric value at a step; return whether the trial should be stopped."""
+        """Report the value of a trial's metric at a step; return whether the trial should be
+        stopped early.
+        """
         if (
             self._sweep.early_terminate is None
-            or not self._is_compared_at(step)
+            or not self._are_trials_compared_at(step)
             or step <= self._reported.get(trial_number, -1)
         ):
             return False
@@ -64,18 +72,22 @@ class Study:
         self._trials[trial_number].report(value, step)
         return bool(self._trials[trial_number].should_prune())
 
-    def record_end(self, trial_number: int, value: float | None, *, stopped: bool = False) -> None:
-        """Record the end of a trial: with its value, stopped early, or without a value."""
+    def record_end(
+        self, trial_number: int, value: float | None, *, was_stopped_early: bool = False
+    ) -> None:
+        """Record that a trial ended: with a value, stopped early, or without a value (None)."""
         states = self._optuna.trial.TrialState
-        if stopped:
+        if was_stopped_early:
             self._study.tell(self._trials[trial_number], state=states.PRUNED)
         elif value is None or value != value:
             self._study.tell(self._trials[trial_number], state=states.FAIL)
         else:
             self._study.tell(self._trials[trial_number], value)
 
-    def _is_compared_at(self, step: int) -> bool:
-        """Return whether trials are compared at this step; never at the last step."""
+    def _are_trials_compared_at(self, step: int) -> bool:
+        """Return whether trials are compared at this step, to stop the worse ones; never at the
+        last step.
+        """
         if self._steps is None:
             return step <= REPORTED_STEPS
         return step < self._steps and step % max(1, self._steps // REPORTS) == 0

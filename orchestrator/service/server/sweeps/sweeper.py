@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
-from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, make_sweep_report
+from orchestrator.scheduling.reports.sweep import SweepReport, make_sweep_report, was_stopped_early
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.service.server.sweeps.trial_curve import MetricCurve
-from orchestrator.service.server.sweeps.trials import ComingTrials, list_coming_trials, trace_trial
+from orchestrator.service.server.sweeps.trials import (
+    ComingTrials,
+    list_coming_trials,
+    trace_model_of_trial,
+)
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -39,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Running:
-    """A sweep that this process runs: its study and the curves of its trials."""
+    """A sweep that this process runs: its study, and the metric curves of its trials."""
 
     first: JobSpec
     trial: Trial  # the first
@@ -52,7 +56,9 @@ class _Running:
 
 
 class Sweeper:
-    """Runs a service's sweeps. Every method is thread-safe."""
+    """Runs a service's sweeps: submits their trials, and stops those that are worse. Every method
+    is thread-safe.
+    """
 
     def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
         """Make the sweeper; nothing is submitted before `advance_sweeps`."""
@@ -81,16 +87,21 @@ class Sweeper:
             raise SpecError(
                 "a trial of a sweep that exists is submitted by the service alone", path="sweep"
             )
-        return trace_trial(
+        return trace_model_of_trial(
             make_trial(
-                sweep_spec, None, 0, Study("", sweep_spec.trial.sweep, None).propose_trial()
+                sweep_spec,
+                None,
+                0,
+                Study("", sweep_spec.trial.sweep, None).propose_or_register_trial(),
             ),
             self._home,
         )
 
     def advance_sweeps(self) -> None:
-        """Advance each open sweep: submit trials, and report values to its study. A sweep that
-        fails ERRORS_MAX times in succession is ended.
+        """Advance each open sweep: submit the trials for which it has room, and report new metric
+        values to its study.
+
+        A sweep that fails ERRORS_MAX times in succession is ended.
         """
         for sweep_id in self._sweeps.list_open_sweeps():
             with self._lock:
@@ -115,7 +126,9 @@ class Sweeper:
                     self._errors.pop(sweep_id, None)
 
     def cancel_sweep(self, sweep_id: str) -> list[str]:
-        """End a sweep and cancel its live trials; return their ids. Raises ServiceError if it is ended or unknown."""
+        """End a sweep and cancel its live trials; return the ids of these. Raises ServiceError if
+        it is ended or unknown.
+        """
         with self._lock:
             ended = self._sweeps.find_end_reason(sweep_id)
             if ended is None:
@@ -130,9 +143,9 @@ class Sweeper:
             ]
             return self._controller.cancel_jobs(live) if live else []
 
-    def find_open_sweep(self, job_or_sweep_id: str) -> str | None:
-        """Return the id of the open sweep that has this id, or this job as a trial; None without
-        one.
+    def find_open_sweep_id(self, job_or_sweep_id: str) -> str | None:
+        """Return the id of the open sweep with this id, or to which the job with this id belongs;
+        None without one.
         """
         job = self._controller.find_job(job_or_sweep_id)
         sweep_id = (
@@ -173,7 +186,7 @@ class Sweeper:
         return report
 
     def make_reports(self) -> list[SweepReport]:
-        """Return the reports of the newest sweeps, newest first."""
+        """Return the reports of the most recent sweeps, newest first."""
         newest = self._sweeps.list_newest_sweeps(SHOWN_MAX)
         reports = [
             report for sweep_id in newest if (report := self.make_report(sweep_id)) is not None
@@ -237,11 +250,11 @@ class Sweeper:
         instead.
         """
         assert running.next_number == trial_number, (running.next_number, trial_number)
-        parameters = running.study.propose_trial()
+        parameters = running.study.propose_or_register_trial()
         running.next_number += 1
         try:
             self._controller.submit(
-                trace_trial(
+                trace_model_of_trial(
                     make_trial(running.first, sweep_id, trial_number, parameters), self._home
                 )
             )
@@ -260,7 +273,7 @@ class Sweeper:
         trial = job.spec.trial
         assert trial is not None, job.id
         if trial.number == running.next_number:
-            running.study.propose_trial(dict(trial.parameters))
+            running.study.propose_or_register_trial(dict(trial.parameters))
             running.next_number += 1
         curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
         hopeless = [
@@ -270,7 +283,7 @@ class Sweeper:
         ]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
-            running.study.record_end(trial.number, value, stopped=is_stopped_early(job))
+            running.study.record_end(trial.number, value, was_stopped_early=was_stopped_early(job))
             if curve.last is not None:
                 self._sweeps.store_metric_value(job.id, curve.last)
             running.over[trial.number] = job.status

@@ -23,8 +23,9 @@ Point = tuple[int, float]  # step, value
 
 
 class MetricCurve:
-    """The metric values of a trial, read as its files grow. A later attempt continues from its
-    checkpoint.
+    """The metric values of a trial, read from its files as these grow.
+
+    A later attempt of the trial continues from its checkpoint.
     """
 
     def __init__(self, home: Path, job_id: str) -> None:
@@ -84,8 +85,8 @@ def _parse_curve_point(text: str, metric: str) -> Point | None:
 
 @dataclass(slots=True)
 class LogPatterns:
-    """The patterns that read a trial's log: one for its metric value, and one for its step if the
-    job has `progress`.
+    """The patterns by which values are read from a trial's log: one for its metric, and one for its
+    step if it has `progress`.
     """
 
     value: LinePattern
@@ -106,9 +107,10 @@ class LogPatterns:
 def _parse_log_point(
     patterns: LogPatterns, line: str, count_by_path: dict[Path, int], path: Path
 ) -> Point | None:
-    """Return the point in a line of the log; None without one.
+    """Return the (step, value) in a line of the log; None without one.
 
-    The step is the job's `progress` number if it has one, else the count of the values so far.
+    The step is the job's `progress` number if it has one, else the count of the values in this file
+    so far.
     """
     if patterns.step is not None:
         steps = [

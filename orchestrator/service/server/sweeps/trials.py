@@ -19,8 +19,8 @@ ComingTrials = Mapping[
 ]  # trials still to submit, by the id of their open sweep
 
 
-def trace_trial(spec: JobSpec, home: Path) -> JobSpec:
-    """Return the trial with its model's traced costs if it needs a trace, since parameters may
+def trace_model_of_trial(spec: JobSpec, home: Path) -> JobSpec:
+    """Return the trial with the traced memory of its model, if that needs a trace: parameters may
     change the model.
 
     Raises SpecError where the trace fails.
@@ -34,7 +34,7 @@ def trace_trial(spec: JobSpec, home: Path) -> JobSpec:
 def list_remaining_trials(
     first_trial: JobSpec, sweep_id: str, home: Path, begun_trials: Sequence[JobSpec] = ()
 ) -> tuple[JobSpec, ...]:
-    """Return the trials of a sweep without those in `begun_trials`, up to the first with illegal
+    """Return the trials of a sweep except `begun_trials`, up to the first one with illegal
     parameters.
 
     Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError
@@ -45,11 +45,14 @@ def list_remaining_trials(
     specs = list[JobSpec]()
     for spec in begun_trials:
         assert spec.trial is not None, spec.name
-        study.propose_trial(dict(spec.trial.parameters))
+        study.propose_or_register_trial(dict(spec.trial.parameters))
     for number in range(len(begun_trials), first_trial.trial.sweep.trials):
         try:
             specs.append(
-                trace_trial(make_trial(first_trial, sweep_id, number, study.propose_trial()), home)
+                trace_model_of_trial(
+                    make_trial(first_trial, sweep_id, number, study.propose_or_register_trial()),
+                    home,
+                )
             )
         except SpecError:
             if not begun_trials and not specs:
