@@ -37,11 +37,11 @@ class EndStageLayers(NamedTuple):
 def choose_end_stage_layers(
     profile: ModelProfile, plan: Plan, hardware: Hardware
 ) -> EndStageLayers:
-    """Return the layers of both end stages with which no rank waits long for another.
+    """Return the numbers of layers of the first and last pipeline stage with which the slowest rank
+    takes least time.
 
-    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation
-    counted. Among equally fast splits the fullest rank needs the least memory at a micro-batch of
-    one sample.
+    Embedding, head, loss and recomputation count. Among equally fast splits, the one whose fullest
+    rank needs the least memory at a micro-batch of one sample is chosen.
     """
     is_sharded = plan.mechanics.stage is not ZeroStage.NONE
     how = (plan.activation_checkpointing, is_sharded, plan.precision)

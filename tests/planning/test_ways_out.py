@@ -39,7 +39,7 @@ def cards(text: str) -> Hardware:
 
 
 def fits(spec: JobSpec, hardware: Hardware) -> bool:
-    front = find_frontier(read_plan_request(spec), hardware, within_reach=True)
+    front = find_frontier(read_plan_request(spec), hardware, skips_oversized=True)
     return next(list_fitting(front, hardware.device.memory, UNMEASURED), None) is not None
 
 

@@ -250,8 +250,8 @@ def list_attempt_files(
         config = render_deepspeed_config(
             attempt.plan,
             clip_norm=job.spec.training.clip_norm,
-            keys=job.spec.deepspeed,
-            virtual=bool(virtual),
+            job_keys_json=job.spec.deepspeed,
+            is_virtual_device=bool(virtual),
         )
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
@@ -334,7 +334,7 @@ def _render_command(
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
         config_path=None if spec.config is None else str(_config_path(spec, paths)),
-        devices=attempt.placement[0].devices,
+        node_devices=attempt.placement[0].devices,
     )
 
 

@@ -23,13 +23,13 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
-    find_likeliest,
+    find_likeliest_fitting,
     fit_probability,
     needed_device_bytes,
 )
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
-from orchestrator.planning.trust import Choice, ChoiceRule, allowed_fill_of
+from orchestrator.planning.trust import Choice, ChoiceRule, allowed_memory_fill_of
 from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.scheduling.base.migration import required_open_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
@@ -221,7 +221,7 @@ def list_job_options(
         UnfitJob(job.spec, group.hardware, device.memory, calibrated, job.refuted),
         min_loaded_bytes(job, device.name),
     )
-    candidate = find_likeliest(
+    candidate = find_likeliest_fitting(
         (
             CandidateRoom(candidate, device.memory)
             for candidate in candidates
@@ -377,7 +377,7 @@ def choice_rule_of(
     is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
     keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
     return ChoiceRule(
-        room=allowed_fill_of(candidate.plan) if keeps_room else 1.0,
+        room=allowed_memory_fill_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
         before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
@@ -402,13 +402,14 @@ def best_option_per_device_count(
         by_devices.setdefault(option.devices, []).append(option)
     best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
     return tuple(
-        best[index] for index in rule.choose_device_counts([option.choice for option in best])
+        best[index]
+        for index in rule.choose_indices_worth_devices([option.choice for option in best])
     )
 
 
 def _best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
     choices = [option.choice for option in options]
-    taken = rule.choose_plan(choices)
+    taken = rule.choose_plan_index(choices)
     fastest = min(choices, key=attrgetter("seconds"))
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 

@@ -12,7 +12,7 @@ from statistics import geometric_mean, mean, median
 from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile, uses_autocast
-from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.explain import find_fastest_fitting_or_lightest
 from orchestrator.planning.frontier import Candidate, needed_device_bytes
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
@@ -249,7 +249,9 @@ def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, in
             candidates = find_frontier(read_plan_request(job.spec), group.hardware, calibrated)
         except SpecError:
             continue
-        candidate = find_best_or_nearest(candidates, group.hardware.device.memory, calibrated)
+        candidate = find_fastest_fitting_or_lightest(
+            candidates, group.hardware.device.memory, calibrated
+        )
         if candidate is not None:
             estimate = correct_estimate(
                 candidate.estimate,

@@ -8,7 +8,7 @@ from math import inf
 
 from orchestrator.memory.calibration.calibrate import calibrate
 from orchestrator.planning.explain import describe_choice
-from orchestrator.planning.profiles import find_own_settings
+from orchestrator.planning.profiles import find_reference_settings
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
@@ -449,7 +449,7 @@ def _settings_of_estimate(
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
     spec = with_measured_memory(job.spec, index.options.calibration_of(job, chosen.device))
-    return find_own_settings(read_plan_request(spec))
+    return find_reference_settings(read_plan_request(spec))
 
 
 def _describe_start(chosen: StartDecision, before: Attempt | None) -> str:

@@ -57,7 +57,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
         resume_from=None,
         deepspeed_config_path=str(folder / DEEPSPEED),
         config_path=None if config_path is None else str(config_path),
-        devices=devices,
+        node_devices=devices,
     )
     if spec.config is not None and config_path is not None:
         content = (source / spec.config.file).read_text()
@@ -97,7 +97,7 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
     ):
         content = render_deepspeed_config(
-            plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed
+            plan, clip_norm=spec.training.clip_norm, job_keys_json=spec.deepspeed
         )
         deepspeed_path.write_text(json.dumps(content, indent=2) + "\n")
     if spec.launch == "accelerate":

@@ -188,7 +188,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     """Return the plan that an idle cluster would run, as `orc plan` shows it; None where no plan
     fits.
     """
-    plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
+    plans = find_frontier(read_plan_request(spec), hardware, skips_oversized=True)
     memory_bytes = hardware.device.memory
     candidates = list(list_fitting(plans, memory_bytes, UNMEASURED))
     if not candidates:
@@ -200,7 +200,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     for candidate in alike:
         fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
-    return alike[rule.choose_plan(choices)]
+    return alike[rule.choose_plan_index(choices)]
 
 
 def _add_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:

@@ -24,7 +24,7 @@ from orchestrator.planning.families import list_requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
-    find_likeliest,
+    find_likeliest_fitting,
     fit_probability,
     fits_device,
     needed_device_bytes,
@@ -253,7 +253,7 @@ def _choose_likeliest(kind_plans: _KindPlans) -> JobPlans:
     """Return the plans with the one chosen that most likely fits an empty device; none if free
     memory is too small for it.
     """
-    candidate = find_likeliest(
+    candidate = find_likeliest_fitting(
         (
             CandidateRoom(candidate, kind_plans.hardware.device.memory)
             for candidate in kind_plans.candidates
@@ -305,7 +305,7 @@ def _plan_on_kind(
                 *list_adapter_changes(case, trace_model),
                 *list_smaller_models(case, trace_model),
             )
-        nothing = why_nothing_fits(case, ways=ways)
+        nothing = why_nothing_fits(case, ways_out=ways)
     job = placeholder_job(spec)
     first = candidates[0].plan
     probe = find_probe_plan(job, hardware.device, calibrated, candidates)
@@ -402,10 +402,10 @@ def _choose_plans(
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
     best = [
-        indices[rule.choose_plan([choice(index) for index in indices])]
+        indices[rule.choose_plan_index([choice(index) for index in indices])]
         for _, indices in sorted(by_width.items())
     ]
-    chosen = best[rule.choose_device_counts([choice(index) for index in best])[-1]]
+    chosen = best[rule.choose_indices_worth_devices([choice(index) for index in best])[-1]]
     fastest = min(
         by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"]
     )
