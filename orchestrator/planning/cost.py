@@ -344,7 +344,7 @@ def time_stages(
     how = 1, checkpointing, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
-        return _busy_s(profile_of_part(profile, layers, first=first, last=last), *how)
+        return _busy_s(profile_of_part(profile, layers, has_first=first, has_last=last), *how)
 
     one_s = busy_s(1)
     return StageSeconds(

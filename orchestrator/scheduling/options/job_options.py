@@ -14,9 +14,9 @@ from orchestrator.memory.calibration.calibrate import (
     Calibration,
     StepKind,
     calibrate,
-    correction_of_step_time,
     has_unmeasured_cache,
     step_kind_of,
+    step_time_correction_of,
 )
 from orchestrator.memory.calibration.correction import corrected_device_bytes
 from orchestrator.planning.explain import why_nothing_fits
@@ -418,7 +418,9 @@ def calibration_for(state: State, job: Job, device: str) -> Calibration:
     """Return the calibration of memory and time predictions for the job's family on this kind of
     device.
     """
-    return calibrate(state.observations, device=device, family=job.spec.family_name, job=job.key)
+    return calibrate(
+        state.observations, device=device, family=job.spec.family_name, job_key=job.key
+    )
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
@@ -462,7 +464,7 @@ def predict_attempt_duration(
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
-    step_s = ran_before or attempt.step_s * correction_of_step_time(attempt.plan, *factors)
+    step_s = ran_before or attempt.step_s * step_time_correction_of(attempt.plan, *factors)
     return certain_duration(launch_cost_s + left * step_s)
 
 
@@ -542,7 +544,7 @@ def _predict_durations(
             left
             * (
                 measured.get(candidate.plan)
-                or candidate.step_s * correction_of_step_time(candidate.plan, *factors)
+                or candidate.step_s * step_time_correction_of(candidate.plan, *factors)
             )
         )
         for candidate in candidates

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, is_measured
-from orchestrator.memory.calibration.correction import is_real_prediction
+from orchestrator.memory.calibration.correction import rests_on_facts
 from orchestrator.planning.explain import describe_rejected_fastest
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_device_bytes
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
@@ -503,7 +503,7 @@ def _choose_start(
     capacity_bytes = min(starmap(pool.free_bytes, devices_in(placement)))
     correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
     chance: float | None = None
-    if judged and is_real_prediction(candidate.estimate, correction):
+    if judged and rests_on_facts(candidate.estimate, correction):
         chance = fit_probability(candidate, capacity_bytes, calibrated)
     # what a job file declares may raise a doubt; it is no proof before anything was measured
     if (

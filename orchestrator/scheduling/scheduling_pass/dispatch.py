@@ -110,7 +110,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
         (*state.observations, observation),
         device=attempt.device,
         family=job.spec.family_name,
-        job=job.key,
+        job_key=job.key,
     )
     option = find_faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:

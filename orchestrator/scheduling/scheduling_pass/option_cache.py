@@ -10,8 +10,8 @@ from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     Calibration,
     calibrate,
-    correction_of_step_time,
     measured_overhead_of,
+    step_time_correction_of,
 )
 from orchestrator.memory.engines.overhead import MeasuredOverhead
 from orchestrator.planning.frontier import Candidate
@@ -121,7 +121,7 @@ class OptionCache:
         if any(
             ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
-            return calibrate(self._observations, device=device, family=family, job=job.key)
+            return calibrate(self._observations, device=device, family=family, job_key=job.key)
         key = (family, device)
         if key not in self._calibrated:
             self._calibrated[key] = calibrate(self._observations, device=device, family=family)
@@ -214,7 +214,7 @@ def _duration_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | No
     factors = own_step_factors(job, group.hardware.device.name)
     if not factors:
         return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
-    return left * candidate.step_s * correction_of_step_time(candidate.plan, factors)
+    return left * candidate.step_s * step_time_correction_of(candidate.plan, factors)
 
 
 def _list_candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:

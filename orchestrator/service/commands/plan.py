@@ -11,12 +11,12 @@ from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     Calibration,
     calibrate,
-    correction_of_step_time,
     is_measured,
     likely_needed_bytes_range,
     reported_fit_probability,
+    step_time_correction_of,
 )
-from orchestrator.memory.calibration.correction import corrected_device_bytes, is_real_prediction
+from orchestrator.memory.calibration.correction import corrected_device_bytes, rests_on_facts
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, busy_share, predict_step_s
 from orchestrator.planning.explain import describe_rejected_fastest, why_nothing_fits
@@ -462,9 +462,9 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = correction_of_step_time(plan, calibrated.step_factors)
+    factor = step_time_correction_of(plan, calibrated.step_factors)
     correction = calibrated.activation_factor_of(plan, estimate)
-    is_memory_known = is_real_prediction(estimate, correction)
+    is_memory_known = rests_on_facts(estimate, correction)
     measured = is_measured(plan, estimate, calibrated)
     chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
