@@ -236,8 +236,9 @@ def make_decoder_profile(
     the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`). Where the weights
     themselves are cast, only the norms work in fp32. Tensor parallelism splits heads, feed-forward and vocabulary
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `sequence_parallel` ranks it also spreads
-    the tokens of norms and residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are split, and a rank
-    attends to all of them with its share of the heads (training/contract/context.py). Bytes moved by operators were
+    the tokens of norms and residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each
+    sample's tokens are split, and a rank attends to all of them with its share of the heads
+    (training/contract/context.py). Bytes moved by operators were
     counted on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream
     and their gradients, and under autocast the casts of what goes into products.
     """

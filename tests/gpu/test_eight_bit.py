@@ -74,7 +74,7 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
     size = 16 * 2**20
     weight = torch.nn.Parameter(torch.ones(4096, size // 4096, device=cuda))
     updates = OptimizerUpdates(
-        [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0
+        [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, steps_done=0
     )
     updates.allocate()
     peaks_bytes = []
