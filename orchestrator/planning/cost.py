@@ -184,7 +184,7 @@ class StepTimePredictor:
         how = plan.activation_checkpointing, stage_count * plan.full_checkpointing_layers
         hardware = self._hardware
         starts = 0 if self._copies_once else _collectives_per_micro_batch(profile, self._mechanics)
-        busy_s = _busy_s(
+        busy_s = _busy_s_per_micro_batch(
             profile,
             plan.micro_batch_size,
             *how,
@@ -240,14 +240,14 @@ def _count_fsdp_units(profile: ModelProfile) -> int:
 
 
 @lru_cache(maxsize=16384)
-def _busy_s(
+def _busy_s_per_micro_batch(
     profile: ModelProfile,
     micro_batch_size: int,
     checkpointing: ActivationCheckpointing,
     full_layers: int,
     precision: Precision,
     is_compiled: bool,
-    added: int,
+    added_gradient_bytes: int,
     updates_in_backward: bool,
     collective_count: int,
     hardware: Hardware,
@@ -269,7 +269,10 @@ def _busy_s(
     )
     device_s = batch.forward_s + batch.backward_s
     device_s += (
-        2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+        2
+        * added_gradient_bytes
+        * profile.trained_parameters
+        / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     )
     is_selective = checkpointing is ActivationCheckpointing.SELECTIVE
     full = (
@@ -344,7 +347,9 @@ def time_stages(
     how = 1, checkpointing, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
-        return _busy_s(profile_of_part(profile, layers, has_first=first, has_last=last), *how)
+        return _busy_s_per_micro_batch(
+            profile_of_part(profile, layers, has_first=first, has_last=last), *how
+        )
 
     one_s = busy_s(1)
     return StageSeconds(

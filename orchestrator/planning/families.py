@@ -45,7 +45,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 
 
 class LayerRecomputation(NamedTuple):
@@ -90,7 +90,7 @@ def list_variants(request: PlanRequest, hardware: Hardware) -> list[SettingsVari
         values = {setting.name: value for setting, (value, _) in zip(touched, chosen, strict=True)}
         if any(pins.get(name, value) != value for name, value in values.items()):
             continue
-        if device.has(values["precision"]):
+        if device.supports(values["precision"]):
             variants.append(
                 SettingsVariant(
                     values=values, degradation=max(degradation for _, degradation in chosen)
@@ -141,7 +141,7 @@ def _list_alternatives(
         able = [
             value
             for value in setting.cheaper
-            if not isinstance(value, Precision) or device.has(value)
+            if not isinstance(value, Precision) or device.supports(value)
         ]
         others = able[:1] if requested_value == setting.usual else []
     else:
@@ -353,7 +353,7 @@ def _can_have_pinned_end_layers(request: PlanRequest, strategy: PlanStrategy) ->
         return False
     layers = count_splittable_layers(request)
     stages = strategy.layout.pp * strategy.pipeline_stages_per_rank
-    sizes = stage_layers(layers, stages, first, last)
+    sizes = count_stage_layers(layers, stages, first, last)
     return min(sizes) > 0 and sum(sizes) == layers
 
 

@@ -277,7 +277,11 @@ def matmul_rates(device: DeviceSpec, precision: Precision) -> MatmulRates:
 
 def peak_matmul_flops(device: DeviceSpec, precision: Precision) -> float:
     """Return the FLOP/s of the device's fastest matrix product in this precision."""
-    if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
+    if (
+        device.measured_tflops is None
+        or precision is Precision.FP32
+        or not device.supports(precision)
+    ):
         return device.peak_flops(precision) * PRODUCT_EFFICIENCY
     return min(1e12 * device.measured_tflops, device.peak_flops(precision))
 

@@ -21,7 +21,7 @@ from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import format_value
+from orchestrator.specs.settings import format_setting_value
 
 SWITCHED_OFF = (
     ActivationCheckpointing.NONE.value,
@@ -56,7 +56,7 @@ def render_deepspeed_config(
     (deepspeed/runtime/constants.py, zero/config.py).
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets = find_bucket_sizes(job_keys_json, virtual=is_virtual_device)
+    buckets = find_bucket_sizes(job_keys_json, is_virtual_device=is_virtual_device)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: JsonObject = {"stage": int(stage)}
@@ -175,7 +175,7 @@ def render_script_command(
     if script.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
         section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
         for name, value in list_leaf_keys(json.loads(script.deepspeed)):
-            keys[section + name] = format_value(value)
+            keys[section + name] = format_setting_value(value)
     rate = script.learning_rate
     layers = plan.full_checkpointing_layers
     length = plan.sequence_length
@@ -191,7 +191,7 @@ def render_script_command(
         "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
         "full_checkpointing_layers": str(layers),
         "precision": plan.precision.value,
-        "optimizer_in_backward": format_value(plan.optimizer_in_backward),
+        "optimizer_in_backward": format_setting_value(plan.optimizer_in_backward),
         "sequence_length": None if length is None else str(length),
         "zero_stage": str(int(plan.zero_stage)) if is_sharding_told else None,
         "deepspeed_config": deepspeed_config_path,

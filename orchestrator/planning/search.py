@@ -46,7 +46,7 @@ from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import format_value
+from orchestrator.specs.settings import format_setting_value
 
 __all__ = ["Hardware", "find_frontier", "list_layouts", "list_plans"]
 
@@ -206,8 +206,8 @@ def _make_no_plan_error(
             return SpecError(
                 f"no plan on {hardware.device.name} has it",
                 path=f"plan.{key}",
-                got=format_value(value),
-                allowed=f"{', '.join(map(format_value, sorted(values)))}{beside}",
+                got=format_setting_value(value),
+                allowed=f"{', '.join(map(format_setting_value, sorted(values)))}{beside}",
                 hint=_why_pins_are_illegal(request),
             )
     return SpecError(

@@ -287,7 +287,7 @@ def _can_use_micro_batch(request: PlanRequest, micro_batch_size: int, dp: int) -
 def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecError:
     """Return the SpecError that says why no legal plan is left."""
     training = request.training
-    if not hardware.device.has(request.precision):
+    if not hardware.device.supports(request.precision):
         return SpecError(
             f"{hardware.device.name} has no {request.precision} arithmetic",
             path="precision",

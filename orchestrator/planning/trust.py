@@ -132,16 +132,16 @@ def plan_kind_of(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def step_ratio_spread(plan: Plan, other: Plan) -> float:
+def step_ratio_spread(plan: Plan, other_plan: Plan) -> float:
     """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if plan_kind_of(plan) == plan_kind_of(other):
+    if plan_kind_of(plan) == plan_kind_of(other_plan):
         return ALIKE_SPREAD
-    if plan.layout.pp > 1 and other.layout.pp > 1:
+    if plan.layout.pp > 1 and other_plan.layout.pp > 1:
         return PIPELINE_SPREAD
-    if plan.layout.tp > 1 and other.layout.tp > 1:
+    if plan.layout.tp > 1 and other_plan.layout.tp > 1:
         return SPREAD_MAX
     return OTHER_SPREAD
 

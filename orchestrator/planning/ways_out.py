@@ -22,7 +22,7 @@ from orchestrator.planning.work import (
     TooManyPlans,
 )
 from orchestrator.specs.choices import Degradation, Optimizer
-from orchestrator.specs.cluster import catalogue_device
+from orchestrator.specs.cluster import find_catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -33,7 +33,7 @@ from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.parse import apply_remedy
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
-from orchestrator.specs.published import find_published_config, list_smaller_siblings
+from orchestrator.specs.published import list_smaller_siblings, load_published_config
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
@@ -214,7 +214,7 @@ def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
     if model is None or not isinstance(model.hf, str):
         return
     for name in list_smaller_siblings(model.hf):
-        sibling = replace(model, hf=name, config=find_published_config(name))
+        sibling = replace(model, hf=name, config=load_published_config(name))
         try:
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
@@ -529,7 +529,7 @@ def list_cards_with(least_bytes: int) -> list[str]:
     """Return the names of the catalogue's smallest GPUs with at least this much memory, CARDS_NAMED
     at most.
     """
-    cards = map(catalogue_device, load_devices())
+    cards = map(find_catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
 

@@ -138,7 +138,7 @@ def _run_step(
         cursor.samples, plan.global_batch_size, len(dataset), run.training.seed
     )
     tokens = sum(dataset.token_count(sample) for sample in samples)
-    dp_rank = plan.layout.dp_rank(ranks.rank)
+    dp_rank = plan.layout.data_parallel_index_of(ranks.rank)
     together = plan.layout.dp if run.training.sync_batch_norm else 1
     mine = split_micro_batches(
         samples,

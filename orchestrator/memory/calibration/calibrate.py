@@ -496,7 +496,7 @@ def plan_fit_probability(
     )
 
 
-def is_measured(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
+def rests_on_measurements(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
     """Return whether a prediction rests on measurements, and not only on what a job file says of
     its script.
 
@@ -518,7 +518,7 @@ def reported_fit_probability(
     The mean of absolute values of a normal distribution is its spread times the square root of 2 /
     pi.
     """
-    if is_measured(plan, estimate, calibrated):
+    if rests_on_measurements(plan, estimate, calibrated):
         return None
     expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
     spread = math.log(REPORTED_ERROR) * math.sqrt(math.pi / 2)

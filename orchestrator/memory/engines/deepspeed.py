@@ -42,7 +42,7 @@ def list_peak_moments(
     (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
     profile = rank.profile
-    buckets = find_bucket_sizes(profile.deepspeed, virtual=not is_cuda)
+    buckets = find_bucket_sizes(profile.deepspeed, is_virtual_device=not is_cuda)
     dp = plan.layout.dp
     stage = mechanics.stage
     count = profile.trained_parameters

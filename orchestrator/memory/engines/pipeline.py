@@ -10,7 +10,7 @@ from orchestrator.memory.engines.moments import Rank
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
 from orchestrator.specs.replace import replace
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 
 
 def list_critical_ranks(
@@ -36,7 +36,9 @@ def list_critical_ranks(
             updates_in_backward=plan.optimizer_in_backward,
         )
     ends = plan.first_stage_layers, plan.last_stage_layers
-    sizes = stage_layers(split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends)
+    sizes = count_stage_layers(
+        split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends
+    )
     return _pipeline_ranks(profile, layout.pp, sizes, in_flight, full_layers)
 
 

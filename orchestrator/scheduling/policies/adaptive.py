@@ -175,7 +175,7 @@ class AdaptivePolicy:
         goes_first = (
             min(waiting.rank, waiting.presses_s) <= at_s
             or waiting.priority > 0
-            or self._index.state.policy.is_shared
+            or self._index.state.policy.has_teams
         )
         return not (goes_first or is_elastic(waiting.job))
 
@@ -231,6 +231,6 @@ class AdaptivePolicy:
         together.
         """
         state = self._index.state
-        if state.policy.is_shared:
+        if state.policy.has_teams:
             return line.in_order(state.at_s)
         return line.largest_first(state.at_s, self._index.devices, self._index.tuning)

@@ -27,7 +27,7 @@ from orchestrator.specs.attempt import (
     Evidence,
     Placement,
     RankEnd,
-    devices_in,
+    list_devices_of,
 )
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
@@ -309,7 +309,7 @@ class _VagueDevices:
         self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
     ) -> JobForecast:
         """Return the forecast of a job on these devices, and whether its start and end are known."""
-        devices = set(devices_in(placement))
+        devices = set(list_devices_of(placement))
         knows_start = start_s <= self._at_s or not devices & self._devices
         knows_end = knows_start and knows_length
         if not knows_end:

@@ -215,7 +215,7 @@ def _may_be_late(
         return False
     if moving.priority == waiting.priority:
         is_due = index.policy.rank(moving.job) <= index.state.at_s
-        if index.state.policy.is_shared or (is_due and moving.job.order < waiting.job.order):
+        if index.state.policy.has_teams or (is_due and moving.job.order < waiting.job.order):
             return False
     if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
         return False
@@ -455,7 +455,7 @@ def _list_jobs_ahead(
     )
     worth = index.tuning.worth
     holds_twice = None
-    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
+    shorter_s = -inf if index.state.policy.has_teams else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
         priority = waiting.priority

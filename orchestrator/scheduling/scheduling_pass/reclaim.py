@@ -38,7 +38,7 @@ def find_jobs_to_reclaim(
     policy = index.state.policy
     if (
         not waits
-        or not policy.is_shared
+        or not policy.has_teams
         or policy.reclaim == "never"
         or _is_reclaim_under_way(index)
     ):

@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.evidence import collect_folder_evidence, feed_log, rank_end
+from orchestrator.backends.attempts.evidence import (
+    collect_folder_evidence,
+    make_rank_end,
+    scan_lines_of,
+)
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.endings import read_exceptions
@@ -201,8 +205,8 @@ def _suggest_help(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Pat
 def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
     project = find_project(log_path)
     scan = LogScan(log=log_path.name, markers=project.phases if project is not None else {})
-    feed_log(scan, log_path)
-    return rank_end(log_path, rank, exit_code, scan, scan.findings)
+    scan_lines_of(scan, log_path)
+    return make_rank_end(log_path, rank, exit_code, scan, scan.findings)
 
 
 def _placeholder_attempt() -> tuple[Job, Attempt]:

@@ -151,7 +151,7 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
     device = _card_hardware(card_name, 1).device
     best = None
     why: str | None = "no plan fits, even on eight"
-    if not device.has(spec.precision):
+    if not device.supports(spec.precision):
         why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
     for count in COUNTS:
         try:

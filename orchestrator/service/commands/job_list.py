@@ -103,7 +103,9 @@ def _make_arrival(
         key = "start_window" if spec.start_window is not None else "deadline"
         raise SpecError("the list does not say when it begins", source=source, path=key, hint=hint)
     between = (
-        None if spec.start_window is None else spec.start_window.counted_from(begins_s + first_s)
+        None
+        if spec.start_window is None
+        else spec.start_window.shifted_to_start_at(begins_s + first_s)
     )
     deadline_s = None if spec.deadline is None else spec.deadline.due_s(begins_s + at_s) - begins_s
     if deadline_s is not None and deadline_s <= at_s:

@@ -56,7 +56,7 @@ def join_service(home: Path, service: str, node_name: str, token_file: Path | No
             _wait_for_node(client, node_name)
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
-                embedded_ray.stop_embedded(home, record=embedded_ray.record_name(node_name))
+                embedded_ray.stop_embedded(home, record=embedded_ray.record_file_name(node_name))
                 _remove_from_service(client, node_name, GONE_TIMEOUT_S)
             raise
     return {
@@ -76,7 +76,7 @@ def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) 
     runs.
     """
     endpoint = load_endpoint(home)
-    record = embedded_ray.record_name(node_name)
+    record = embedded_ray.record_file_name(node_name)
     if endpoint is None:
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"

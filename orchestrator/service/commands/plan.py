@@ -11,9 +11,9 @@ from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     Calibration,
     calibrate,
-    is_measured,
     likely_needed_bytes_range,
     reported_fit_probability,
+    rests_on_measurements,
     step_time_correction_of,
 )
 from orchestrator.memory.calibration.correction import corrected_device_bytes, rests_on_facts
@@ -80,7 +80,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short, settings, strongest_degradation
-from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
 
@@ -341,7 +341,7 @@ def _view_way_out(way_out: WayOut) -> WayOutView:
         needed_bytes=way_out.needed_bytes,
         degradation=way_out.degradation.name.lower(),
         settings=dict(way_out.settings),
-        job=None if way_out.job is None else way_out.job.file_content(),
+        job=None if way_out.job is None else way_out.job.as_job_file(),
     )
 
 
@@ -465,7 +465,7 @@ def _view_candidate(
     factor = step_time_correction_of(plan, calibrated.step_factors)
     correction = calibrated.activation_factor_of(plan, estimate)
     is_memory_known = rests_on_facts(estimate, correction)
-    measured = is_measured(plan, estimate, calibrated)
+    measured = rests_on_measurements(plan, estimate, calibrated)
     chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
@@ -577,7 +577,7 @@ def _check_degrees(spec: JobSpec, plan: Plan) -> None:
     if plan.layout.pp > 1:
         try:
             layers = count_splittable_layers(read_plan_request(spec))
-            layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
+            list_stage_layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
         except ValueError as error:
             raise SpecError(
                 "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)

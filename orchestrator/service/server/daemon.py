@@ -379,7 +379,7 @@ def _separate_users(
         )
 
     for user in accounts.list_users():
-        if user.role.may(Role.MEMBER):
+        if user.role.includes(Role.MEMBER):
             refuse(user.name)
     if cluster.oidc is not None:
         refuse("whom the OpenID provider signs in")

@@ -41,7 +41,7 @@ class TeamView(TypedDict):
 def teams_view(state: State, now_s: float) -> list[TeamView]:
     """Return every team of the policy, next in fair-share order first; [] if the cluster file names none."""
     policy = state.policy
-    if not policy.is_shared:
+    if not policy.has_teams:
         return []
     jobs = state.live_jobs
     tree = make_fair_tree(

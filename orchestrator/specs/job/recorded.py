@@ -19,7 +19,7 @@ def list_recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     """
     if not spec.is_script:
         return settings(plan)
-    unknown = {setting.name for setting in SETTINGS if not _is_known(spec, plan, setting)}
+    unknown = {setting.name for setting in SETTINGS if not _is_setting_known(spec, plan, setting)}
     return {name: value for name, value in settings(plan).items() if name not in unknown}
 
 
@@ -33,7 +33,7 @@ def find_recorded_precision(spec: JobSpec) -> dict[str, str]:
     return {"precision": spec.precision} if is_known else {}
 
 
-def _is_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
+def _is_setting_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
     """Return whether a script's setting is known: a knob sets it, `plan:` pins it, or the plan
     changes it.
     """

@@ -30,7 +30,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
-from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.training.checkpoint.fragment import local_part_of
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
@@ -107,7 +107,9 @@ def list_stage_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
     """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     try:
-        return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
+        return list_stage_layer_ranges(
+            layers, count, plan.first_stage_layers, plan.last_stage_layers
+        )
     except ValueError as error:
         raise SpecError(
             "every pipeline stage needs a layer", path="plan.layout.pp", got=str(error)

@@ -185,7 +185,7 @@ class TorchEngine:
         turns = self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
         scale = factor * layout.dp_cp / tokens  # DDP and FSDP2 average gradients over so many ranks
-        first = layout.dp_rank(dist.get_rank()) * turns
+        first = layout.data_parallel_index_of(dist.get_rank()) * turns
         if self._context:
             micro_batches = (tuple(map(self._context.own, batch)) for batch in micro_batches)
         self._step = step

@@ -44,7 +44,7 @@ class Study:
         """
         number = len(self._trials)
         if self._sweep.method == "grid" and parameters is None:
-            parameters = self._sweep.grid_parameters(number)
+            parameters = self._sweep.grid_parameters_of_trial(number)
         if parameters is not None:
             self._study.enqueue_trial(dict(parameters))
         self._study.sampler = self._make_sampler(number)
