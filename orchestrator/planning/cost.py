@@ -328,7 +328,9 @@ def _busy_s_per_micro_batch(
 
 
 class StageSeconds(NamedTuple):
-    """Seconds per sample of the parts of a pipeline's stages."""
+    """Seconds per sample: of what only the first pipeline stage has, of one layer, and of what only
+    the last stage has.
+    """
 
     first_s: float  # parts that only the first stage has
     layer_s: float  # one layer
@@ -445,10 +447,10 @@ def _count_step_collectives(profile: ModelProfile, plan: Plan) -> CollectiveCoun
 
 
 def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of a step's data-parallel messages if nothing hides them.
+    """Return the seconds of a step's data-parallel messages if no computation hides them.
 
-    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over
-    all of them.
+    Gradients travel in fp32 on the torch engine. Hybrid sharding also all-reduces shards of
+    gradients between its copies.
     """
     layout = plan.layout
     if layout.dp_cp == 1:

@@ -339,7 +339,11 @@ def _largest_offloaded_micro_batch(
         return 0.0
     smallest = cuts[0].micro
     is_worth_it = smallest * sample_bytes >= OFFLOADED_MIN * hardware.device.memory
-    return inf if offload else smallest if is_worth_it else 0.0
+    if offload:
+        return inf
+    if is_worth_it:
+        return smallest
+    return 0.0
 
 
 def _can_have_pinned_end_layers(request: PlanRequest, strategy: PlanStrategy) -> bool:

@@ -321,24 +321,26 @@ def matmul_s(
 
 def predict_host_launch_s(
     part_count: int,
-    fully_recomputed: int,
-    selectively_recomputed: int,
+    fully_recomputed_count: int,
+    selectively_recomputed_count: int,
     collective_count: int,
     device: DeviceSpec,
 ) -> float:
     """Return the seconds that the host spends on Python and kernel launches for one micro-batch.
 
     Backward has twice the launches of forward. `part_count` counts the model's parts;
-    `fully_recomputed` and `selectively_recomputed` count those that are recomputed.
+    `fully_recomputed_count` and `selectively_recomputed_count` count those that are recomputed.
     `collective_count` counts the collectives that FSDP2 starts. On a CPU any recomputation costs
     one more pass, and nothing overlaps.
     """
     if not device.kind.traits.runs_beside_host:
-        return (3 * part_count + fully_recomputed + selectively_recomputed) * CPU_FORWARD_S
+        return (
+            3 * part_count + fully_recomputed_count + selectively_recomputed_count
+        ) * CPU_FORWARD_S
     passes = (
         3 * part_count
-        + FULL_PASSES * fully_recomputed
-        + SELECTIVE_PASSES * selectively_recomputed
+        + FULL_PASSES * fully_recomputed_count
+        + SELECTIVE_PASSES * selectively_recomputed_count
         + COLLECTIVE_PASSES * collective_count
     )
     return passes * HOST_FORWARD_S

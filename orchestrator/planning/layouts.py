@@ -81,8 +81,8 @@ def _layouts_of_measured_speeds(
 
 
 def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
-    """Return 1 and the powers of two that divide a node's devices, heads, feed-forward and
-    vocabulary.
+    """Return the possible degrees: 1, and each power of two that divides devices per node, heads,
+    feed-forward and vocabulary size alike.
 
     Experts are not split. A model with a declared profile has the degrees declared there.
     """

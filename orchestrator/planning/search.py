@@ -284,13 +284,11 @@ def _unbeaten_plans(
             alike, between = timed(most_bytes)
             costed = _find_fronts(request, alike, estimate, most_bytes, needed)
             beats = _make_beaten_test(costed, by_device_count=bool(request.speeds))
-            others = [
-                entry
-                for cut in between
-                for entry in _time_partial_modes(
-                    cut, memory_estimator, most_bytes, beats, plan_counter
+            others: list[TimedPlan] = []
+            for cut in between:
+                others.extend(
+                    _time_partial_modes(cut, memory_estimator, most_bytes, beats, plan_counter)
                 )
-            ]
             first = [
                 TimedPlan(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
                 for plan in costed
@@ -453,14 +451,14 @@ def _time_family(
     partial_plans: list[_PartialModePlans],
     plan_counter: PlanCounter,
 ) -> Iterator[TimedPlan]:
-    """Yield the plans of a family that may need no more than `limit_bytes`, with their step times.
+    """Yield the plans of a family that may need no more than `limit_bytes`, each with its predicted
+    step time.
 
-    Plans that recompute only the first layers in full are not made, but added to the list
-    `partial_plans`. Bytes beside activations rarely depend on what is recomputed, nor on the batch
-    cut but for its micro-batches in flight. So one plan that needs too much by these bytes alone
-    speaks for many that are not even made. A plan in `partial_plans` takes at least as long as
-    selective checkpointing. It needs at least as much as full checkpointing, where that is the
-    slower one and needs less at every moment.
+    Plans that recompute only a stage's first layers in full are not made here, but added to the
+    list `partial_plans` with lower bounds. That of time is the time of selective checkpointing.
+    That of memory is the memory of full checkpointing, where that is slower and never needs more. A
+    batch cut is skipped as a whole where the bytes beside activations exceed the limit:
+    checkpointing rarely changes these bytes.
     """
     profile, bytes_of = memory_estimator.profile_and_bytes(family.example)
     takes: StepTimePredictor | None = None
@@ -505,13 +503,12 @@ def _time_family(
             lighter = copy_if_legal(
                 full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE
             )
-            least_s = (
-                selective.step_s
-                if selective is not None
-                else takes(lighter)
-                if lighter is not None
-                else math.inf
-            )
+            if selective is not None:
+                least_s = selective.step_s
+            elif lighter is not None:
+                least_s = takes(lighter)
+            else:
+                least_s = math.inf
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
             partial_plans.append(_PartialModePlans(family, micro, accumulation, takes, *ordered))
 

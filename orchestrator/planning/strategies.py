@@ -359,11 +359,12 @@ def _list_torch_strategies(
 def _list_fsdp_stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
-    """Return ZeRO stages 2 and 3, where they save memory; between nodes also stage 1, whose
-    messages hide behind one micro-batch of a step.
+    """Return the ZeRO stages to try with FSDP2: 2 and 3; also 1 between nodes, or where the job
+    pins it.
 
-    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low
-    precision; under autocast both stay in fp32.
+    The messages of stage 1 hide behind one micro-batch of a step. A single data-parallel rank has
+    stage 3 alone, where FSDP2 saves memory by casting weights and hidden states to low precision.
+    It has none under autocast, where both stay in fp32.
     """
     if layout.dp_cp == 1:
         casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32

@@ -98,7 +98,7 @@ class WayOut:
     @property
     def options(self) -> str:
         """The change as `--set` options of a command line; "" where no key of the job file makes
-        it.
+        the change.
         """
         return " ".join(
             shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items()
@@ -384,11 +384,11 @@ def _find_numeric_change(case: UnfitJob) -> WayOut | None:
 
 
 def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
-    """Return the change of a script's AdamW to 8-bit moments, where its trainer has a switch for
-    it; else None.
+    """Return the change of a script's AdamW to 8-bit moments; None where its trainer has no switch
+    for that.
 
-    The job file alone changes nothing of what a script does. A plan of our engines has them under
-    `degrade`.
+    A job file cannot make this change, since the script decides. A plan of our engines has 8-bit
+    moments under `degrade`.
     """
     spec = case.spec
     if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:

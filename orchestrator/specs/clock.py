@@ -57,8 +57,10 @@ class Window:
         )
 
     def shifted_to_start_at(self, at_s: float) -> Window:
-        """Return the same hours on a clock that shows 0 at `at_s`, to the minute; later clock
-        changes are ignored.
+        """Return the same hours in seconds since `at_s` (a time since 1970) instead of since 1970,
+        to the minute.
+
+        Later clock changes are ignored.
         """
         local = datetime.fromtimestamp(at_s, _load_zone(self.zone))
         epoch = datetime.fromtimestamp(0.0, UTC)
@@ -231,7 +233,9 @@ def _list_spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
     zone = _load_zone(window.zone)
     first = today - timedelta(days=8)
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
-    bounds = {at_s for day in dates for at_s in _list_bounds(window, day, zone)}
+    bounds = set()
+    for day in dates:
+        bounds.update(_list_bounds(window, day, zone))
     bounds |= {
         at_s
         for day, after in pairwise(dates)

@@ -241,7 +241,9 @@ class ClusterSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_distinct_names(self) -> ClusterSpec:
-        names = [name for node in self.nodes for name in node.names]
+        names: list[str] = []
+        for node in self.nodes:
+            names.extend(node.names)
         twice = (
             {name for name in names if names.count(name) > 1}
             if len(set(names)) < len(names)

@@ -433,7 +433,7 @@ def _make_problem(
     kind = pydantic_error["type"]
     got = pydantic_error["input"]
     context = pydantic_error.get("ctx", {})
-    path, place = _locate_error(spec_class, pydantic_error["loc"], document.data)
+    path, place = _find_key_path_and_class(spec_class, pydantic_error["loc"], document.data)
     source = _describe_position(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _make_unknown_key_error(key_paths.list_paths(), place, path, source)
@@ -566,7 +566,7 @@ def _make_unknown_key_error(
 # ------------------------------------------------------------------------------------------------ the tree of nouns
 
 
-def _locate_error(
+def _find_key_path_and_class(
     spec_class: type, error_location: Sequence[str | int], data: Any
 ) -> tuple[Path, type]:
     """Return (key path in the file, class that has the path's last key) for a location in

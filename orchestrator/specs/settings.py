@@ -82,7 +82,7 @@ class Change:
         return f"{self.setting} {self.before} -> {self.after}"
 
 
-def settings(plan: Plan) -> dict[str, str]:
+def settings_as_text(plan: Plan) -> dict[str, str]:
     """Return {name: value as text} of the plan's settings, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
@@ -103,8 +103,8 @@ def format_setting_value(value: Any) -> str:
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return each setting in which two plans differ, with both values; () for equal plans."""
-    old = settings(before)
-    new = settings(after)
+    old = settings_as_text(before)
+    new = settings_as_text(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
         for name in dict.fromkeys((*old, *new))

@@ -64,7 +64,9 @@ def build_engine(
     engine is built then.
     """
     recipes = (recipe, *recipe.then)
-    norms = [layer for part in recipes for layer in list_batch_norms(part.module)]
+    norms = []
+    for part in recipes:
+        norms.extend(list_batch_norms(part.module))
     prepare_batch_norms(norms, run.plan, run.training)
     plan = run.plan
     for part in recipes:

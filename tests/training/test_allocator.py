@@ -89,7 +89,7 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
 def ledger(*requests: int) -> AllocationLedger:
     """Positive: MiB to allocate, numbered from 1 on; negative: the number of the block to free."""
     recorder = AllocationLedger()
-    recorder.begin()
+    recorder.begin_step()
     for request in requests:
         if request > 0:
             recorder.record_allocation(request * MIB)

@@ -248,9 +248,9 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._announce_change()
-        numbers = [
-            rank for number in self._ranks for rank in range(number, number + self._ranks_each)
-        ]
+        numbers: list[int] = []
+        for number in self._ranks:
+            numbers.extend(range(number, number + self._ranks_each))
         threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
         # ends: the watchdog stops hung ranks
         while any(rank.exit_code is None for rank in self._ranks.values()):

@@ -404,30 +404,32 @@ class AttemptWatch:
                 ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
         return self._make_ending(gang, ending, progress.first_and_last_step)
 
-    def _end_ranks(self, gang: Gang, ending: EndingGang) -> None:
+    def _end_ranks(self, gang: Gang, requested_end: EndingGang) -> None:
         """Ask the launchers to end their ranks if that is due. Raises ClusterAway; the caller then
         asks again.
         """
         self._confirm_ownership()
-        grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
-        if grace_s is not None and not ending.aborted:
+        grace_s = 0.0 if requested_end.hung_for_s is not None else self._failure_grace_s(gang)
+        if grace_s is not None and not requested_end.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that
             # said why
             gang.group.abort(
                 gang.list_open_nodes()
-                if ending.hung_for_s is not None
+                if requested_end.hung_for_s is not None
                 else gang.list_running_nodes(),
                 grace_s,
             )
-            ending.aborted = True
-            ending.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
-        if self._stop_grace_s is not None and not ending.stopped:
+            requested_end.aborted = True
+            requested_end.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
+        if self._stop_grace_s is not None and not requested_end.stopped:
             gang.group.stop(gang.list_open_nodes(), self._stop_grace_s)
-            ending.stopped = True
-            ending.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
-        if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
+            requested_end.stopped = True
+            requested_end.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
+        if (
+            requested_end.aborted or requested_end.stopped
+        ) and time.monotonic() > requested_end.give_up_at_s:
             if self._is_disk_away():  # a launcher tells an end once its exit code is written
-                ending.give_up_at_s = time.monotonic() + END_TIMEOUT_S
+                requested_end.give_up_at_s = time.monotonic() + END_TIMEOUT_S
             else:
                 gang.lost.update(gang.list_open_nodes())
 
@@ -504,7 +506,7 @@ class AttemptWatch:
             free_before_bytes=self._free_before_bytes,
         )
 
-    def _has_all_exit_codes(self, node: str, ending: EndingGang) -> bool:
+    def _has_all_exit_codes(self, node: str, requested_end: EndingGang) -> bool:
         """Return whether every rank of `node` wrote its exit code before its launcher disappeared.
 
         An exit by SIGKILL counts only once a launcher was asked to end its ranks. Ray kills a
@@ -523,7 +525,7 @@ class AttemptWatch:
                 ]
         was_killed = {code for code in codes if code} == {
             -signal.SIGKILL
-        } and node in ending.lost_before
+        } and node in requested_end.lost_before
         return None not in codes and not was_killed
 
     def _emit_event(self, event: Event) -> None:

@@ -161,15 +161,16 @@ class Journal:
             {"body": self._event.write(event), "decided": format_decisions(actions)}
             for event, actions in decided
         ]
-        records = [
-            action for _, actions in decided for action in actions if isinstance(action, Record)
-        ]
-        ended = [
-            self._make_ended_row(action.job, event.at_s)
-            for event, actions in decided
-            for action in actions
-            if isinstance(action, Archive)
-        ]
+        records = []
+        for _, actions in decided:
+            for action in actions:
+                if isinstance(action, Record):
+                    records.append(action)
+        ended = []
+        for event, actions in decided:
+            for action in actions:
+                if isinstance(action, Archive):
+                    ended.append(self._make_ended_row(action.job, event.at_s))
         notices = [*derive_notices(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)

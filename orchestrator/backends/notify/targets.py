@@ -136,12 +136,11 @@ def make_targets(
     """Return {target name: target}. The targets' secrets are removed from the environment, so that
     no job inherits them.
     """
-    names = {
-        name
-        for target in notify.targets
-        for name in (target.apprise, target.webhook, target.signed_with)
-        if name
-    }
+    names = set()
+    for target in notify.targets:
+        for name in (target.apprise, target.webhook, target.signed_with):
+            if name:
+                names.add(name)
     secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
     return {
         target.name: WebhookTarget(target, notify, cluster, secrets)

@@ -108,7 +108,10 @@ def start_embedded(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> st
     if state is None or find_local_address(home) is None:
         stop_embedded(home)
         state = _new_record(f"{host}:{find_free_port()}", host)
-    nodes = [(name, node) for node in cluster.nodes for name in node.names]
+    nodes = []
+    for node in cluster.nodes:
+        for name in node.names:
+            nodes.append((name, node))
     _start_missing(home, HEAD, state, nodes, has_head=False)
     return str(state["address"])
 
@@ -121,7 +124,7 @@ def join_embedded(home: Path, node_name: str, node: NodeSpec, address: str, host
     record = record_file_name(node_name)
     state = read_record(home, record)
     if state is None or state["address"] != address:
-        stop_embedded(home, record=record)
+        stop_embedded(home, record_file_name=record)
         state = _new_record(address, host)
     _start_missing(home, record, state, [(node_name, node)], has_head=True)
 
@@ -158,7 +161,7 @@ def _start_missing(
     *,
     has_head: bool,
 ) -> None:
-    """Start those of these nodes that do not run, and record them in the file `record`; without
+    """Start those of these nodes that do not run, and add them to the record file; without
     `has_head`, the first becomes the head.
     """
     (home / record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,7 +174,7 @@ def _start_missing(
         _start_nodes(home, record, state, missing, has_head=False)
     except ServiceError:
         if not living:
-            stop_embedded(home, record=record)
+            stop_embedded(home, record_file_name=record)
         raise
 
 
@@ -213,30 +216,35 @@ def read_record(home: Path, record: str = HEAD) -> JsonObject | None:
         return None
 
 
-def stop_embedded(home: Path, state: JsonObject | None = None, record: str = HEAD) -> None:
+def stop_embedded(
+    home: Path, recorded_state: JsonObject | None = None, record_file_name: str = HEAD
+) -> None:
     """End exactly the processes that this home's embedded Ray started, with their leftovers. A Ray
     that does not run is no error.
 
-    `state` names the processes, as `read_record` returned it; by default the record is read.
+    `recorded_state` names the processes, as `read_record` returned it; by default it is read from
+    the record file.
     """
-    state = state or read_record(home, record)
-    if state is None:
+    recorded_state = recorded_state or read_record(home, record_file_name)
+    if recorded_state is None:
         return
-    pids = [pid for _, pid, ticks in state["processes"] if read_start_ticks(pid) == ticks]
+    pids = [pid for _, pid, ticks in recorded_state["processes"] if read_start_ticks(pid) == ticks]
     for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     _wait_until_gone(pids, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still
     # members.
-    _kill_ray_processes([pid for _, pid, _ in state["processes"]], state["temp_dir"])
+    _kill_ray_processes(
+        [pid for _, pid, _ in recorded_state["processes"]], recorded_state["temp_dir"]
+    )
     _wait_until_gone(pids, STOP_TIMEOUT_S)
-    shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    if read_record(home, record) == state:
+    shutil.rmtree(recorded_state["temp_dir"], ignore_errors=True)
+    if read_record(home, record_file_name) == recorded_state:
         with contextlib.suppress(
             OSError
         ):  # a read-only disk: the record names processes that have ended
-            (home / record).unlink(missing_ok=True)
+            (home / record_file_name).unlink(missing_ok=True)
 
 
 def token_variables(home: Path) -> dict[str, str]:

@@ -40,7 +40,9 @@ def patch_ray_or_explain() -> str | None:
     from ray import _raylet
     from ray._private import services
 
-    ports = [name for names in AGENTS.values() for name in names]
+    ports: list[str] = []
+    for names in AGENTS.values():
+        ports.extend(names)
     missing = [name for name in (*ports, "persist_port") if not hasattr(_raylet, name)]
     missing += [
         name for name in ("start_api_server", "start_ray_process") if not hasattr(services, name)

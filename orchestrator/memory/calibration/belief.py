@@ -85,11 +85,10 @@ def believe_activation_factor(
     logs = [
         math.log(factor / least) for factor in _observed_factors(of_other_jobs) if factor > least
     ]
-    clues = [
-        (math.log(bound / least) - math.log(share), spread)
-        for bound, failure in zip(bounds, out_of_memory, strict=True)
-        for share, spread in _guess_live_share(failure)
-    ]
+    clues = []
+    for bound, failure in zip(bounds, out_of_memory, strict=True):
+        for share, spread in _guess_live_share(failure):
+            clues.append((math.log(bound / least) - math.log(share), spread))
     clues += [
         (math.log(max(factor, least) / least), MEASURED_SPREAD)
         for factor in _observed_factors(without_failure)

@@ -29,7 +29,8 @@ def observed_activation_factor(moments: Sequence[MomentBytes], measured_bytes: i
 def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> MemoryEstimate:
     """Return the estimate at its highest peak when activations are multiplied by the factor.
 
-    Where that is another moment of the step than estimated, all counted bytes become one entry.
+    Where another moment of the step then has the highest peak, its bytes beside activations stand
+    as one entry.
     """
     allocated_bytes = corrected_allocated_bytes(estimate, activation_factor)
     if allocated_bytes == estimate.allocated_bytes:

@@ -135,13 +135,11 @@ class Rank:
     @cached_property
     def accumulated(self) -> int:
         """Number of trained parameters for which gradients of earlier micro-batches exist."""
-        return (
-            0
-            if not self.accumulates
-            else self.trained_parameters
-            if self.earlier is None
-            else self.earlier
-        )
+        if not self.accumulates:
+            return 0
+        if self.earlier is None:
+            return self.trained_parameters
+        return self.earlier
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -224,7 +222,11 @@ def list_pass_points(
         )
     )
     done = units = ends = passed = 0
-    layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
+    layers = []
+    for segment in segments:
+        if segment.is_unit:
+            for _ in range(segment.count):
+                layers.append(segment)
     full = count_full_parts(stage, full_layers)
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
@@ -328,7 +330,11 @@ def list_traced_pass_points(stage: ModelProfile) -> tuple[PassPoint, ...]:
 def _describe_order(segment: Segment, position: int) -> str:
     if segment.count == 1:
         return ""
-    return "last " if position == 0 else "first " if position == segment.count - 1 else ""
+    if position == 0:
+        return "last "
+    if position == segment.count - 1:
+        return "first "
+    return ""
 
 
 def _list_backward_points(

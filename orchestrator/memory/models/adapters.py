@@ -83,7 +83,9 @@ class AdaptedLayer:
         """
         adapted = self.adapted
         if self.autocast:
-            copies = (8 if self.dropout else 4) if "down_proj" in adapted else 0
+            copies = 0
+            if "down_proj" in adapted:
+                copies = 8 if self.dropout else 4
             return 6 * self.hidden + (2 + copies) * self.ffn
         gated = 0 if "down_proj" in adapted and not self.dropout else self.ffn
         inputs = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
@@ -131,4 +133,8 @@ class AdaptedLayer:
         """Bytes per element of dropout's mask: one byte on CUDA, the width of the adapters' type on
         a CPU (cuda_autocast.py).
         """
-        return 1 if self.cuda else 4 if self.autocast else self.width
+        if self.cuda:
+            return 1
+        if self.autocast:
+            return 4
+        return self.width

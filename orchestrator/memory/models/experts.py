@@ -56,9 +56,10 @@ def rename_expert_keys(config: Mapping[str, Any]) -> JsonObject:
 
 
 def find_experts(config: JsonObject) -> Experts | None:
-    """Return the experts in a complete configuration; None where the closed form does not hold.
+    """Return the experts in a complete configuration; None where our memory formulas do not hold
+    for the model.
 
-    It does not hold where some layers have no experts, a loss keeps the routing, or inputs are
+    They do not hold where some layers have no experts, a loss keeps the routing, or inputs are
     jittered.
     """
     alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1

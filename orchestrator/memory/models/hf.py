@@ -161,7 +161,12 @@ def adapt_to_transformers(
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
     if family == "qwen3":
         # kept for the gradient of the norm's weight
-        normed = 0 if model.lora is not None else 2 if low else 4
+        if model.lora is not None:
+            normed = 0
+        elif low:
+            normed = 2
+        else:
+            normed = 4
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim

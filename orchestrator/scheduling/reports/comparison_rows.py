@@ -32,7 +32,7 @@ from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings
+from orchestrator.specs.settings import in_short, settings_as_text
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
@@ -191,7 +191,7 @@ def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> Comp
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
-        settings=settings(last.plan),
+        settings=settings_as_text(last.plan),
         learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
         steps_s=(step_s,) if step_s else (),
@@ -233,7 +233,7 @@ def _predicted_row(state: State, job: Job) -> ComparisonRow:
         needed_bytes=needed,
         host_bytes=estimate.host_bytes,
         predicted_step_s=None if estimate.source in WITHOUT_SECONDS else candidate.step_s,
-        settings=settings(plan),
+        settings=settings_as_text(plan),
     )
 
 

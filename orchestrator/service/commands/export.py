@@ -28,7 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short, settings
+from orchestrator.specs.settings import in_short, settings_as_text
 
 DEEPSPEED = "deepspeed.json"
 ACCELERATE = "accelerate.yaml"
@@ -91,7 +91,7 @@ def _check_exportable(spec: JobSpec, source: Path, folder: Path) -> None:
 
 def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     """Write the plan's settings, and the files that DeepSpeed and accelerate read."""
-    (folder / "plan.json").write_text(json.dumps(settings(plan), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(settings_as_text(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
     if spec.knobs.deepspeed_config is not None or (
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)

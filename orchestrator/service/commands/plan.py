@@ -79,7 +79,7 @@ from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings, strongest_degradation
+from orchestrator.specs.settings import in_short, settings_as_text, strongest_degradation
 from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
@@ -471,7 +471,7 @@ def _view_candidate(
         chance = None
     return CandidateView(
         plan=in_short(plan),
-        settings=settings(plan),
+        settings=settings_as_text(plan),
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s * factor,
         step_factor=factor,

@@ -86,12 +86,12 @@ def _list_value_sets(array: object, source: str) -> Iterator[JsonObject]:
         count = 1
         for values in array.values():
             count *= len(values)
-        _check_count(count, source)
+        _check_job_count(count, source)
         rows: Sequence[JsonObject] = [
             dict(zip(array, values, strict=True)) for values in product(*array.values())
         ]
     elif isinstance(array, list) and array and all(isinstance(row, dict) and row for row in array):
-        _check_count(len(array), source)
+        _check_job_count(len(array), source)
         rows = array
     else:
         raise SpecError("not the values of an array", source=source, path="array", allowed=ALLOWED)
@@ -114,13 +114,13 @@ def _list_value_sets(array: object, source: str) -> Iterator[JsonObject]:
         yield row
 
 
-def _check_count(count: int, source: str) -> None:
-    if count > JOBS_MAX:
+def _check_job_count(job_count: int, source: str) -> None:
+    if job_count > JOBS_MAX:
         raise SpecError(
             "too many jobs in one array",
             source=source,
             path="array",
-            got=count,
+            got=job_count,
             allowed=f"{JOBS_MAX}",
         )
 

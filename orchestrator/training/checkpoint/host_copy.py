@@ -33,11 +33,10 @@ class HostCopy:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
             values = {name: make_chunks(value) for name, value in state.items()}
-            local = [
-                (name, offset, _bytes_of_part(value, offset))
-                for name, value in values.items()
-                for offset in value.parts
-            ]
+            local = []
+            for name, value in values.items():
+                for offset in value.parts:
+                    local.append((name, offset, _bytes_of_part(value, offset)))
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, local, group=group)
             mine = divide_parts(everyone)[group.rank()]

@@ -120,7 +120,12 @@ def _render_marked(
             if turn
             else ""
         )
-        opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
+        if whole.startswith(before):
+            opened = len(before)
+        elif spans:
+            opened = spans[-1][1]
+        else:
+            opened = 0
         begin = whole.find(content, opened)
         if begin < 0:
             raise SpecError(

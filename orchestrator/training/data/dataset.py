@@ -56,7 +56,11 @@ class TokenStreams:
             self._labels = labels[self._kept]
 
     def __len__(self) -> int:
-        return (self._ends[-1] if self._ends else 0) if self._kept is None else len(self._kept)
+        if self._kept is None:
+            if self._ends:
+                return self._ends[-1]
+            return 0
+        return len(self._kept)
 
     def token_count(self, index: int) -> int:
         """Return the number of labelled tokens in a sample."""

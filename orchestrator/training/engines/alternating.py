@@ -131,11 +131,10 @@ def _training_of_recipe(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
 
 
 def _check_recipe_names(recipes: Sequence[Recipe], training: TrainingSpec) -> None:
-    names = [
-        f"{recipe.name}.{name}"
-        for recipe in recipes
-        for name, _ in recipe.module.named_parameters()
-    ]
+    names = []
+    for recipe in recipes:
+        for name, _ in recipe.module.named_parameters():
+            names.append(f"{recipe.name}.{name}")
     for entry in training.freeze:
         if not any(fnmatchcase(name, entry.parameters) for name in names):
             example = f"a pattern of names such as {names[0]}"

@@ -329,8 +329,8 @@ class DeepSpeedEngine:
         return again
 
     def _make_frozen_copies(self) -> Iterator[MasterPiece]:
-        """Yield zeros in host memory for the rank's part of the fp32 weights that unfreeze later;
-        nothing where no copy is needed.
+        """Yield buffers of zeros in host memory for this rank's fp32 copies of weights that
+        unfreeze later; none where no copy is needed.
         """
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
             start, count = own_start_and_length(self._shapes[name].numel())
@@ -361,7 +361,10 @@ class DeepSpeedEngine:
         With `moments_until_step`, moments of parameters that unfreeze only at that step or later
         are left out.
         """
-        thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
+        thaws = {}
+        for thaw, group in self._updates.groups.items():
+            for name in group:
+                thaws[name] = thaw
         for piece in self._list_master_pieces():
             flat = piece.flat
             shape = self._shapes[piece.name]

@@ -79,7 +79,10 @@ def split_model(recipe: Recipe, plan: Plan, pipeline_rank: int) -> StageShare:
 
     names_of = {stage: [layer_names[index] for index in ranges[stage]] for stage in stage_indices}
     for stage in stage_indices:
-        names_of[stage] += first if stage == 0 else last if stage == count - 1 else ()
+        if stage == 0:
+            names_of[stage] += first
+        elif stage == count - 1:
+            names_of[stage] += last
     whole = set().union(*names_of.values())
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
@@ -415,7 +418,10 @@ def _map_shared_names(
     assert recipe.stages
     layers = _layer_names(recipe)
     count = len(ranges)
-    stage_of = {layers[index]: stage for stage, indices in enumerate(ranges) for index in indices}
+    stage_of = {}
+    for number, indices in enumerate(ranges):
+        for index in indices:
+            stage_of[layers[index]] = number
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}
     first_names: dict[nn.Parameter, str] = {}

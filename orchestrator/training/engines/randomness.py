@@ -28,8 +28,10 @@ class Randomness:
     """Seeds the generators before each micro-batch and layer of a recipe's module."""
 
     def __init__(self, recipe: Recipe, seed: int, token_part: int = 0) -> None:
-        """Make the seeds. `token_part` is the index of a sample's tokens that this rank's layers
-        have; parts draw different numbers.
+        """Prepare the seeds and hooks. `token_part` is the index of the part of a sample's tokens
+        that this rank's layers have.
+
+        Different parts draw different random numbers.
         """
         self._seed = seed
         self._micro_batch = 0

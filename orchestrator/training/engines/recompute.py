@@ -54,9 +54,9 @@ def apply_checkpointing(
     """
     if mode is ActivationCheckpointing.NONE:
         return
-    full = {
-        index for stage in stage_layers or (range(len(layers)),) for index in stage[:full_layers]
-    }
+    full: set[int] = set()
+    for stage in stage_layers or (range(len(layers)),):
+        full.update(stage[:full_layers])
     for index, layer in enumerate(layers):
         _checkpoint_layer(layer, ActivationCheckpointing.FULL if index in full else mode)
 

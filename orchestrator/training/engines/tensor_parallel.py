@@ -126,7 +126,9 @@ def shard_recipe(
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
     changed: dict[object, type[nn.Module]] = {}
-    layers = {part for layer in recipe.layers for part in layer.modules()}
+    layers: set[nn.Module] = set()
+    for layer in recipe.layers:
+        layers.update(layer.modules())
     gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")

@@ -103,7 +103,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         return out
                     added = self._grown_bytes(storage)
                 except NotImplementedError:  # sparse and opaque layouts have no storage
-                    added = self._count_parts(out)
+                    added = self._count_inner_tensors(out)
         elif out is not None:
             added = sum(
                 self._count_tensor(leaf)
@@ -216,9 +216,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return self._grown_bytes(tensor.untyped_storage())
         except NotImplementedError:
-            return self._count_parts(tensor)
+            return self._count_inner_tensors(tensor)
 
-    def _count_parts(self, tensor: torch.Tensor) -> int:
+    def _count_inner_tensors(self, tensor: torch.Tensor) -> int:
         names = PARTS.get(tensor.layout, ())
         return sum(self._count_tensor(getattr(tensor, name)()) for name in names)
 
@@ -312,13 +312,11 @@ def _is_in_process_group() -> bool:
 
 
 def _format_bytes(count: int) -> str:
-    return (
-        f"{count / MIB:.2f} MiB"
-        if count >= MIB
-        else f"{count / 1024:.2f} KiB"
-        if count >= 1024
-        else f"{count} B"
-    )
+    if count >= MIB:
+        return f"{count / MIB:.2f} MiB"
+    if count >= 1024:
+        return f"{count / 1024:.2f} KiB"
+    return f"{count} B"
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):

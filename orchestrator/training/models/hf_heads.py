@@ -38,7 +38,7 @@ def has_loss(head_class: Any) -> bool:
     return is_model and bool({*LABELS} & {*inspect.signature(head_class.forward).parameters})
 
 
-def find_named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def find_head_in_architectures(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that `architectures` names; None if the installed transformers has none for
     it.
     """
@@ -91,9 +91,12 @@ def forward_arguments(tensors_by_name: Mapping[str, Tensor]) -> dict[str, Any]:
             ):
                 sample[key] = row
         else:
-            result[name.rstrip("[]*")] = (
-                list(values) if "[]" in name else values.flatten(0, 1) if "*" in name else values
-            )
+            if "[]" in name:
+                result[name.rstrip("[]*")] = list(values)
+            elif "*" in name:
+                result[name.rstrip("[]*")] = values.flatten(0, 1)
+            else:
+                result[name.rstrip("[]*")] = values
     return result
 
 
@@ -235,12 +238,11 @@ def _make_tokens(config: Any, sample_count: int, tokens_per_sample: int) -> Tens
         "max_seq_len",
     )
     count = max(2, min(tokens_per_sample, places - 4))
-    special = {
-        value
-        for item in (config, text)
-        for name, value in item.to_dict().items()
-        if name.endswith("token_id")
-    }
+    special = set()
+    for item in (config, text):
+        for name, value in item.to_dict().items():
+            if name.endswith("token_id"):
+                special.add(value)
     plain = torch.tensor(
         [word for word in range(min(vocabulary, 64)) if word not in special] or [0]
     )

@@ -41,7 +41,7 @@ from orchestrator.training.models.hf_heads import (
     AnySamples,
     SyntheticBatch,
     compute_own_loss,
-    find_named_head,
+    find_head_in_architectures,
     takes_images_or_sounds,
 )
 from orchestrator.training.models.hf_parallel import (
@@ -278,7 +278,7 @@ def _find_head_with_own_loss(config: PreTrainedConfig, *, has_head_samples: bool
 
     A language model that also takes images or sounds has its own loss where samples may hold them.
     """
-    named = find_named_head(config)
+    named = find_head_in_architectures(config)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     language = auto._model_mapping.get(type(config), ())
     is_language = named in (language if isinstance(language, (tuple, list)) else (language,))
@@ -341,7 +341,7 @@ def _with_causal_mask(config: PreTrainedConfig) -> PreTrainedConfig:
     A configuration of transformers has `is_decoder` false. Without the switch, the loss could be
     read off the input.
     """
-    named = find_named_head(config)
+    named = find_head_in_architectures(config)
     kind = type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
     if (

@@ -148,7 +148,7 @@ class AllocationLedger:
     def record_free(self, storage_number: int) -> None:
         self.requests.append(-storage_number - 1)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Mark all storages so far as resident (they exist before every step), and forget the
         requests so far.
         """

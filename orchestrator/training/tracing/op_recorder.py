@@ -148,7 +148,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count_storage_of(buffer)
         self._resident_bytes = self._live_bytes
         self.buffer_bytes = self._live_bytes - weights
-        self.ledger.begin()
+        self.ledger.begin_step()
         self._held_by = {
             parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
         }
@@ -239,7 +239,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = self.places[number]
             if not place.name:
                 last = passed == max(layers for number, layers in self._place_of if number == turn)
-                word = "loss" if last else "input" if not passed else "between layers"
+                if last:
+                    word = "loss"
+                elif not passed:
+                    word = "input"
+                else:
+                    word = "between layers"
                 place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
         return self.places
 
@@ -282,7 +287,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
             for recipe in self._recipes
         ]
-        pairs = [pair for counts in sizes for pair in zip((0, *counts), counts, strict=False)]
+        pairs: list[tuple[int, int]] = []
+        for counts in sizes:
+            pairs.extend(zip((0, *counts), counts, strict=False))
         return max((before + 2 * size for before, size in pairs), default=0) - 2 * max(
             (size for _, size in pairs), default=0
         )

@@ -173,10 +173,10 @@ class StepRecorder:
     def _try_to_record_steps(
         self, checkpointing: ActivationCheckpointing, *, is_sharded: bool, is_zero3: bool
     ) -> RecordedSteps | None:
-        """Return the recorded steps; None where only this kind of checkpointing, or only stage 3,
-        makes the model fail.
+        """Return the steps recorded under this kind of checkpointing; None where only that kind, or
+        only ZeRO stage 3, makes the model fail.
 
-        Raises an error that occurs without both.
+        Raises the error of a model that fails without both, too.
         """
         try:
             return self._record_steps(checkpointing, is_sharded=is_sharded, is_zero3=is_zero3)
@@ -193,8 +193,12 @@ class StepRecorder:
     def _record_steps(
         self, checkpointing: ActivationCheckpointing, *, is_sharded: bool, is_zero3: bool
     ) -> RecordedSteps:
-        layers = [layer for recipe in self._recipes for layer in recipe.layers]
-        norms = [norm for recipe in self._recipes for norm in list_batch_norms(recipe.module)]
+        layers: list[nn.Module] = []
+        for recipe in self._recipes:
+            layers.extend(recipe.layers)
+        norms = []
+        for recipe in self._recipes:
+            norms.extend(list_batch_norms(recipe.module))
         linear = (
             patch.object(functional, "linear", zero3_linear)
             if is_zero3
@@ -227,9 +231,11 @@ class StepRecorder:
 
     def _list_adam_moment_bytes(self) -> list[int]:
         """Return the bytes of each fp32 moment, two for each trained parameter."""
-        trained = [
-            p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad
-        ]
+        trained = []
+        for recipe in self._recipes:
+            for p in recipe.module.parameters():
+                if p.requires_grad:
+                    trained.append(p)
         return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
     def _record_step(
@@ -284,12 +290,10 @@ def _restoring_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _freezing_others(recipes: Sequence[Recipe], trained_recipe: Recipe) -> Iterator[None]:
     """Open a context in which the parameters of all recipes but `trained_recipe` are frozen."""
-    others = [
-        parameter
-        for recipe in recipes
-        if recipe is not trained_recipe
-        for parameter in recipe.module.parameters()
-    ]
+    others: list[nn.Parameter] = []
+    for recipe in recipes:
+        if recipe is not trained_recipe:
+            others.extend(recipe.module.parameters())
     trained = [parameter for parameter in others if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -121,8 +121,8 @@ SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by p
 
 @frozen
 class Timeline:
-    """The segments of a model and their events over a step. The first two and last two of equal
-    layers represent all.
+    """The segments of a model and their events over a step. The first two and the last two of
+    several equal layers stand for all of these layers.
     """
 
     segments: tuple[tuple[ModelPlace, int], ...]  # with the number of equal places
@@ -142,7 +142,9 @@ def make_timeline(
     `repeat_pattern`: pattern of repeating layers, of which `recorded_layers` were recorded. The
     others are extrapolated linearly.
     """
-    stretches = [stretch for steps in recorded for stretch in _fit_lines(steps)]
+    stretches = []
+    for steps in recorded:
+        stretches.extend(_fit_lines(steps))
     saved = _find_saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
@@ -159,11 +161,10 @@ def make_timeline(
         }
         groups, dropped = more.groups(groups)
         places = [*more.places.values()]
-    segment_of = {
-        place: (i, len(group) - 1 - n)
-        for i, group in enumerate(groups)
-        for n, place in enumerate(group)
-    }
+    segment_of = {}
+    for i, group in enumerate(groups):
+        for n, place in enumerate(group):
+            segment_of[place] = (i, len(group) - 1 - n)
     chosen = []
     for stretch in stretches:
         segment, position = segment_of[stretch[0].segment]
@@ -241,7 +242,10 @@ class _UnrecordedLayers:
         of several kinds form no group).
         """
         every = {*self._layers[self._stack.lead :]}
-        of_origin = {place: order for order, group in enumerate(recorded_groups) for place in group}
+        of_origin = {}
+        for order, group in enumerate(recorded_groups):
+            for place in group:
+                of_origin[place] = order
         is_alike = any(every <= {*group} for group in recorded_groups)
         parts: dict[object, list[int]] = {}
         for number in self.places:

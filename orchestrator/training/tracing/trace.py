@@ -129,12 +129,11 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
 
 
 def _buffer_bytes(recipe: Recipe) -> int:
-    buffers = [
-        buffer
-        for part in recipe.module.modules()
-        for buffer in part._buffers.values()
-        if buffer is not None
-    ]
+    buffers = []
+    for part in recipe.module.modules():
+        for buffer in part._buffers.values():
+            if buffer is not None:
+                buffers.append(buffer)
     return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 

@@ -105,12 +105,12 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, (Tensor, _TensorShape)):
             return value
         if isinstance(value, Tensor):
-            values = self._noted_values(value)
+            values = self._attached_values_of(value)
             if values is not None:
                 return values
         return self._make_up_values(value)
 
-    def _noted_values(self, tensor: Tensor) -> Tensor | None:
+    def _attached_values_of(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor's values, computed now if an operator was deferred; None where there
         are none.
         """
