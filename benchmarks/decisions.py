@@ -45,14 +45,14 @@ def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int
         (SHARED, each) for each in depths if each in LIMITS_MS
     ]:
         name = f"2,048 GPUs, {pending} pending" + (
-            ", shared by 8 teams with quotas" if policy.is_shared else ""
+            ", shared by 8 teams with quotas" if policy.has_teams else ""
         )
         say(f"{decisions} decisions, {name}")
         running, unsorted_s = decisions_at(
             cluster.model_copy(update={"policy": policy}), pending, decisions
         )
         taken_s = sorted(unsorted_s)
-        if not policy.is_shared:
+        if not policy.has_teams:
             means[pending] = fmean(taken_s)
         p99_ms, limit_ms = 1e3 * quantile(taken_s, 0.99), LIMITS_MS.get(pending)
         found += [

@@ -41,7 +41,7 @@ from orchestrator.specs.errors import (
     OrchestratorError,
     ServiceError,
     SpecError,
-    error_view,
+    error_as_json,
 )
 from orchestrator.specs.plain_text import why_unstorable
 
@@ -136,7 +136,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
 
 def _exit_with_error(error: OrchestratorError, *, as_json: bool) -> Never:
     """Print the error on stderr, as JSON or text, and end the process: 2 for bad input, else 1."""
-    print(json.dumps(error_view(error)) if as_json else error, file=sys.stderr)
+    print(json.dumps(error_as_json(error)) if as_json else error, file=sys.stderr)
     sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 

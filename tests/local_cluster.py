@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
-from orchestrator.backends.attempts.leftovers import clean_up, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.devices.nvml import NvmlReading
@@ -137,4 +137,4 @@ class LocalLaunchers:
     def end_orphan_processes(
         self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
     ) -> None:
-        clean_up(process_mark(folder, node.launch.name), str(folder.path), list(pids))
+        end_leftover_processes(process_mark(folder, node.launch.name), str(folder.path), list(pids))

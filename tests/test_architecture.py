@@ -93,7 +93,7 @@ MUTATORS = {
 # A cache with a bound changes no answer of a pure function. These have none, since their arguments
 # are few.
 UNBOUNDED_CACHES = {
-    "orchestrator/specs/replace.py": {"_slots_of"},  # one entry for each class of this program
+    "orchestrator/specs/replace.py": {"_find_slots"},  # one entry for each class of this program
     "orchestrator/memory/calibration/calibrate.py": {
         "_student_quantile"
     },  # degrees of freedom: at most the window

@@ -10,8 +10,8 @@ from tests.size import PACKAGE_NODES_MAX, Counts, count, modules
 # A limit may only fall: lower it with the commit that made the number smaller.
 LIMITS = {
     "conditional expressions in 1,000 statements": 44.0,
-    "comprehensions in 1,000 statements": 55.8,
-    "nested comprehensions": 232,
+    "comprehensions in 1,000 statements": 54.7,
+    "nested comprehensions": 201,
     "functions with more than ten decisions": 150,
 }
 SLACK = 0.02  # of a limit: so far below, the limit is lowered

@@ -35,7 +35,7 @@ from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import settings
+from orchestrator.specs.settings import settings_as_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -633,7 +633,10 @@ def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
         sharding=Sharding.FSDP,
         sequence_length=512,
     )
-    names = {*names_recorded(ROOT / "orchestrator/backends/mlflow/content.py"), *settings(plan)}
+    names = {
+        *names_recorded(ROOT / "orchestrator/backends/mlflow/content.py"),
+        *settings_as_text(plan),
+    }
     assert len(names) > 40
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, placement_text
+from orchestrator.specs.attempt import Attempt, format_placement
 from orchestrator.specs.events import Event
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
@@ -18,6 +18,7 @@ from orchestrator.specs.state import State
 Body = TypeVar("Body")  # what a row of an outbox holds
 Sent = TypeVar("Sent", contravariant=True)
 OutboxRow = tuple[int, Record]  # its number, which is never given again, and what it holds
+EventAndDecisionText = tuple[Event, str | None]  # see `format_decisions`; None: none was stored
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 
 
@@ -81,7 +82,7 @@ class Backend(Protocol):
 class EventLog(Protocol):
     """Durable log of events. Every method may be called from any thread."""
 
-    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[EventAndDecisionText]]:
         """Return (newest snapshot of the state, events after it, oldest first). The snapshot is
         None if there is none.
 
@@ -103,10 +104,11 @@ class EventLog(Protocol):
         """Return the live jobs at the newest snapshot."""
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Append events, their decisions, ended jobs and tracker records in one transaction.
+        """Append events, their decisions, ended jobs and tracker records in one durable
+        transaction.
 
-        Raises UncertainError where it is unknown whether the transaction succeeded. Any other
-        exception does not tell that either.
+        Raises UncertainError where the database does not say whether the transaction succeeded.
+        After any other exception that is unknown, too.
         """
 
     def confirm_ownership(self, *, may_wait: bool = True) -> None:
@@ -197,6 +199,4 @@ def _format_decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt
-    return (
-        f"launch {attempt.name} on {placement_text(attempt.placement)} as {in_short(attempt.plan)}"
-    )
+    return f"launch {attempt.name} on {format_placement(attempt.placement)} as {in_short(attempt.plan)}"

@@ -8,7 +8,10 @@ from operator import attrgetter
 
 from orchestrator.memory.engines import deepspeed
 from orchestrator.memory.engines import torch as torch_engines
-from orchestrator.memory.engines.activations import highest_activation_places, list_live_activations
+from orchestrator.memory.engines.activations import (
+    find_highest_point_indices,
+    list_live_activations,
+)
 from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, PointKind, Rank
 from orchestrator.memory.engines.optimizers import ADAM_BYTES, optimizer_state_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, MeasuredOverhead
@@ -62,7 +65,7 @@ def estimate(
 def device_bytes_cache_key(plan: Plan) -> object:
     """Return a cache key of the plan; plans with equal keys may share one `DeviceBytes`.
 
-    The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under
+    The key leaves out checkpointing, micro-batch size, accumulation, and the number of copies under
     hybrid sharding.
     """
     layout = plan.layout
@@ -110,7 +113,7 @@ class DeviceBytes:
             case _:
                 refuse_unknown(self._mechanics)
         self._profile = _select_traced_moments(
-            profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3
+            profile, is_sharded=isinstance(self._mechanics, Fsdp2), is_zero3=is_zero3
         )
         self.counts_every_mode_alike = device.kind.traits.has_caching_allocator and not tells_apart
         self._casts = uses_autocast(plan)
@@ -120,8 +123,8 @@ class DeviceBytes:
         self._moments: dict[object, CountedMoments] = {}  # and their counted bytes
 
     def accumulation_cache_key(self, gradient_accumulation_steps: int) -> object:
-        """Return a cache key of how gradient accumulation affects memory: equal keys, equal
-        micro-batches in flight.
+        """Return a cache key of how gradient accumulation affects memory; with equal keys, as many
+        micro-batches are in flight.
         """
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
@@ -134,7 +137,7 @@ class DeviceBytes:
 
         Where `counts_every_mode_alike`, it holds for every kind of checkpointing too.
         """
-        counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
+        counted = max(max(beside.values()) for _, beside in self._most_counted_bytes_of(plan))
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
 
@@ -149,13 +152,13 @@ class DeviceBytes:
         micro = plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
-        for rank, beside in self._counted_of(plan):
+        for rank, beside in self._most_counted_bytes_of(plan):
             live = list_live_activations(
                 rank,
                 mode,
-                casts=self._casts,
+                has_weight_copies=self._casts,
                 full_layers=full_layers,
-                offloads=plan.activation_offload,
+                offloads_inputs=plan.activation_offload,
             )
             most = max([counted + live[place].bytes_of(micro) for place, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
@@ -165,14 +168,14 @@ class DeviceBytes:
         """Return the plan's memory estimate, equal to that of the function `estimate`."""
         micro = plan.micro_batch_size
         rows = []
-        for rank, moments in self._moments_of(plan):
+        for rank, moments in self._counted_moments_of(plan):
             mode = plan.activation_checkpointing
             live = list_live_activations(
                 rank,
                 mode,
-                casts=self._casts,
+                has_weight_copies=self._casts,
                 full_layers=plan.full_checkpointing_layers,
-                offloads=plan.activation_offload,
+                offloads_inputs=plan.activation_offload,
             )
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
@@ -200,15 +203,17 @@ class DeviceBytes:
             ),
         )
 
-    def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
+    def _reserved_bytes(
+        self, allocated_bytes: int, checkpointing: ActivationCheckpointing | None
+    ) -> int:
         """Return the bytes that the allocator reserves for `allocated_bytes` under this kind of
         checkpointing.
 
-        None as `mode` returns the least over all kinds.
+        None as `checkpointing` returns the minimum over all kinds.
         """
         if not self._device.kind.traits.has_caching_allocator:
             return allocated_bytes
-        factor = self._profile.fragmentation_of(mode)
+        factor = self._profile.fragmentation_of(checkpointing)
         return round(
             allocated_bytes * max(FRAGMENTATION, factor)
             + (SEGMENTS_BYTES if factor > FRAGMENTATION else 0)
@@ -222,7 +227,7 @@ class DeviceBytes:
             self._overhead_bytes_of[copies] = self._overhead.bytes_of(plan)
         return self._overhead_bytes_of[copies]
 
-    def _moments_of(self, plan: Plan) -> CountedMoments:
+    def _counted_moments_of(self, plan: Plan) -> CountedMoments:
         full_layers = plan.full_checkpointing_layers
         key = (self._moments_cache_key(plan), full_layers)
         if key not in self._moments:
@@ -235,9 +240,9 @@ class DeviceBytes:
                 self._moments[key].append((rank, counted))
         return self._moments[key]
 
-    def _counted_of(self, plan: Plan) -> Counted:
-        """Return, for every rank, the most counted bytes at each of its pass points with the
-        highest activations.
+    def _most_counted_bytes_of(self, plan: Plan) -> Counted:
+        """Return, for every rank, {pass point: most counted bytes} of its pass points with the most
+        live activations.
 
         Nothing else is stored: with all moments of all plans, a search spent a third of its time in
         garbage collection.
@@ -245,38 +250,46 @@ class DeviceBytes:
         key = self._moments_cache_key(plan)
         if key not in self._counted:
             self._counted[key] = [
-                (rank, self._counted_beside(rank, plan))
+                (rank, self._counted_bytes_by_point(rank, plan))
                 for rank in list_critical_ranks(self._profile, plan)
             ]
         return self._counted[key]
 
-    def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
+    def _counted_bytes_by_point(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
         for moment in self._moments_at(
-            rank, plan, highest_activation_places(rank, casts=self._casts)
+            rank, plan, find_highest_point_indices(rank, has_weight_copies=self._casts)
         ):
             counted = moment.counted_bytes + self._library_bytes
             most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
 
-    def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
-        """Return the moments of the pass points at these places, and all moments outside the
-        model's passes.
+    def _moments_at(self, rank: Rank, plan: Plan, point_indices: Iterable[int]) -> list[Moment]:
+        """Return the moments at the rank's pass points with these indices, and all moments outside
+        the model's passes.
         """
         cuda = self._device.kind.traits.traces_as_cuda
         mechanics = self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
-            places = [
-                place for place in places if rank.pass_points[place].point is not PointKind.ARRIVAL
+            point_indices = [
+                place
+                for place in point_indices
+                if rank.pass_points[place].point is not PointKind.ARRIVAL
             ]
         match mechanics:
             case Replicated():
-                return torch_engines.list_ddp_moments(rank, plan, mechanics, places, cuda=cuda)
+                return torch_engines.list_ddp_moments(
+                    rank, plan, mechanics, point_indices, is_cuda=cuda
+                )
             case Fsdp2() | ScriptFsdp():
-                return torch_engines.list_fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
+                return torch_engines.list_fsdp_moments(
+                    rank, plan, mechanics, point_indices, is_cuda=cuda
+                )
             case Zero():
-                return deepspeed.list_peak_moments(rank, plan, mechanics, places, cuda=cuda)
+                return deepspeed.list_peak_moments(
+                    rank, plan, mechanics, point_indices, is_cuda=cuda
+                )
             case _:
                 refuse_unknown(mechanics)
 
@@ -286,21 +299,25 @@ class DeviceBytes:
 
 
 @lru_cache(maxsize=256)
-def _select_traced_moments(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfile:
-    """Return the profile with those moments of its trace that apply under FSDP2 or ZeRO-3, if it
-    has any.
+def _select_traced_moments(
+    profile: ModelProfile, *, is_sharded: bool, is_zero3: bool
+) -> ModelProfile:
+    """Return the profile with only those moments of its trace that apply under FSDP2 (`is_sharded`)
+    or ZeRO-3; others unchanged.
     """
-    sharded &= any(moment.sharded for moment in profile.moments)
-    zero3 &= any(moment.zero3 for moment in profile.moments)
+    is_sharded &= any(moment.sharded for moment in profile.moments)
+    is_zero3 &= any(moment.zero3 for moment in profile.moments)
     moments = tuple(
-        moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3)
+        moment
+        for moment in profile.moments
+        if (moment.sharded, moment.zero3) == (is_sharded, is_zero3)
     )
     return profile if len(moments) == len(profile.moments) else replace(profile, moments=moments)
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
-    """Return the host memory of one rank: offloaded state, and its copy of what it writes of a
-    checkpoint.
+    """Return the host bytes of one rank: offloaded state, and the copy that it makes for
+    checkpoints.
 
     Offloaded are fp32 masters, gradients and optimizer states of its shard, and parameters where
     they live there, frozen ones too. DeepSpeed's own estimate is 16 to 18 bytes per parameter of
@@ -327,8 +344,8 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
 
 
 def _checkpoint_host_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Return the bytes of a rank's host copy for checkpoints: fp32 trained parameters and optimizer
-    states.
+    """Return the bytes of a rank's host copy for checkpoints: its trained parameters and optimizer
+    states in fp32.
 
     Of the ranks that hold the same part, one copies it (training/checkpoint/host_copy.py). A
     script's own checkpoints are not counted.

@@ -56,7 +56,7 @@ def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProf
     )
     if model is not None and model.weight_bytes_each == 2:
         rank_share = replace(rank_share, autocast=False)  # nothing is left to cast
-    traced = _find_traced(request.traced, rank_share, length) if tp == 1 else None
+    traced = _find_traced_profile(request.traced, rank_share, length) if tp == 1 else None
     is_whole = tp == rank_share.pipeline_parallel == rank_share.expert_parallel == 1
     shape = None if model is None else find_model_shape(model, length)
     if request.freezes and is_whole and traced is not None:
@@ -65,7 +65,7 @@ def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProf
     if model is None or shape is None or (tp > 1 and experts is not None):
         if traced is None or model is None or not request.is_script:
             return traced
-        return _as_script_holds(traced, model)
+        return _with_script_weights(traced, model)
     profile = make_decoder_profile(
         shape,
         request.family_name,
@@ -82,20 +82,20 @@ def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProf
         profile = adapt_to_transformers(
             *(profile, model, shape, length // rank_share.context_parallel),
             autocast=rank_share.autocast,
-            cuda=rank_share.cuda,
+            is_cuda=rank_share.cuda,
             expert_parallel=rank_share.expert_parallel,
-            uneven=rank_share.uneven,
+            receive_factor_max=rank_share.uneven,
             is_script=request.is_script,
         )
     if not request.is_script:
         return profile
     if not request.fuses_loss:
         profile = with_all_logits(profile, shape.vocab_size, length)
-    return _as_script_holds(profile, model)
+    return _with_script_weights(profile, model)
 
 
-def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
-    """Return the profile with trained weights stored in the script's type.
+def _with_script_weights(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
+    """Return the profile with trained weights stored in the dtype that the script uses.
 
     Adapters stay in fp32 beside a frozen base (`autocast_adapter_dtype` in
     peft/tuners/tuners_utils.py, peft 0.19).
@@ -106,11 +106,13 @@ def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
 
 
 def with_held_boundaries(request: ModelRequest, profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """Return the profile with extra held bytes where transformers' Trainer shards LoRA on a frozen base by FSDP.
+    """Return the profile with layer inputs held longer, where transformers' Trainer shards LoRA on
+    a frozen base by FSDP.
 
-    Reentrant checkpointing wraps FSDP's units, whose hook for frozen weights holds the input of every layer, and its
-    gradient, until the backward pass is over (torch/distributed/fsdp/_runtime_utils.py,
-    `_register_post_backward_reshard_only_hook`; counted on two gloo ranks of torch 2.13, 2026-11).
+    Reentrant checkpointing wraps FSDP's units, whose hook for frozen weights holds the input of
+    every layer, and its gradient, until the backward pass is over
+    (torch/distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`; counted
+    on two gloo ranks of torch 2.13, 2026-11). Other profiles are unchanged.
     """
     model = request.known_model
     is_wrapped = isinstance(plan.mechanics, ScriptFsdp) and request.is_by_transformers
@@ -128,13 +130,13 @@ def is_memory_known(spec: JobSpec) -> bool:
     return find_rank_profile(request, RankShare(precision=spec.precision)) is not None
 
 
-def _find_traced(
+def _find_traced_profile(
     profiles: tuple[TracedProfile, ...], share: RankShare, sequence_length: int
 ) -> ModelProfile | None:
-    """Return the traced profile of the shortest samples that are at least this long; None without
-    one.
+    """Return the traced profile with the shortest sample length that is at least `sequence_length`;
+    None without one.
 
-    A trace on this kind of device is preferred.
+    A trace on this kind of device (CUDA or not) is preferred.
     """
     fitting = [
         candidate
@@ -151,19 +153,19 @@ def _find_traced(
 
 
 def _make_declared_profile(
-    request: ModelRequest, declared: DeclaredProfile, how: RankShare
+    request: ModelRequest, declared: DeclaredProfile, rank_share: RankShare
 ) -> ModelProfile:
     """Return the profile that the user declares, as `layers` equal parts and one part for the
     remainder.
 
-    Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et
-    al. 2022, arXiv:2205.05198, section 4.1); what a layer hands on is not.
+    Of the bytes that a transformer layer saves, 24 of 34 are cut by tensor parallelism (Korthikanti
+    et al. 2022, arXiv:2205.05198, section 4.1). A layer's output is not.
     """
-    tp = how.tensor_parallel
+    tp = rank_share.tensor_parallel
     stretch = 1.0
-    if how.sequence_length and request.own_length:
-        stretch = how.sequence_length / request.own_length
-    is_lower = request.precision is Precision.FP32 and how.precision is not Precision.FP32
+    if rank_share.sequence_length and request.own_length:
+        stretch = rank_share.sequence_length / request.own_length
+    is_lower = request.precision is Precision.FP32 and rank_share.precision is not Precision.FP32
     share = LOW_SHARE if is_lower else 1.0
     checkpointed = declared.checkpointed_per_sample
     chosen = declared.selective_per_sample
@@ -205,7 +207,7 @@ def _make_declared_profile(
     has_seconds = not request.is_script or bool(request.speeds) or flops is not None
     return ModelProfile(
         family=request.family_name,
-        precision=how.precision,
+        precision=rank_share.precision,
         source=Source.DECLARED if has_seconds else Source.DECLARED_MEMORY,
         segments=(rest, layer),
         workspace_bytes=declared.workspace,
@@ -221,8 +223,8 @@ def make_decoder_profile(
     sequence_length: int,
     tp: int,
     autocast: bool,
-    cuda: bool = False,
-    spread: int = 1,
+    is_cuda: bool = False,
+    sequence_parallel: int = 1,
     cp: int = 1,
 ) -> ModelProfile:
     """Return the closed form of `training/models/decoder.py` with `cross_entropy.py`; bytes are per sample.
@@ -233,9 +235,10 @@ def make_decoder_profile(
     of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual stream and
     the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`). Where the weights
     themselves are cast, only the norms work in fp32. Tensor parallelism splits heads, feed-forward and vocabulary
-    (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
-    residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are split, and a rank
-    attends to all of them with its share of the heads (training/contract/context.py). Bytes moved by operators were
+    (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `sequence_parallel` ranks it also spreads
+    the tokens of norms and residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each
+    sample's tokens are split, and a rank attends to all of them with its share of the heads
+    (training/contract/context.py). Bytes moved by operators were
     counted on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream
     and their gradients, and under autocast the casts of what goes into products.
     """
@@ -247,7 +250,7 @@ def make_decoder_profile(
     n = spec.num_attention_heads // tp
     q = n * d
     kv = spec.kv_heads * d // tp
-    stream_width = h / spread  # of the residual stream, per token of the sample
+    stream_width = h / sequence_parallel  # of the residual stream, per token of the sample
     low = precision is not Precision.FP32
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
@@ -255,20 +258,20 @@ def make_decoder_profile(
     # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps
     # its input alone.
     norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]
-    if cuda:
+    if is_cuda:
         norms -= 12 if stream == 2 else 8
     casts = 2 * matrices
     if (
-        spread > 1
+        sequence_parallel > 1
     ):  # one cast is gathered for all projections, and theirs are made again in the backward pass
         if low and stream == 4:
             norms -= 6
         casts = 0
-    saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
+    saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / sequence_parallel
     selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
         # masks, which a CPU has in the type of the input
-        saved += 2 * (1 if cuda else width) * stream_width
+        saved += 2 * (1 if is_cuda else width) * stream_width
     # of the residual stream, forward and backward
     moved = (66, 142) if low and autocast else (10 * width, 25 * width)
     again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
@@ -300,7 +303,7 @@ def make_decoder_profile(
             BackwardPeak(3 * h * f, h * f, s * width * (h - 2 * f)),
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
-        peaks=_gathered_peaks(s * width, h, f, stream_width) if spread > 1 else (),
+        peaks=_gathered_peaks(s * width, h, f, stream_width) if sequence_parallel > 1 else (),
         exchanged_bytes=s * width * (2 * q + 2 * again * kv) if cp > 1 else 0,
         forward_moved_bytes=round(s * (moved[0] * stream_width + width * (10 * (q + kv) + 5 * f))),
         backward_moved_bytes=round(s * (moved[1] * stream_width + width * (10 * (q + kv) + 9 * f))),
@@ -311,44 +314,60 @@ def make_decoder_profile(
         source=Source.CLOSED_FORM,
         segments=(
             _embedding_segment(
-                s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread
+                s,
+                h,
+                v,
+                stream_bytes=stream,
+                is_tied=spec.tie_word_embeddings,
+                sequence_parallel=sequence_parallel,
             ),
             layer,
             _head_segment(
                 s,
                 h,
                 v,
-                low=low,
-                stream=stream,
-                tied=spec.tie_word_embeddings,
-                spread=spread,
-                cuda=cuda,
+                is_low_precision=low,
+                stream_bytes=stream,
+                is_tied=spec.tie_word_embeddings,
+                sequence_parallel=sequence_parallel,
+                is_cuda=is_cuda,
             ),
         ),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
-        sequence_parallel=spread,
+        sequence_parallel=sequence_parallel,
         context_parallel=cp,
         updated_before_largest=_updated_before_largest(h * f, h * v),
     )
 
 
 def _gathered_peaks(
-    sample_bytes: int, h: int, f: int, stream_width: float
+    value_bytes: int, hidden_size: int, feed_forward_size: int, stream_bytes: float
 ) -> tuple[BackwardPeak, ...]:
     """Return the memory peaks in the backward pass of a layer that gathers its tokens for its
     matrices.
 
-    `sample_bytes` are the bytes of one value for every token. The last matrix gathers the gradient
-    of its output; or the product before it has gradients of both factors. Then two matrices read
-    the input, which is gathered again, and their gradients for it add up. What selective
-    checkpointing kept of the layer's output is still there. (Which of both has the most was counted
-    on two and four gloo ranks of torch 2.13, 2026-11.)
+    `value_bytes` are the bytes of one value for every token of a sample. The last matrix gathers
+    the gradient of its output; or the product before it has gradients of both factors. Then two
+    matrices read the input, which is gathered again, and their gradients for it add up. What
+    selective checkpointing kept of the layer's output is still there. (Which of both has the most
+    was counted on two and four gloo ranks of torch 2.13, 2026-11.)
     """
-    of_last = max(h + f, 2 * f) + stream_width
-    of_first = max(2 * h - f, 3 * (h - f)) + stream_width
-    last = BackwardPeak(h * f, h * f, round(sample_bytes * of_last))
-    first = BackwardPeak(3 * h * f, h * f, round(sample_bytes * of_first))
+    of_last = max(hidden_size + feed_forward_size, 2 * feed_forward_size) + stream_bytes
+    of_first = (
+        max(2 * hidden_size - feed_forward_size, 3 * (hidden_size - feed_forward_size))
+        + stream_bytes
+    )
+    last = BackwardPeak(
+        hidden_size * feed_forward_size,
+        hidden_size * feed_forward_size,
+        round(value_bytes * of_last),
+    )
+    first = BackwardPeak(
+        3 * hidden_size * feed_forward_size,
+        hidden_size * feed_forward_size,
+        round(value_bytes * of_first),
+    )
     return (first,) if of_first >= of_last else (last, first)
 
 
@@ -371,93 +390,123 @@ def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int
     return replace(profile, segments=(*layers, whole))
 
 
-def _updated_before_largest(feed_forward: int, table: int) -> int:
+def _updated_before_largest(matrix_elements: int, table_elements: int) -> int:
     """Return `ModelProfile.updated_before_largest`: a feed-forward matrix is followed by another, a
     table by a norm.
     """
-    return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
+    return max(2 * table_elements, 3 * matrix_elements) - 2 * max(table_elements, matrix_elements)
 
 
-def _embedding_segment(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
+def _embedding_segment(
+    sequence_length: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    stream_bytes: int,
+    is_tied: bool,
+    sequence_parallel: int,
+) -> Segment:
     """Return the segment of the embedding: its output, tokens and labels, and in backward the
     output's gradient.
 
-    Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other
-    ranks.
+    Over several `sequence_parallel` ranks there are two such gradients of all tokens: one as it
+    came, and one without the rows of other ranks.
     """
-    saved = round(s * (stream * h / spread + 16))
-    gradient = s * stream * h * (1 if spread == 1 else 2)
+    saved = round(sequence_length * (stream_bytes * hidden_size / sequence_parallel + 16))
+    gradient = sequence_length * stream_bytes * hidden_size * (1 if sequence_parallel == 1 else 2)
     return Segment(
         name="embedding",
         count=1,
-        parameters=v * h,
+        parameters=vocab_size * hidden_size,
         saved_bytes=saved,
         checkpointed_bytes=saved,
         selective_bytes=saved,
         selective_transient_bytes=gradient,
         transient_bytes=gradient,
         forward_flops=0.0,
-        largest_parameter=v * h,
-        summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
-        looked_up=v * h,
-        factored=v + h,
-        tensors=(v * h,),
-        peaks=(BackwardPeak(0, 0, gradient),) if tied else (),
+        largest_parameter=vocab_size * hidden_size,
+        summed_gradients=3 * vocab_size * hidden_size
+        if is_tied
+        else 0,  # of head and embedding, and their sum
+        looked_up=vocab_size * hidden_size,
+        factored=vocab_size + hidden_size,
+        tensors=(vocab_size * hidden_size,),
+        peaks=(BackwardPeak(0, 0, gradient),) if is_tied else (),
     )
 
 
 def _head_segment(
-    s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool
+    sequence_length: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    is_low_precision: bool,
+    stream_bytes: int,
+    is_tied: bool,
+    sequence_parallel: int,
+    is_cuda: bool,
 ) -> Segment:
-    """Return the segment of final norm and chunked loss, measured as slopes like a layer.
+    """Return the segment of final norm and chunked loss; bytes were measured as slopes, as those of
+    a layer.
 
     On CUDA the norm has no intermediates. The weight's gradient is made in fp32, in the forward
-    pass; engines count it in their own width. That of a weight which it shares is the embedding's,
-    and waits for the other one's. In low precision the loss has logits twice for a moment, and the
-    product that is added to the gradient beside it. Over `spread` ranks a rank has the norm of its
-    own tokens, and gathers those of a chunk.
+    pass; engines count it in their own width. Where the head shares the embedding's weight, its
+    gradient waits for the embedding's. In low precision the loss has logits twice for a moment, and
+    the product that is added to the gradient beside them. Over `sequence_parallel` ranks a rank has
+    the norm of its own tokens, and gathers the tokens of a chunk.
     """
-    stream_width = h / spread
-    saved_width, passed = (10, 14) if stream == 2 else (8, 12)
-    if cuda:
-        saved_width = stream
-        passed = 2 * stream
-    saved = round(s * (saved_width * stream_width + 4 / spread))
-    normed = round(s * passed * stream_width)
-    if not low:
-        peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
-    elif stream == 4:
-        peaks = ((6 * v + 2 * h + 8, 2 * v * h), (2 * v + 2 * h, 4 * v * h))
+    stream_width = hidden_size / sequence_parallel
+    saved_width, passed = (10, 14) if stream_bytes == 2 else (8, 12)
+    if is_cuda:
+        saved_width = stream_bytes
+        passed = 2 * stream_bytes
+    saved = round(sequence_length * (saved_width * stream_width + 4 / sequence_parallel))
+    normed = round(sequence_length * passed * stream_width)
+    if not is_low_precision:
+        peaks: tuple[tuple[int, int], ...] = ((4 * vocab_size + 4 * hidden_size, 0),)
+    elif stream_bytes == 4:
+        peaks = (
+            (6 * vocab_size + 2 * hidden_size + 8, 2 * vocab_size * hidden_size),
+            (2 * vocab_size + 2 * hidden_size, 4 * vocab_size * hidden_size),
+        )
     else:
-        peaks = ((6 * v + 8, 2 * v * h), (2 * v, 4 * v * h))
-    if spread > 1:
-        width = 2 if low else 4
-        gathered = round((1 if stream == width else 1 / spread) * width * h)
+        peaks = (
+            (6 * vocab_size + 8, 2 * vocab_size * hidden_size),
+            (2 * vocab_size, 4 * vocab_size * hidden_size),
+        )
+    if sequence_parallel > 1:
+        width = 2 if is_low_precision else 4
+        gathered = round(
+            (1 if stream_bytes == width else 1 / sequence_parallel) * width * hidden_size
+        )
         products = (
-            width if stream > width else 0
-        ) + 2 * stream  # in the stream's type, with the copy that gloo sums
-        summed = (width * (v + h) + products * h, 2 * v * h if low else 0)
+            width if stream_bytes > width else 0
+        ) + 2 * stream_bytes  # in the stream's type, with the copy that gloo sums
+        summed = (
+            width * (vocab_size + hidden_size) + products * hidden_size,
+            2 * vocab_size * hidden_size if is_low_precision else 0,
+        )
         peaks = (*((per_token + gathered, fixed) for per_token, fixed in peaks), summed)
-    made = 0 if tied else v * h
+    made = 0 if is_tied else vocab_size * hidden_size
     return Segment(
         name="head",
         count=1,
-        parameters=h + made,
+        parameters=hidden_size + made,
         saved_bytes=saved,
         checkpointed_bytes=saved,
         selective_bytes=saved,
         selective_transient_bytes=normed,
         transient_bytes=normed,
-        forward_flops=2.0 * s * v * h,
-        largest_parameter=v * h,
-        waiting_gradients=v * h - made,
-        factored=h if tied else v + 2 * h,
-        tensors=(h,) if tied else (v * h, h),
-        matmuls=((s, h, v),),
+        forward_flops=2.0 * sequence_length * vocab_size * hidden_size,
+        largest_parameter=vocab_size * hidden_size,
+        waiting_gradients=vocab_size * hidden_size - made,
+        factored=hidden_size if is_tied else vocab_size + 2 * hidden_size,
+        tensors=(hidden_size,) if is_tied else (vocab_size * hidden_size, hidden_size),
+        matmuls=((sequence_length, hidden_size, vocab_size),),
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,
-            sample_tokens=s,
-            per_sample_bytes=round(s * stream * stream_width),
+            sample_tokens=sequence_length,
+            per_sample_bytes=round(sequence_length * stream_bytes * stream_width),
             peaks=peaks,
             gradients=made,
         ),

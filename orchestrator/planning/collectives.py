@@ -28,28 +28,30 @@ class Ring:
     bandwidth: float
     start_s: float
 
-    def gather_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`; (n-1)/n of them
-        pass every link.
+    def gather_s(self, whole_bytes: float, message_count: int = 1) -> float:
+        """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, split into
+        `message_count` messages.
+
+        (n-1)/n of the bytes pass every link of n ranks.
         """
         if self.ranks == 1:
             return 0.0
         return (
-            messages * (self.start_s + self._steps_s)
+            message_count * (self.start_s + self._steps_s)
             + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
         )
 
-    def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start-up
-        time.
+    def all_reduce_s(self, whole_bytes: float, message_count: int = 1) -> float:
+        """Return the seconds of an all-reduce: those of a reduce-scatter and an all-gather, with
+        the start-up time of one.
         """
         if self.ranks == 1:
             return 0.0
-        return 2 * self.gather_s(whole_bytes, messages) - messages * self.start_s
+        return 2 * self.gather_s(whole_bytes, message_count) - message_count * self.start_s
 
     @property
     def _steps_s(self) -> float:
-        """Seconds that a message takes from the first rank to the last: along a node's devices,
+        """Seconds of start-up of a message from the first rank to the last: along a node's devices,
         then as a tree over nodes.
         """
         return (self.ranks / self.nodes - 1) * LINK_STEP_S + (
@@ -58,49 +60,49 @@ class Ring:
 
 
 def all_to_all_s(
-    sent_bytes: float,
-    messages: float,
-    ranks: int,
-    stride: int,
+    sent_bytes_per_device: float,
+    message_count: float,
+    rank_count: int,
+    device_stride: int,
     hardware: Hardware,
 ) -> float:
-    """Return the seconds of an all-to-all among every `stride`-th device, each sending `sent_bytes`
+    """Return the seconds of an all-to-all among every `device_stride`-th device, each sending `sent_bytes_per_device`
     in equal parts.
 
     Links of a node and the network work at once; each device of a node has an equal part of the
     network.
     """
-    over = find_ring(ranks, stride, hardware)
+    over = find_ring(rank_count, device_stride, hardware)
     per_node = hardware.devices_per_node
     link_bandwidth = hardware.device.link_bandwidth
-    near = min(ranks, max(1, per_node // stride))  # on the same node
-    inside_s = sent_bytes * (near - 1) / ranks / link_bandwidth
+    near = min(rank_count, max(1, per_node // device_stride))  # on the same node
+    inside_s = sent_bytes_per_device * (near - 1) / rank_count / link_bandwidth
     share = min(link_bandwidth, hardware.network_bandwidth / per_node)
-    outside_s = sent_bytes * (ranks - near) / ranks / share
-    return messages * over.gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
+    outside_s = sent_bytes_per_device * (rank_count - near) / rank_count / share
+    return message_count * over.gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
 
 
 @lru_cache(maxsize=4096)
-def find_ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
-    """Return the ring of `ranks` devices that are `stride` apart. Rings between the same nodes
+def find_ring(rank_count: int, device_stride: int, hardware: Hardware) -> Ring:
+    """Return the ring of `rank_count` devices that are `device_stride` apart. Rings between the same nodes
     share the network.
     """
     per_node = hardware.devices_per_node
-    nodes = -(-ranks * stride // per_node)
+    nodes = -(-rank_count * device_stride // per_node)
     bandwidth: float = hardware.device.link_bandwidth
     if nodes > 1:
-        bandwidth = min(bandwidth, hardware.network_bandwidth / min(stride, per_node))
+        bandwidth = min(bandwidth, hardware.network_bandwidth / min(device_stride, per_node))
     return Ring(
-        ranks=ranks,
-        nodes=min(nodes, ranks),
+        ranks=rank_count,
+        nodes=min(nodes, rank_count),
         bandwidth=bandwidth * LINK_EFFICIENCY,
         start_s=hardware.device.kind.traits.collective_start_s,
     )
 
 
 def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
-    """Return the seconds of a message between two devices, over the slower of link and network
-    share.
+    """Return the seconds of a message between two devices: over the link, or over their part of the
+    network, whichever is slower.
     """
     bandwidth = min(device.link_bandwidth, network_bandwidth)
     return device.kind.traits.collective_start_s + message_bytes / (bandwidth * LINK_EFFICIENCY)

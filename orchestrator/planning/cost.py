@@ -15,7 +15,11 @@ from orchestrator.memory.engines.widths import (
 )
 from orchestrator.planning.collectives import all_to_all_s, find_ring, send_s
 from orchestrator.planning.hardware import Hardware as Hardware
-from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, predict_host_s, predict_micro_batch
+from orchestrator.planning.kernels import (
+    BANDWIDTH_EFFICIENCY,
+    predict_host_launch_s,
+    predict_micro_batch_seconds,
+)
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     MasterWeights,
@@ -87,17 +91,18 @@ def predict_step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> flo
 
 
 def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float | None:
-    """Return the predicted share (0 to 1) of a step in which a device runs the model's kernels.
+    """Return the predicted share (0 to 1) of a step in which a device runs the model's kernels;
+    None where no step time is predicted.
 
-    None where no step time is predicted. It is that of the rank whose kernels take longest: their
-    seconds, and the update's where it is on the device, over those of the step. The rest are
-    launches, messages and waits. NVML told 14 and 97 % of two trainings alone on an H200, which
-    have 10 and 95 % by this (tests/gpu/measured/, 2026-11-29).
+    It is the share of the rank whose kernels take longest: seconds of kernels, and of the update on
+    the device, over the step's seconds. Launches, messages and waits make up the rest of the step.
+    NVML showed 14 and 97 % for two trainings alone on an H200; this function gives 10 and 95 %
+    (tests/gpu/measured/, 2026-11-29).
     """
     if profile.source in WITHOUT_SECONDS:
         return None
     batches = [
-        predict_micro_batch(
+        predict_micro_batch_seconds(
             rank.profile,
             plan.micro_batch_size,
             hardware.device,
@@ -115,7 +120,7 @@ def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float |
         for batch, again_s in zip(batches, replayed, strict=True)
     )
     if plan.offload is Offload.NONE:
-        kernels_s += _optimizer_s(profile, plan, hardware)
+        kernels_s += _optimizer_update_s(profile, plan, hardware)
     return min(1.0, kernels_s / predict_step_s(profile, plan, hardware))
 
 
@@ -141,43 +146,45 @@ class StepTimePredictor:
             if engine.has_low_gradients
             else master_bytes_per_weight(plan)
         )
-        self._copied_s = _copy_s(self._largest, plan, hardware)
+        self._copied_s = _gather_copy_s(self._largest, plan, hardware)
         self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
-        """Return `predict_step_s` of the plan, in half of the time."""
+        """Return what `predict_step_s` returns for the plan, in half of the time."""
         micro_steps = plan.gradient_accumulation_steps
         pp = plan.layout.pp
         handed_on_s = _stage_message_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
         seconds = [
-            self._computing_s(rank_profile, plan, per_rank) + handed_on_s
+            self._micro_batch_compute_s(rank_profile, plan, per_rank) + handed_on_s
             for rank_profile in self._rank_profiles
         ]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
-            through_all_s = self._computing_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
+            through_all_s = (
+                self._micro_batch_compute_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
+            )
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
-        shared_s, update_s = self._once_s(plan)
+        shared_s, update_s = self._message_and_update_s(plan)
         window_s = _overlap_window_s(seconds[self._largest_at], self._mechanics, micro_steps)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
         overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._factor * overlapped_s + update_s
 
-    def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
+    def _micro_batch_compute_s(self, profile: ModelProfile, plan: Plan, stage_count: int) -> float:
         """Return the seconds that a rank computes for one micro-batch, without waits.
 
-        `profile` is that of one of its `stages` pipeline stages.
+        `profile` is the profile of one pipeline stage, of which the rank has `stage_count`.
         """
         # to those of micro-batches before
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
-        how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
+        how = plan.activation_checkpointing, stage_count * plan.full_checkpointing_layers
         hardware = self._hardware
-        starts = 0 if self._copies_once else _count_collectives(profile, self._mechanics)
-        busy_s = _busy_s(
+        starts = 0 if self._copies_once else _collectives_per_micro_batch(profile, self._mechanics)
+        busy_s = _busy_s_per_micro_batch(
             profile,
             plan.micro_batch_size,
             *how,
@@ -194,50 +201,55 @@ class StepTimePredictor:
         moved_bytes = 2 * plan.micro_batch_size * profile.layer_inputs_bytes
         return busy_s + moved_bytes / hardware.device.host_bandwidth
 
-    def _once_s(self, plan: Plan) -> tuple[float, float]:
-        """Return (seconds of data-parallel messages, seconds of the update) of a step."""
+    def _message_and_update_s(self, plan: Plan) -> tuple[float, float]:
+        """Return (seconds of data-parallel messages, seconds of the optimizer's update) of one
+        step.
+        """
         micro_steps = plan.gradient_accumulation_steps
         if micro_steps not in self._once:
             arguments = (self._largest, plan, self._hardware)
             self._once[micro_steps] = (
                 _data_parallel_message_s(*arguments),
-                _optimizer_s(*arguments),
+                _optimizer_update_s(*arguments),
             )
         return self._once[micro_steps]
 
 
-def _count_collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
-    """Return how many collectives of sharded units the host starts for one micro-batch.
+def _collectives_per_micro_batch(profile: ModelProfile, mechanics: Mechanics) -> int:
+    """Return how many collectives of sharded layers the host starts for one micro-batch.
 
-    DeepSpeed's stage 3 is assumed to start no fewer than FSDP2; below it buckets are reduced.
+    DeepSpeed's stage 3 is assumed to start as many as FSDP2. Its lower stages reduce buckets, and
+    count as 0.
     """
     match mechanics:
         case Fsdp2() | ScriptFsdp():
-            return (2 if mechanics.keeps_gathered else 3) * _count_units(profile)
+            return (2 if mechanics.keeps_gathered else 3) * _count_fsdp_units(profile)
         case Zero():
-            return 3 * _count_units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
+            return 3 * _count_fsdp_units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
         case Replicated():
             return 0
         case _:
             refuse_unknown(mechanics)
 
 
-def _count_units(profile: ModelProfile) -> int:
-    """Return how many parts FSDP2 gathers one by one: the layers, and everything around them."""
+def _count_fsdp_units(profile: ModelProfile) -> int:
+    """Return the number of parts that FSDP2 gathers one by one: each layer, and everything outside
+    the layers as one.
+    """
     return sum(segment.count for segment in profile.segments if segment.count > 1) + 1
 
 
 @lru_cache(maxsize=16384)
-def _busy_s(
+def _busy_s_per_micro_batch(
     profile: ModelProfile,
-    size: int,
-    mode: ActivationCheckpointing,
+    micro_batch_size: int,
+    checkpointing: ActivationCheckpointing,
     full_layers: int,
     precision: Precision,
-    compiled: bool,
-    added: int,
-    updates: bool,
-    collectives: int,
+    is_compiled: bool,
+    added_gradient_bytes: int,
+    updates_in_backward: bool,
+    collective_count: int,
     hardware: Hardware,
 ) -> float:
     """Return the seconds of kernels, launches and messages of one micro-batch inside the model.
@@ -252,43 +264,48 @@ def _busy_s(
     """
     device = hardware.device
     tp = profile.tensor_parallel
-    batch = predict_micro_batch(profile, size, device, precision, compiled=compiled)
+    batch = predict_micro_batch_seconds(
+        profile, micro_batch_size, device, precision, compiled=is_compiled
+    )
     device_s = batch.forward_s + batch.backward_s
     device_s += (
-        2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+        2
+        * added_gradient_bytes
+        * profile.trained_parameters
+        / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     )
-    is_selective = mode is ActivationCheckpointing.SELECTIVE
+    is_selective = checkpointing is ActivationCheckpointing.SELECTIVE
     full = (
         batch.replayed_parts
-        if mode is ActivationCheckpointing.FULL
+        if checkpointing is ActivationCheckpointing.FULL
         else min(full_layers, batch.replayed_parts)
     )
-    replayed = full if mode is ActivationCheckpointing.NONE else batch.replayed_parts
-    if mode is ActivationCheckpointing.FULL:
+    replayed = full if checkpointing is ActivationCheckpointing.NONE else batch.replayed_parts
+    if checkpointing is ActivationCheckpointing.FULL:
         device_s += batch.replay_s
     elif is_selective:
         device_s += batch.selective_replay_s
     for count, full_s, selective_s in batch.layers if full_layers else ():
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
-    launches_s = predict_host_s(batch.parts, full, replayed - full, collectives, device)
+    launches_s = predict_host_launch_s(batch.parts, full, replayed - full, collective_count, device)
     layer = max(profile.segments, key=lambda segment: segment.count)
     again = min(replayed, layer.count)
     # (ranks, stride, messages, bytes sent) of all-to-alls: there and back, and again where recomputed
     exchanges = list[tuple[int, int, int, int]]()
     if profile.context_parallel > 1:  # of queries, keys, values and outputs
         passes = 2 * layer.count + again
-        sent_bytes = passes * layer.exchanged_bytes * size
+        sent_bytes = passes * layer.exchanged_bytes * micro_batch_size
         exchanges.append((profile.context_parallel, tp, passes * CONTEXT_MESSAGES, sent_bytes))
     if profile.expert_parallel > 1:
         forward = layer.count + again
         messages = forward * (EXPERT_MESSAGES + 1) + layer.count * EXPERT_MESSAGES
-        sent_bytes = (forward + layer.count) * layer.routed_bytes * size
+        sent_bytes = (forward + layer.count) * layer.routed_bytes * micro_batch_size
         exchanges.append((profile.expert_parallel, 1, messages, sent_bytes))
     for ranks_of_one, stride, messages, sent_bytes in exchanges:
         device_s += all_to_all_s(sent_bytes, messages, ranks_of_one, stride, hardware)
         launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
-    if updates:
+    if updates_in_backward:
         launches_s += UPDATE_ALONE_S * sum(
             segment.count * len(segment.gradients) for segment in profile.segments
         )
@@ -296,10 +313,10 @@ def _busy_s(
         across = find_ring(tp, 1, hardware)
         messages = batch.messages + 2 * replayed
         spread = profile.sequence_parallel
-        whole_bytes = spread * profile.boundary_bytes * size
+        whole_bytes = spread * profile.boundary_bytes * micro_batch_size
         if spread > 1:
             messages = 2 * messages - (
-                2 * replayed if mode is ActivationCheckpointing.SELECTIVE else 0
+                2 * replayed if checkpointing is ActivationCheckpointing.SELECTIVE else 0
             )
             device_s += across.gather_s(messages * whole_bytes, messages)
         else:
@@ -311,7 +328,9 @@ def _busy_s(
 
 
 class StageSeconds(NamedTuple):
-    """Seconds per sample of the parts of a pipeline's stages."""
+    """Seconds per sample: of what only the first pipeline stage has, of one layer, and of what only
+    the last stage has.
+    """
 
     first_s: float  # parts that only the first stage has
     layer_s: float  # one layer
@@ -319,15 +338,20 @@ class StageSeconds(NamedTuple):
 
 
 def time_stages(
-    profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
+    profile: ModelProfile,
+    checkpointing: ActivationCheckpointing,
+    precision: Precision,
+    hardware: Hardware,
 ) -> StageSeconds:
-    """Return the seconds per sample of the first stage's extra parts, of each layer, and of the
-    last's extra parts.
+    """Return seconds per sample: of the parts that only the first stage has, of one layer, and of
+    the parts that only the last has.
     """
-    how = 1, mode, 0, precision, False, 4, False, 0, hardware
+    how = 1, checkpointing, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
-        return _busy_s(profile_of_part(profile, layers, first=first, last=last), *how)
+        return _busy_s_per_micro_batch(
+            profile_of_part(profile, layers, has_first=first, has_last=last), *how
+        )
 
     one_s = busy_s(1)
     return StageSeconds(
@@ -336,8 +360,8 @@ def time_stages(
 
 
 def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds for which a pipeline stage waits for a micro-batch's input and its
-    output's gradient.
+    """Return the seconds for which a pipeline stage waits for a micro-batch's input and for its
+    output's gradient; 0 without a pipeline.
     """
     if plan.layout.pp == 1:
         return 0.0
@@ -347,7 +371,7 @@ def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> f
     return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
+def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, accumulation_steps: int) -> float:
     """Return the seconds of computation behind which data-parallel messages can hide.
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time.
@@ -370,24 +394,24 @@ def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: i
                 return 0.0
         case _:
             refuse_unknown(mechanics)
-    return micro_steps * micro_batch_s
+    return accumulation_steps * micro_batch_s
 
 
 class CollectiveCounts(NamedTuple):
-    """Number of collectives between data-parallel ranks in one step."""
+    """Numbers of collectives between data-parallel ranks in one step."""
 
     gathers: int  # of all weights
     reductions: int  # of all gradients
     messages: int  # collectives: per unit and micro-batch two or three where parameters are cut
 
 
-def _count_traffic(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
+def _count_step_collectives(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
     """Return the number of collectives in a step by ZeRO stage: Rajbhandari et al. 2020
     (arXiv:1910.02054), section 7.
     """
     mechanics = plan.mechanics
     micro_steps = plan.gradient_accumulation_steps
-    units = _count_units(profile)
+    units = _count_fsdp_units(profile)
     match mechanics:
         case Replicated():
             return CollectiveCounts(
@@ -423,15 +447,15 @@ def _count_traffic(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
 
 
 def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of a step's data-parallel messages if nothing hides them.
+    """Return the seconds of a step's data-parallel messages if no computation hides them.
 
-    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over
-    all of them.
+    Gradients travel in fp32 on the torch engine. Hybrid sharding also all-reduces shards of
+    gradients between its copies.
     """
     layout = plan.layout
     if layout.dp_cp == 1:
         return 0.0
-    traffic = _count_traffic(profile, plan)
+    traffic = _count_step_collectives(profile, plan)
     gathered_bytes = traffic.gathers * compute_bytes_per_weight(plan) * profile.parameters
     reduced_bytes = (
         traffic.reductions * exchanged_bytes_per_gradient(plan) * profile.trained_parameters
@@ -442,7 +466,7 @@ def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardwa
         )
     moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
-        return _shared_beside_experts_s(profile, plan, hardware, moved_bytes, traffic.messages)
+        return _experts_and_rest_message_s(profile, plan, hardware, moved_bytes, traffic.messages)
     shards = plan.mechanics.shards
     shared_s = find_ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
     if plan.dp_replicate > 1:
@@ -451,15 +475,15 @@ def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardwa
     return shared_s
 
 
-def _copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of copies on the computing stream, for each pass's gathering and one
-    reduction.
+def _gather_copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds that a step spends on copies of gathered weights and reduced gradients, on
+    the stream that computes.
 
-    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL
+    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32. NCCL
     copies where a rank is alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an
-    H100 they were 38 bytes per parameter, and are 34 by this (tests/gpu/measured/, 2026-11-26).
-    DeepSpeed puts weights together, and gradients into a bucket, in the type in which it computes
-    (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
+    H100 these were 38 bytes per parameter, and are 34 by this function (tests/gpu/measured/,
+    2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in the type in which
+    it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
     """
     mechanics = plan.mechanics
     width = compute_bytes_per_weight(plan)
@@ -486,11 +510,14 @@ def _copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     return moved_bytes / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
 
 
-def _shared_beside_experts_s(
-    profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
+def _experts_and_rest_message_s(
+    profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, message_count: int
 ) -> float:
-    """Return the seconds to move `moved_bytes`: experts between the ranks that share them, the rest
-    between all.
+    """Return the seconds to exchange `moved_bytes` of weights and gradients of a mixture of
+    experts.
+
+    Experts travel between the ranks that share them, all other weights between all data-parallel
+    ranks.
     """
     dp = plan.layout.dp
     ep = plan.expert_parallel
@@ -498,19 +525,19 @@ def _shared_beside_experts_s(
     of_experts = (
         sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
     )
-    rest_s = find_ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
-    messages = messages * layers // (layers + 1)  # the root has none
+    rest_s = find_ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), message_count)
+    message_count = message_count * layers // (layers + 1)  # the root has none
     return rest_s + find_ring(dp // ep, ep, hardware).gather_s(
-        moved_bytes * of_experts / ep, messages
+        moved_bytes * of_experts / ep, message_count
     )
 
 
-def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of a rank's update; with offload, gradients go to the host and parameters
-    come back.
+def _optimizer_update_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds of a rank's optimizer update; offload adds the copies of gradients to the
+    host and parameters back.
 
-    On NVMe masters and moments are read and written at every step, and weights for every pass where
-    they lie there.
+    On NVMe masters and moments are read and written at every step. Weights that lie there are read
+    for every pass.
     """
     device = hardware.device
     traffic = UPDATE_TRAFFIC_BYTES[plan.optimizer]

@@ -17,7 +17,7 @@ from orchestrator.planning.cost import Hardware, time_stages
 from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 
 # Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut
 # over many ranks
@@ -37,11 +37,11 @@ class EndStageLayers(NamedTuple):
 def choose_end_stage_layers(
     profile: ModelProfile, plan: Plan, hardware: Hardware
 ) -> EndStageLayers:
-    """Return the layers of both end stages with which no rank waits long for another.
+    """Return the numbers of layers of the first and last pipeline stage with which the slowest rank
+    takes least time.
 
-    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation
-    counted. Among equally fast splits the fullest rank needs the least memory at a micro-batch of
-    one sample.
+    Embedding, head, loss and recomputation count. Among equally fast splits, the one whose fullest
+    rank needs the least memory at a micro-batch of one sample is chosen.
     """
     is_sharded = plan.mechanics.stage is not ZeroStage.NONE
     how = (plan.activation_checkpointing, is_sharded, plan.precision)
@@ -54,21 +54,23 @@ def choose_end_stage_layers(
 def _choose_end_stage_layers(
     profile: ModelProfile,
     pp: int,
-    per_rank: int,
-    mode: ActivationCheckpointing,
+    stages_per_rank: int,
+    checkpointing: ActivationCheckpointing,
     is_sharded: bool,
     precision: Precision,
     hardware: Hardware,
 ) -> EndStageLayers:
     layers = split_stage_segments(profile).layer.count
-    stages = pp * per_rank
-    first_s, layer_s, last_s = time_stages(profile, mode, precision, hardware)
+    stages = pp * stages_per_rank
+    first_s, layer_s, last_s = time_stages(profile, checkpointing, precision, hardware)
     if layer_s <= 0.0:
         return EndStageLayers(0, 0)
-    even = stage_layers(layers, stages)
+    even = count_stage_layers(layers, stages)
 
     def slowest_s(sizes: Sequence[int]) -> float:
-        rank_layers = sizes if per_rank == 1 else [sum(sizes[rank::pp]) for rank in range(pp)]
+        rank_layers = (
+            sizes if stages_per_rank == 1 else [sum(sizes[rank::pp]) for rank in range(pp)]
+        )
         return max(
             rank_layers[0] * layer_s + first_s,
             rank_layers[-1] * layer_s + last_s,
@@ -77,17 +79,21 @@ def _choose_end_stage_layers(
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
         return _fullest_rank_bytes(
-            profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
+            profile, pp, sizes, checkpointing, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
         )
 
-    ideal = (layers + last_s / layer_s) / pp - last_s / layer_s - (per_rank - 1) * layers / stages
+    ideal = (
+        (layers + last_s / layer_s) / pp
+        - last_s / layer_s
+        - (stages_per_rank - 1) * layers / stages
+    )
     tried = {max(1, min(even[-1], floor(ideal) + more)) for more in (-1, 0, 1)} | {even[-1]}
-    cuts = [stage_layers(layers, stages, 0, last) for last in sorted(tried, reverse=True)]
+    cuts = [count_stage_layers(layers, stages, 0, last) for last in sorted(tried, reverse=True)]
     best = min(cuts, key=slowest_s)
     most_s = slowest_s(best) * (1 + STEP_S)
     least_bytes = fullest_bytes(best)
     while stages > 2 and best[0] > 1:  # the first rank has the most micro-batches in flight
-        lighter = stage_layers(layers, stages, best[0] - 1, best[-1])
+        lighter = count_stage_layers(layers, stages, best[0] - 1, best[-1])
         if slowest_s(lighter) > most_s or (needed := fullest_bytes(lighter)) >= least_bytes:
             break
         best = lighter
@@ -98,12 +104,12 @@ def _choose_end_stage_layers(
 def _fullest_rank_bytes(
     profile: ModelProfile,
     pp: int,
-    sizes: tuple[int, ...],
-    mode: ActivationCheckpointing,
-    parameter_bytes: int,
+    layers_by_stage: tuple[int, ...],
+    checkpointing: ActivationCheckpointing,
+    bytes_per_parameter: int,
 ) -> int:
-    """Return the bytes of the fullest rank: its parameters, and the layer inputs of micro-batches
-    in flight.
+    """Return the bytes of the rank that needs most: its parameters, and the layer inputs of the
+    micro-batches in flight.
     """
     before, layer, behind = split_stage_segments(profile)
     kept_bytes = {
@@ -112,16 +118,16 @@ def _fullest_rank_bytes(
         if layer.selective_bytes is None
         else layer.selective_bytes,
         ActivationCheckpointing.FULL: layer.checkpointed_bytes,
-    }[mode]
-    per_rank = len(sizes) // pp
+    }[checkpointing]
+    per_rank = len(layers_by_stage) // pp
     most = 0
-    for rank in list_distinct_ranks(pp, sizes):
-        rank_layers = sizes[rank::pp]
+    for rank in list_distinct_ranks(pp, layers_by_stage):
+        rank_layers = layers_by_stage[rank::pp]
         passes = count_waiting_passes(rank, pp, per_rank, PipelineFill(pp, False))
         parameters = sum(rank_layers) * layer.parameters
         parameters += sum(
             part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ())
         )
         in_flight = sum(layers * count for layers, count in zip(rank_layers, passes, strict=True))
-        most = max(most, parameter_bytes * parameters + kept_bytes * in_flight)
+        most = max(most, bytes_per_parameter * parameters + kept_bytes * in_flight)
     return most

@@ -14,14 +14,14 @@ from orchestrator.planning.frontier import (
     needed_device_bytes,
     why_rejected,
 )
-from orchestrator.planning.trust import SPREAD_MAX, Choice, allowed_fill_of
+from orchestrator.planning.trust import SPREAD_MAX, Choice, allowed_memory_fill_of
 from orchestrator.planning.ways_out import (
     UnfitJob,
     WayOut,
     describe_missing_knobs,
     list_cards_with,
     list_ways_out,
-    number_ways,
+    number_ways_out,
 )
 from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
@@ -57,22 +57,23 @@ def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     return tuple(moment for name, moment in worst.items() if name in shown)
 
 
-def find_best_or_nearest(
+def find_fastest_fitting_or_lightest(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration
 ) -> Candidate | None:
-    """Return the fastest candidate that fits; without one, the one that needs least; None for no
-    candidates.
+    """Return the fastest candidate that fits; where none fits, the one that needs least memory;
+    None for a frontier without candidates.
     """
     best = next(list_fitting(frontier, capacity_bytes, calibrated), None)
-    return best or find_nearest(frontier, calibrated)
+    return best or find_lightest_untried(frontier, calibrated)
 
 
-def find_nearest(
+def find_lightest_untried(
     frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Candidate | None:
-    """Return the untried candidate that needs the least device memory; None without one.
+    """Return the candidate outside `refuted` that needs the least device memory; None where all are
+    refuted.
 
-    Candidates with enough host memory come first. `refuted` are the tried ones.
+    Candidates with enough host memory come first.
     """
 
     def missing(candidate: Candidate) -> tuple[object, ...]:
@@ -87,21 +88,23 @@ def find_nearest(
 
 
 def why_nothing_fits(
-    case: UnfitJob, loaded_bytes: int | None = None, ways: Sequence[WayOut] | None = None
+    case: UnfitJob,
+    bytes_before_forward: int | None = None,
+    ways_out: Sequence[WayOut] | None = None,
 ) -> str:
-    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the
-    job fit.
+    """Return lines of text: the plan nearest to fitting, its bytes by cause, and changes with which
+    the job would fit.
 
-    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch
-    changes. `ways` are the changes to list, numbered; None means those of `list_ways_out`, without
-    numbers.
+    `bytes_before_forward` is what a script was seen to allocate before its first forward pass,
+    which no batch changes. `ways_out` are the changes to list, numbered; None means those of
+    `list_ways_out`, without numbers.
     """
     capacity_bytes = case.capacity_bytes
     calibrated = case.calibrated
-    if loaded_bytes is not None:
-        return _why_loading_fails(case, loaded_bytes)
+    if bytes_before_forward is not None:
+        return _why_loading_fails(case, bytes_before_forward)
     candidates = case.frontier
-    closest = find_nearest(candidates, calibrated, case.refuted) or find_nearest(
+    closest = find_lightest_untried(candidates, calibrated, case.refuted) or find_lightest_untried(
         candidates, calibrated
     )
     assert closest is not None, "a frontier is never empty"
@@ -113,7 +116,7 @@ def why_nothing_fits(
     pinned = ""
     if pins:
         pinned = f" with {format_pins(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
-    nothing = f"no plan{pinned} fits {case.there}"
+    nothing = f"no plan{pinned} fits {case.tried_memory_text}"
     if closest.estimate.source is Source.ASSUMED:
         # its bytes are supposed from its own micro-batch: no number to act on
         lines = [
@@ -143,25 +146,25 @@ def why_nothing_fits(
             ),
             f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
         ]
-    if ways is None:
+    if ways_out is None:
         lines += [f"would fit: {way.sentence}" for way in list_ways_out(case)]
     else:
-        lines += number_ways(ways)
+        lines += number_ways_out(ways_out)
     lines += describe_missing_knobs(case)
-    if case.is_worn_out:
+    if case.is_search_exhausted:
         lines.append("other changes were not searched: the job allows too many plans")
     return "\n".join(lines)
 
 
-def _why_loading_fails(case: UnfitJob, loaded_bytes: int) -> str:
-    """Return text on why no batch helps a script whose weights and states do not fit, and what
-    would help.
+def _why_loading_fails(case: UnfitJob, bytes_before_forward: int) -> str:
+    """Return text on why a smaller batch does not help a script whose weights and states alone do
+    not fit, and what would help.
     """
-    needed = format_bytes(loaded_bytes)
-    cards = list_cards_with(loaded_bytes)
+    needed = format_bytes(bytes_before_forward)
+    cards = list_cards_with(bytes_before_forward)
     names = f", such as {', '.join(cards)}" if cards else ""
     lines = [
-        f"no plan fits {case.there}: at micro-batch 1 it ran out of memory before its first forward pass",
+        f"no plan fits {case.tried_memory_text}: at micro-batch 1 it ran out of memory before its first forward pass",
         f"what it loads needs at least {needed}, and no batch lowers that",
         f"would fit: devices with more than {needed} free{names}",
         "would help: adapters, weights in fewer bits, or weights shared among devices, by a switch of the script",
@@ -169,14 +172,14 @@ def _why_loading_fails(case: UnfitJob, loaded_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def describe_choice(fit_probability: float | None, passed_over: str | None = None) -> str:
+def describe_choice(fit_probability: float | None, why_not_faster: str | None = None) -> str:
     """Return text on why a job's first plan was chosen.
 
-    A `fit_probability` of None means that its memory is unknown. `passed_over` says why no faster
-    plan was chosen.
+    A `fit_probability` of None means that its memory is unknown. `why_not_faster` says why no
+    faster plan was chosen; None where the plan is the fastest.
     """
-    if passed_over is not None:
-        return passed_over
+    if why_not_faster is not None:
+        return why_not_faster
     if fit_probability is None or fit_probability >= CONFIDENCE:
         return "the fastest plan that fits"
     return f"the plan that most probably fits ({format_probability(fit_probability)})"
@@ -189,7 +192,7 @@ def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
         return None
     faster = f"{in_short(fastest.plan)} is predicted {gain:.1%} faster"
     taking = "(`objective: fastest` takes it)"
-    if fastest.fill > max(taken.fill, allowed_fill_of(taken.plan)):
+    if fastest.fill > max(taken.fill, allowed_memory_fill_of(taken.plan)):
         fill = f"and fills {fastest.fill:.0%} of a device"
         return f"a plan with more room for what predictions are off: {faster}, {fill} {taking}"
     why = "which is within the error of predictions"

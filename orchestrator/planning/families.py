@@ -45,7 +45,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 
 
 class LayerRecomputation(NamedTuple):
@@ -90,7 +90,7 @@ def list_variants(request: PlanRequest, hardware: Hardware) -> list[SettingsVari
         values = {setting.name: value for setting, (value, _) in zip(touched, chosen, strict=True)}
         if any(pins.get(name, value) != value for name, value in values.items()):
             continue
-        if device.has(values["precision"]):
+        if device.supports(values["precision"]):
             variants.append(
                 SettingsVariant(
                     values=values, degradation=max(degradation for _, degradation in chosen)
@@ -119,13 +119,14 @@ def list_requested_settings(request: PlanRequest) -> dict[str, Any]:
 
 
 def _list_alternatives(
-    request: PlanRequest, device: DeviceSpec, setting: Setting, original: Any
+    request: PlanRequest, device: DeviceSpec, setting: Setting, requested_value: Any
 ) -> Iterator[tuple[Any, Degradation]]:
-    """Yield (value, kind of change) for each value that may replace the setting's under `degrade`.
+    """Yield (value, kind of change) for each value that may replace the requested one under the
+    job's `degrade`.
 
-    A numeric setting, such as precision, has one: the best cheaper value that the device computes. A
-    semantic setting has those of the job's `degrade.<setting>s`. A script without a knob for the
-    setting has none.
+    A numeric setting (such as precision) yields one value: the best cheaper one that the device
+    supports. A semantic setting yields the values in `degrade.<setting>s`. A setting that the
+    script cannot be given yields nothing.
     """
     is_turnable = (
         request.model is not None or getattr(request.knobs, setting.name, None) is not None
@@ -140,12 +141,14 @@ def _list_alternatives(
         able = [
             value
             for value in setting.cheaper
-            if not isinstance(value, Precision) or device.has(value)
+            if not isinstance(value, Precision) or device.supports(value)
         ]
-        others = able[:1] if original == setting.usual else []
+        others = able[:1] if requested_value == setting.usual else []
     else:
         others = [
-            value for value in getattr(request.degrade, f"{setting.name}s", ()) if value != original
+            value
+            for value in getattr(request.degrade, f"{setting.name}s", ())
+            if value != requested_value
         ]
     for value in others:
         yield value, setting.degradation
@@ -168,19 +171,21 @@ class PlanFamily:
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
-            self.list_plans_of_cut(micro, accumulation, (*self.uniform_modes(micro), *self.partial))
+            self.list_plans_of_batch(
+                micro, accumulation, (*self.uniform_modes(micro), *self.partial)
+            )
             for micro, accumulation in self.cuts
         )
 
-    def uniform_modes(self, micro: int) -> tuple[LayerRecomputation, ...]:
-        """Return the ways to recompute that all layers may share at this micro-batch size."""
-        return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
+    def uniform_modes(self, micro_batch_size: int) -> tuple[LayerRecomputation, ...]:
+        """Return the kinds of recomputation that all layers may have at this micro-batch size."""
+        return (*self.alike, ON_HOST) if micro_batch_size <= self.offloads_to else self.alike
 
-    def list_plans_of_cut(
+    def list_plans_of_batch(
         self, micro_batch_size: int, accumulation: int, modes: Iterable[LayerRecomputation]
     ) -> Iterator[Plan]:
-        """Yield the legal plans with this micro-batch size and accumulation, in the order of
-        `modes`.
+        """Yield the legal plans with this micro-batch size and accumulation, one for each of
+        `modes`, in their order.
         """
         for mode, first_layers, offload in modes:
             plan = copy_if_legal(
@@ -195,7 +200,7 @@ class PlanFamily:
                 yield plan
 
 
-def _can_start(request: PlanRequest, plan: Plan) -> bool:
+def _ran_when_traced(request: PlanRequest, plan: Plan) -> bool:
     """Return whether the model's code ran with the plan's dtypes when it was traced; True if it was
     not traced.
     """
@@ -216,33 +221,35 @@ def list_families(
     hardware: Hardware,
     variant: SettingsVariant,
     profile_of: Callable[[Plan], ModelProfile],
-    work: PlanCounter,
+    plan_counter: PlanCounter,
 ) -> Iterator[PlanFamily]:
-    """Yield the families of plans that have the job's pinned settings.
+    """Yield the families of legal plans that agree with every setting that the job pins.
 
-    Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the
-    limit of `work`.
+    A plan that differs from a pin is left out, even where it is better. Raises TooManyPlans beyond
+    the limit of `plan_counter`.
     """
     pins = request.pins
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(request, hardware)
-    for layout in list_layouts(request, hardware, work):
+    for layout in list_layouts(request, hardware, plan_counter):
         if not matches_pins(layout, pins):
             continue
         cuts = _list_batch_cuts(request, layout)
         for strategy in list_strategies(request, hardware, layout) if cuts else ():
-            work.count_examined()
-            if not matches_pins(strategy, pins) or not _can_split_ends(request, strategy):
+            plan_counter.count_examined()
+            if not matches_pins(strategy, pins) or not _can_have_pinned_end_layers(
+                request, strategy
+            ):
                 continue
             example = _make_example_plan(strategy, variant)
-            if example is None or not _can_start(request, example):
+            if example is None or not _ran_when_traced(request, example):
                 continue
-            at_work = _keep_busy_cuts(cuts, strategy)
+            at_work = _select_busy_batch_cuts(cuts, strategy)
             modes = list_checkpointing_modes(request, strategy)
             if pinned_mode is not None:
                 modes = tuple(mode for mode in modes if mode is pinned_mode)
             if modes and at_work:
-                first, last = _choose_ends(request, hardware, example, modes, profile_of)
+                first, last = _choose_end_layers(request, hardware, example, modes, profile_of)
                 ended = copy_if_legal(example, first_stage_layers=first, last_stage_layers=last)
                 if ended is None:
                     continue
@@ -253,7 +260,7 @@ def list_families(
                 partial=()
                 if offload
                 else _list_partial_modes(request, strategy, modes, first_layers),
-                offloads_to=_largest_offloaded_micro(
+                offloads_to=_largest_offloaded_micro_batch(
                     at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins
                 ),
                 cuts=at_work,
@@ -279,8 +286,12 @@ def _accumulates_gradients(strategy: PlanStrategy) -> bool:
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
-def _keep_busy_cuts(cuts: Sequence[BatchCut], strategy: PlanStrategy) -> tuple[BatchCut, ...]:
-    """Return those batch cuts that keep the strategy's pipeline busy and are legal with it."""
+def _select_busy_batch_cuts(
+    cuts: Sequence[BatchCut], strategy: PlanStrategy
+) -> tuple[BatchCut, ...]:
+    """Return those batch cuts (micro-batch size, micro-batches per step) that keep the strategy's
+    pipeline busy and are legal with it.
+    """
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
     at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut.accumulation) is None)
     if _accumulates_gradients(strategy):
@@ -292,11 +303,11 @@ def _keep_busy_cuts(cuts: Sequence[BatchCut], strategy: PlanStrategy) -> tuple[B
 
 
 def _list_batch_cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
-    """Return the pinned or possible batch cuts of this layout; () where splitting samples gains
-    nothing.
+    """Return the possible batch cuts (micro-batch size, micro-batches per step) of this layout that
+    agree with the job's pins.
 
-    Where each rank could have whole samples of its own, dp in the place of cp is the same without
-    messages.
+    () where context parallelism gains nothing: with whole samples for each rank, data parallelism
+    needs no messages.
     """
     pins = request.pins
     cuts = list_batch_cuts(request, layout.dp)
@@ -308,18 +319,19 @@ def _list_batch_cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[Batc
     )
 
 
-def _largest_offloaded_micro(
+def _largest_offloaded_micro_batch(
     cuts: Sequence[BatchCut],
     modes: Sequence[ActivationCheckpointing],
     sample_bytes: float,
     hardware: Hardware,
     pins: Mapping[str, Any],
 ) -> float:
-    """Return the largest micro-batch whose layer inputs may wait in host memory; infinity where
-    that is pinned.
+    """Return the largest micro-batch size whose layer inputs may wait in host memory; infinity
+    where the job pins that, 0 for none.
 
-    It is the smallest one, where its inputs fill much of a device: else a smaller micro-batch saves
-    as much without a copy. `sample_bytes` are the inputs of one sample on a rank.
+    Only the smallest micro-batch may, where its inputs fill much of a device. Elsewhere a smaller
+    micro-batch saves as much without a copy. `sample_bytes` are the layer inputs of one sample on a
+    rank.
     """
     offload = pins.get("activation_offload")
     first_layers = pins.get("full_checkpointing_layers")
@@ -327,11 +339,17 @@ def _largest_offloaded_micro(
         return 0.0
     smallest = cuts[0].micro
     is_worth_it = smallest * sample_bytes >= OFFLOADED_MIN * hardware.device.memory
-    return inf if offload else smallest if is_worth_it else 0.0
+    if offload:
+        return inf
+    if is_worth_it:
+        return smallest
+    return 0.0
 
 
-def _can_split_ends(request: PlanRequest, strategy: PlanStrategy) -> bool:
-    """Return whether the end stages of a pipeline may have the pinned numbers of layers."""
+def _can_have_pinned_end_layers(request: PlanRequest, strategy: PlanStrategy) -> bool:
+    """Return whether the first and last pipeline stage can have the pinned numbers of layers; True
+    without such pins.
+    """
     first, last = (request.pins.get(name, 0) for name in ENDS)
     if not first and not last:
         return True
@@ -339,23 +357,23 @@ def _can_split_ends(request: PlanRequest, strategy: PlanStrategy) -> bool:
         return False
     layers = count_splittable_layers(request)
     stages = strategy.layout.pp * strategy.pipeline_stages_per_rank
-    sizes = stage_layers(layers, stages, first, last)
+    sizes = count_stage_layers(layers, stages, first, last)
     return min(sizes) > 0 and sum(sizes) == layers
 
 
-def _choose_ends(
+def _choose_end_layers(
     request: PlanRequest,
     hardware: Hardware,
     example: Plan,
     modes: Sequence[ActivationCheckpointing],
     profile_of: Callable[[Plan], ModelProfile],
 ) -> EndStageLayers:
-    """Return the numbers of layers of the first and last stage of a family: as pinned, or the
+    """Return the numbers of layers of a family's first and last pipeline stage: as pinned, or the
     fastest.
 
-    All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind
-    before the last, which keeps a part. In full recomputation a layer takes a quarter more beside
-    the same head.
+    All kinds of checkpointing in the family share these numbers. They are chosen for the last kind
+    but one, which keeps some activations. In full recomputation a layer takes a quarter more time
+    beside the same head.
     """
     pins = request.pins
     if example.layout.pp == 1 or any(name in pins for name in ENDS):
@@ -368,10 +386,10 @@ def _list_partial_modes(
     request: PlanRequest,
     strategy: PlanStrategy,
     modes: Sequence[ActivationCheckpointing],
-    pinned: int | None,
+    pinned_full_layers: int | None,
 ) -> tuple[LayerRecomputation, ...]:
-    """Return the modes in which only a stage's first layers are fully recomputed: as pinned, or
-    worth trying.
+    """Return the modes in which only a stage's first layers are fully recomputed: with the pinned
+    number of layers, else all worth trying.
     """
     others = (
         ActivationCheckpointing.NONE if request.is_script else ActivationCheckpointing.SELECTIVE
@@ -379,5 +397,5 @@ def _list_partial_modes(
     if others not in modes:
         return ()
     layers, tried = list_full_layer_counts(request, strategy)
-    chosen = tried if pinned is None else (pinned,)
+    chosen = tried if pinned_full_layers is None else (pinned_full_layers,)
     return tuple(LayerRecomputation(others, count) for count in chosen if 0 < count < layers)

@@ -64,8 +64,8 @@ def needed_device_bytes(candidate: Candidate, calibrated: Calibration) -> int:
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
-    """Return the probability that the candidate fits in `capacity_bytes`; 0 without enough host
-    memory.
+    """Return the probability that the candidate fits in `capacity_bytes` per device; 0 where a node
+    lacks host memory for it.
     """
     if not candidate.fits_host:
         return 0.0
@@ -93,12 +93,14 @@ class CandidateRoom(NamedTuple):
     capacity_bytes: int
 
 
-def find_likeliest(rooms: Iterable[CandidateRoom], calibrated: Calibration) -> Candidate | None:
-    """Return the candidate that most probably fits the bytes that it may use; None where none is
-    likely.
+def find_likeliest_fitting(
+    rooms: Iterable[CandidateRoom], calibrated: Calibration
+) -> Candidate | None:
+    """Return the candidate that most probably fits the bytes that it may use; None where every
+    probability is below 50 %.
 
-    Likely means at least 50 %: such a plan fits, but for its margin. A job that ran out of memory
-    tries any remaining plan, however unlikely, since it has already paid for more than a launch.
+    A plan of 50 % fits, but for its margin. A job that ran out of memory tries any remaining plan,
+    however unlikely, since it has already paid for more than a launch.
     """
     chances = [
         (fit_probability(candidate, capacity_bytes, calibrated), candidate)
@@ -114,7 +116,9 @@ def list_fitting(
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
 ) -> Iterator[Candidate]:
-    """Yield the candidates that fit and are not in `refuted`, in the frontier's order."""
+    """Yield the candidates that fit `capacity_bytes` per device and are not in `refuted`, in the
+    frontier's order.
+    """
     return (
         candidate
         for candidate in frontier.candidates

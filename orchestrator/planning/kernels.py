@@ -122,18 +122,18 @@ class MicroBatchSeconds:
 
 
 @lru_cache(maxsize=16384)
-def predict_micro_batch(
+def predict_micro_batch_seconds(
     profile: ModelProfile,
-    size: int,
+    micro_batch_size: int,
     device: DeviceSpec,
     precision: Precision,
     *,
     compiled: bool = False,
 ) -> MicroBatchSeconds:
-    """Return the compute seconds of a micro-batch of `size` samples on a rank that holds `profile`.
+    """Return the compute seconds of one micro-batch on a rank that holds `profile`.
 
-    What operators of a layer move was counted as its Python code runs. The operators of a compiled
-    layer are fused: it moves what is supposed of layers that nobody counted
+    The bytes that a layer's operators move were counted while its Python code ran. The operators of
+    a compiled layer are fused, so it counts as a layer whose bytes nobody counted
     (docs/concepts/memory-model.md has both beside an H200).
     """
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
@@ -144,8 +144,13 @@ def predict_micro_batch(
         EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     )
     for segment in profile.segments:
-        ahead, back, moved = _part_seconds(
-            segment, size, device, precision, attention_backward, compiled and segment.is_unit
+        ahead, back, moved = _forward_backward_s_and_traffic(
+            segment,
+            micro_batch_size,
+            device,
+            precision,
+            attention_backward,
+            compiled and segment.is_unit,
         )
         forward_s += segment.count * ahead
         backward_s += segment.count * back
@@ -161,8 +166,8 @@ def predict_micro_batch(
             replayed += segment.count
             if segment.selective_bytes is not None:
                 again = segment.saved_bytes - segment.selective_bytes
-                selective_s = size * again * moved / bandwidth
-                selective_replay_s += segment.count * size * again * moved / bandwidth
+                selective_s = micro_batch_size * again * moved / bandwidth
+                selective_replay_s += segment.count * micro_batch_size * again * moved / bandwidth
         if segment.is_unit:
             layers.append(RecomputedLayers(segment.count, full_s, selective_s))
     return MicroBatchSeconds(
@@ -178,12 +183,12 @@ def predict_micro_batch(
 
 
 @lru_cache(maxsize=16384)
-def _part_seconds(
+def _forward_backward_s_and_traffic(
     segment: Segment,
-    size: int,
+    micro_batch_size: int,
     device: DeviceSpec,
     precision: Precision,
-    attention_backward: float,
+    attention_backward_factor: float,
     is_fused: bool,
 ) -> tuple[float, float, float]:
     """Return (forward seconds, backward seconds, bytes moved per kept byte in the forward pass) of
@@ -196,18 +201,24 @@ def _part_seconds(
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
     if not segment.matmuls:
         forward_s = (
-            size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
+            micro_batch_size
+            * segment.forward_flops
+            / (peak_matmul_flops(device, precision) * MODEL_EFFICIENCY)
         )
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
-    rates = product_rates(device, precision)
+    rates = matmul_rates(device, precision)
     for rows, inner, columns in segment.matmuls:
         products += 2.0 * rows * inner * columns
-        count = size * rows
+        count = micro_batch_size * rows
         forward_s += matmul_s(count, inner, columns, *rates)
         backward_s += matmul_s(count, columns, inner, *rates)
         backward_s += trained * matmul_s(inner, count, columns, *rates)
-    attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
+    attention_s = (
+        micro_batch_size
+        * max(0.0, segment.forward_flops - products)
+        / (peak * ATTENTION_EFFICIENCY)
+    )
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
     # what the memory-bound operators of the part move for a sample
     forward_bytes = FORWARD_TRAFFIC * segment.saved_bytes
@@ -216,28 +227,34 @@ def _part_seconds(
         forward_bytes = segment.forward_moved_bytes or forward_bytes
         backward_bytes = segment.backward_moved_bytes or backward_bytes
     cast_s = 3 * segment.cast_bytes / bandwidth  # fp32 to 16 bits, and back
-    forward_s += attention_s + size * forward_bytes / bandwidth + cast_s
-    backward_s += attention_backward * attention_s + size * backward_bytes / bandwidth + cast_s
+    forward_s += attention_s + micro_batch_size * forward_bytes / bandwidth + cast_s
+    backward_s += (
+        attention_backward_factor * attention_s
+        + micro_batch_size * backward_bytes / bandwidth
+        + cast_s
+    )
     if segment.chunks is not None:
-        forward_s += _loss_moved_bytes(segment, segment.chunks, size, precision) / bandwidth
+        forward_s += (
+            _loss_moved_bytes(segment, segment.chunks, micro_batch_size, precision) / bandwidth
+        )
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
 def _loss_moved_bytes(
-    segment: Segment, chunks: LossChunks, size: int, precision: Precision
+    segment: Segment, chunks: LossChunks, micro_batch_size: int, precision: Precision
 ) -> float:
     """Return the bytes of memory traffic for the logits of a loss in chunks, and for its weight's
     gradient.
     """
     (_, hidden, vocab_size), *_ = segment.matmuls
-    tokens = size * chunks.sample_tokens
+    tokens = micro_batch_size * chunks.sample_tokens
     added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
     return vocab_size * (
         tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision]
     )
 
 
-class ProductRates(NamedTuple):
+class MatmulRates(NamedTuple):
     """How fast a device multiplies matrices."""
 
     width: int  # bytes of an element
@@ -247,20 +264,24 @@ class ProductRates(NamedTuple):
     start_s: float
 
 
-def product_rates(device: DeviceSpec, precision: Precision) -> ProductRates:
+def matmul_rates(device: DeviceSpec, precision: Precision) -> MatmulRates:
     """Return how fast the device multiplies matrices in this precision."""
-    return ProductRates(
+    return MatmulRates(
         4 if precision is Precision.FP32 else 2,
-        product_flops(device, precision),
+        peak_matmul_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,
         KERNEL_S if device.kind.traits.runs_beside_host else 0.0,
     )
 
 
-def product_flops(device: DeviceSpec, precision: Precision) -> float:
-    """Return the FLOP/s of the device's fastest matrix product."""
-    if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
+def peak_matmul_flops(device: DeviceSpec, precision: Precision) -> float:
+    """Return the FLOP/s of the device's fastest matrix product in this precision."""
+    if (
+        device.measured_tflops is None
+        or precision is Precision.FP32
+        or not device.supports(precision)
+    ):
         return device.peak_flops(precision) * PRODUCT_EFFICIENCY
     return min(1e12 * device.measured_tflops, device.peak_flops(precision))
 
@@ -270,49 +291,56 @@ def matmul_s(
     rows: int,
     inner: int,
     columns: int,
-    width: int,
-    flops: float,
-    bandwidth: float,
+    element_bytes: int,
+    flops_per_s: float,
+    bytes_per_s: float,
     multiprocessors: int | None,
     start_s: float,
 ) -> float:
     """Return the seconds of a (rows x inner) by (inner x columns) matrix product at a device's
-    `product_rates`.
+    `matmul_rates`.
 
     Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one;
     the largest tile is the fastest where there are enough of them (NVIDIA, Matrix Multiplication
     Background User's Guide, section 3.2).
     """
-    moved_s = width * (rows * inner + inner * columns + rows * columns) / bandwidth
+    moved_s = element_bytes * (rows * inner + inner * columns + rows * columns) / bytes_per_s
     if multiprocessors is None:
-        return start_s + max(2.0 * rows * inner * columns / flops, moved_s)
+        return start_s + max(2.0 * rows * inner * columns / flops_per_s, moved_s)
     fastest_s = math.inf
     for tall, broad, rate in TILES:
         tiles = -(-rows // tall) * -(-columns // broad)
-        tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops * rate)
+        tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops_per_s * rate)
         fastest_s = min(fastest_s, max(-(-tiles // multiprocessors) * tile_s, moved_s))
         for split in SPLITS if tiles < multiprocessors else ():
             waves = -(-tiles * split // multiprocessors)
-            sums_s = 8.0 * split * rows * columns / bandwidth
+            sums_s = 8.0 * split * rows * columns / bytes_per_s
             fastest_s = min(fastest_s, max(waves * tile_s / split, moved_s) + sums_s)
     return start_s + fastest_s
 
 
-def predict_host_s(
-    parts: int, full: int, selective: int, collectives: int, device: DeviceSpec
+def predict_host_launch_s(
+    part_count: int,
+    fully_recomputed_count: int,
+    selectively_recomputed_count: int,
+    collective_count: int,
+    device: DeviceSpec,
 ) -> float:
-    """Return the host's seconds for Python and kernel launches of one micro-batch.
+    """Return the seconds that the host spends on Python and kernel launches for one micro-batch.
 
-    Backward has twice the launches of forward. `full` and `selective` are numbers of recomputed
-    parts, `collectives` those that FSDP2 starts. On a CPU any recomputation costs one more pass,
-    and nothing overlaps.
+    Backward has twice the launches of forward. `part_count` counts the model's parts;
+    `fully_recomputed_count` and `selectively_recomputed_count` count those that are recomputed.
+    `collective_count` counts the collectives that FSDP2 starts. On a CPU any recomputation costs
+    one more pass, and nothing overlaps.
     """
     if not device.kind.traits.runs_beside_host:
-        return (3 * parts + full + selective) * CPU_FORWARD_S
+        return (
+            3 * part_count + fully_recomputed_count + selectively_recomputed_count
+        ) * CPU_FORWARD_S
     passes = (
-        3 * parts
-        + FULL_PASSES * full
-        + SELECTIVE_PASSES * selective
-        + COLLECTIVE_PASSES * collectives
+        3 * part_count
+        + FULL_PASSES * fully_recomputed_count
+        + SELECTIVE_PASSES * selectively_recomputed_count
+        + COLLECTIVE_PASSES * collective_count
     )
     return passes * HOST_FORWARD_S

@@ -25,7 +25,7 @@ OWN_TOKENS_MIN = 8192
 
 
 def list_layouts(
-    request: PlanRequest, hardware: Hardware, work: PlanCounter
+    request: PlanRequest, hardware: Hardware, plan_counter: PlanCounter
 ) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
@@ -34,7 +34,7 @@ def list_layouts(
     devices divides the global batch, and TooManyPlans.
     """
     if request.speeds:
-        return _measured_layouts(request, hardware)
+        return _layouts_of_measured_speeds(request, hardware)
     per_node = hardware.devices_per_node
     most = min(request.gpus.max, hardware.devices)
     allowed = {
@@ -49,24 +49,26 @@ def list_layouts(
         allowed &= {request.gpus.min}
     tensor = tensor_parallel_degrees(request, hardware)
     pipeline = pipeline_degrees(request, most)
-    of_a_sample = tuple(_degrees_of_a_sample(request, hardware, tensor, most))
+    of_a_sample = tuple(_list_cp_and_tp_degrees(request, hardware, tensor, most))
     shares = divisors(request.global_batch_size)
     choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
         if dp * cp * tp * pp in allowed and pp <= request.global_batch_size // dp
     ]
-    work.count_examined(len(choices))
+    plan_counter.count_examined(len(choices))
     if not choices:
         raise _make_no_layout_error(request, hardware)
     return tuple(choices)
 
 
-def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[ParallelLayout, ...]:
+def _layouts_of_measured_speeds(
+    request: PlanRequest, hardware: Hardware
+) -> tuple[ParallelLayout, ...]:
     """Return one layout for each number of devices in the job's `speeds`.
 
-    Where that does not divide the global batch, the script itself shares samples between devices,
-    which is `tp` here.
+    Where that number does not divide the global batch, the script itself shares samples between
+    devices. Such a layout has the number as `tp`.
     """
     most = min(request.gpus.max, hardware.devices)
     counts = [count for count, _ in request.speeds if request.gpus.min <= count <= most]
@@ -79,8 +81,8 @@ def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[Paralle
 
 
 def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
-    """Return 1 and the powers of two that divide a node's devices, heads, feed-forward and
-    vocabulary.
+    """Return the possible degrees: 1, and each power of two that divides devices per node, heads,
+    feed-forward and vocabulary size alike.
 
     Experts are not split. A model with a declared profile has the degrees declared there.
     """
@@ -103,13 +105,15 @@ def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[i
     return tuple(degree for degree in _powers_of_two(per_node) if common % degree == 0)
 
 
-def _degrees_of_a_sample(
-    request: PlanRequest, hardware: Hardware, tensor: tuple[int, ...], devices: int
+def _list_cp_and_tp_degrees(
+    request: PlanRequest, hardware: Hardware, tp_degrees: tuple[int, ...], device_count: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (cp, tp) whose ranks lie on one node or fill whole nodes, and share the heads equally."""
+    """Yield each (cp, tp) whose ranks lie on one node or fill whole nodes, and share the attention
+    heads equally.
+    """
     shape = request.shape
     per_node = hardware.devices_per_node
-    for cp, tp in product(context_parallel_degrees(request, devices), tensor):
+    for cp, tp in product(context_parallel_degrees(request, device_count), tp_degrees):
         if cp == 1:
             yield cp, tp
             continue
@@ -121,12 +125,12 @@ def _degrees_of_a_sample(
             yield cp, tp
 
 
-def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
-    """Return 1, the pinned degree, and the powers of two that leave each rank OWN_TOKENS_MIN tokens
-    of a sample.
+def context_parallel_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
+    """Return 1, the pinned degree, and the powers of two that leave each rank at least
+    OWN_TOKENS_MIN tokens of a sample.
 
-    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory
-    nobody counted.
+    Only 1 where our engine cannot split a model's attention by heads, and for mixtures of experts,
+    whose memory nobody counted.
     """
     shape = request.dense_shape
     if shape is None:
@@ -134,7 +138,7 @@ def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, .
     pinned = request.pins.get("cp")
     return tuple(
         degree
-        for degree in _powers_of_two(devices)
+        for degree in _powers_of_two(device_count)
         if degree in (1, pinned) or request.data_length // degree >= OWN_TOKENS_MIN
     )
 
@@ -164,7 +168,7 @@ def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | N
     return None
 
 
-def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
+def pipeline_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
     """Return the possible numbers of pipeline stages, up to the number of layers.
 
     They are the divisors of the number of layers, the powers of two, and the divisors of the
@@ -172,7 +176,7 @@ def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
     needs to stay idle.
     """
     layers = count_splittable_layers(request)
-    whole = (degree for degree in divisors(devices) if degree <= layers)
+    whole = (degree for degree in divisors(device_count) if degree <= layers)
     return tuple(sorted({*divisors(layers), *_powers_of_two(layers), *whole}))
 
 
@@ -189,9 +193,9 @@ def count_splittable_layers(request: PlanRequest) -> int:
     return layers
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
+def _powers_of_two(up_to: int) -> list[int]:
+    """Return the powers of two up to `up_to`."""
+    return [1 << power for power in range(up_to.bit_length())]
 
 
 @lru_cache(maxsize=1024)

@@ -38,31 +38,31 @@ def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
 
 
 def find_pareto_front(
-    timed: Iterable[TimedPlan],
+    timed_plans: Iterable[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
-    most_bytes: float,
-    needed: Callable[[Plan, MemoryEstimate], float] = device_bytes,
+    limit_bytes: float,
+    needed_bytes_of: Callable[[Plan, MemoryEstimate], float] = device_bytes,
 ) -> list[CostedPlan]:
     """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust,
     fastest first.
 
-    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no
-    plan in the result needs more than `most_bytes`. Of plans that are equal in all four the
-    simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding
-    before more. With fewer GPUs first, the plan that beats another comes before it, except among
-    equally fast ones. On a staircase of step times upwards and bytes downwards one step decides
-    (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their
-    least bytes already, and are never estimated.
+    `needed_bytes_of` returns a plan's bytes per device, never fewer than estimated; infinity leaves
+    the plan out. No plan in the result needs more than `limit_bytes`. Of plans that are equal in
+    all four the simplest stays: the torch engine before DeepSpeed, no offload before offload, less
+    sharding before more. With fewer GPUs first, the plan that beats another comes before it, except
+    among equally fast ones. On a staircase of step times upwards and bytes downwards one step
+    decides (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by
+    their lower bounds of bytes already, and are never estimated.
     """
-    ordered = sorted(timed, key=_sort_key)
+    ordered = sorted(timed_plans, key=_sort_key)
     unbeaten: list[CostedPlan] = []
     stairs = {rank: Staircase() for rank in sorted({entry.rank for entry in ordered})}
     for entry in ordered:
-        below = stairs[entry.rank].bytes_to_beat(entry.step_s, most_bytes)
+        below = stairs[entry.rank].bytes_to_beat(entry.step_s, limit_bytes)
         if entry.at_least_bytes > below:
             continue
         estimated = estimate(entry.plan)
-        needed_bytes = needed(entry.plan, estimated)
+        needed_bytes = needed_bytes_of(entry.plan, estimated)
         assert entry.at_least_bytes <= needed_bytes, (entry, estimated)
         if needed_bytes > below or needed_bytes == inf:
             continue
@@ -73,7 +73,7 @@ def find_pareto_front(
         if unbeaten and _equals_but_for_bytes(unbeaten[-1], costed):
             unbeaten.pop()  # as fast as this entry, and it needs more
         unbeaten.append(costed)
-    return sorted(unbeaten, key=_fastest_first)
+    return sorted(unbeaten, key=_speed_sort_key)
 
 
 class Staircase:
@@ -83,15 +83,15 @@ class Staircase:
         self._times: list[float] = []
         self._least: list[float] = []
 
-    def bytes_to_beat(self, step_s: float, most_bytes: float) -> float:
-        """Return the most bytes with which no added plan beats one of this step time; at most
-        `most_bytes`.
+    def bytes_to_beat(self, step_s: float, limit_bytes: float) -> float:
+        """Return the largest memory need with which a plan of this step time is beaten by no added
+        plan; at most `limit_bytes`.
         """
         count = bisect_right(self._times, step_s)
-        return min(most_bytes, self._least[count - 1] - 1) if count else most_bytes
+        return min(limit_bytes, self._least[count - 1] - 1) if count else limit_bytes
 
     def add(self, step_s: float, needed_bytes: float) -> None:
-        """Add a plan with this step time and need, unless an added plan beats it."""
+        """Add a plan with this step time and memory need, unless an added plan beats it."""
         if needed_bytes > self.bytes_to_beat(step_s, inf):
             return
         begin = bisect_left(self._times, step_s)
@@ -102,9 +102,9 @@ class Staircase:
         self._least[begin:end] = [needed_bytes]
 
 
-def _equals_but_for_bytes(before: CostedPlan, costed: CostedPlan) -> bool:
-    is_alike = before.step_s == costed.step_s and before.rank == costed.rank
-    return is_alike and before.plan.world_size == costed.plan.world_size
+def _equals_but_for_bytes(first: CostedPlan, second: CostedPlan) -> bool:
+    is_alike = first.step_s == second.step_s and first.rank == second.rank
+    return is_alike and first.plan.world_size == second.plan.world_size
 
 
 def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
@@ -122,5 +122,5 @@ def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
     )
 
 
-def _fastest_first(costed: CostedPlan) -> tuple[float, float, int, float]:
+def _speed_sort_key(costed: CostedPlan) -> tuple[float, float, int, float]:
     return (costed.step_s, costed.needed_bytes, costed.plan.world_size, costed.rank)

@@ -79,7 +79,7 @@ class Picture:
     @property
     def span_s(self) -> tuple[float, float]:
         """(Least, largest) step time that the chart shows."""
-        return _pad_range(
+        return _padded_low_and_high(
             [
                 seconds
                 for point in self.points
@@ -91,7 +91,7 @@ class Picture:
     def span_bytes(self) -> tuple[float, float]:
         """(Least, largest) bytes that the chart shows."""
         needs = [point.needed_bytes for point in self.points]
-        return _pad_range([self.capacity_bytes, *needs] if self.has_limit else needs)
+        return _padded_low_and_high([self.capacity_bytes, *needs] if self.has_limit else needs)
 
     @property
     def has_limit(self) -> bool:
@@ -110,7 +110,7 @@ class _Axis:
     high: float
     cells: int
 
-    def cell(self, value: float) -> int:
+    def cell_of(self, value: float) -> int:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(share * (self.cells - 1))
 
@@ -122,15 +122,15 @@ def draw_lines(picture: Picture) -> list[str]:
     up = _Axis(*picture.span_bytes, ROWS)
     grid = [[" "] * across.cells for _ in range(ROWS)]
     if picture.has_limit:
-        grid[up.cell(picture.capacity_bytes)] = ["╌"] * across.cells
+        grid[up.cell_of(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
-        _draw_point(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
+        _draw_point(grid, across.cell_of(point.step_s), up.cell_of(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
-        _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
+        _write_into_dashes(grid[up.cell_of(picture.capacity_bytes)], ends)
     ticks = choose_byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
-    labels = {up.cell(value): text for value, text in ticks}
+    labels = {up.cell_of(value): text for value, text in ticks}
     lines = [
         f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
     ]
@@ -147,44 +147,54 @@ def describe_legend(picture: Picture) -> str:
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
-def choose_byte_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` axis values between `low` and `high`: powers of two, or equal steps if
-    that is narrow.
+def choose_byte_ticks(low_bytes: float, high_bytes: float, count_max: int) -> list[Tick]:
+    """Return at most `count_max` axis values from `low_bytes` to `high_bytes`: powers of two, or
+    equal steps where the range is narrow.
     """
-    unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
-    if high / low >= WIDE_BYTES:
+    unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high_bytes))
+    if high_bytes / low_bytes >= WIDE_BYTES:
         values = [
             2.0**power
-            for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+            for power in range(
+                math.ceil(math.log2(low_bytes)), math.floor(math.log2(high_bytes)) + 1
+            )
         ]
     else:
-        values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin_out(values, most)]
-
-
-def choose_second_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Return at most `most` axis values between `low` and `high`, round in their own unit.
-
-    If the span is narrow, they are equal steps.
-    """
-    if high / low >= WIDE_SECONDS:
-        values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin_out(values, most)]
-    name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
-    unit = SECOND_UNITS[name]
+        values = [unit * value for value in _list_equal_steps(low_bytes / unit, high_bytes / unit)]
     return [
-        Tick(unit * value, f"{value:.4g} {name}")
-        for value in _thin_out(_equal_steps(low / unit, high / unit), most)
+        Tick(value, _format_in_largest_unit(value, BINARY_UNITS))
+        for value in _thin_out(values, count_max)
     ]
 
 
-def _round_seconds(low: float, high: float) -> Iterator[float]:
-    """Yield 1, 2, 5, 10, 20 seconds and minutes, and 1, 2, 5 times powers of ten below a second and above an hour."""
-    for power in range(math.floor(math.log10(low)), 0):
+def choose_second_ticks(low_s: float, high_s: float, count_max: int) -> list[Tick]:
+    """Return at most `count_max` axis values from `low_s` to `high_s`, each round in its own unit.
+
+    Where the range is narrow, they are equal steps.
+    """
+    if high_s / low_s >= WIDE_SECONDS:
+        values = [value for value in _list_round_seconds(low_s, high_s) if low_s <= value <= high_s]
+        return [
+            Tick(value, _format_in_largest_unit(value, SECOND_UNITS))
+            for value in _thin_out(values, count_max)
+        ]
+    name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high_s][-1]
+    unit = SECOND_UNITS[name]
+    return [
+        Tick(unit * value, f"{value:.4g} {name}")
+        for value in _thin_out(_list_equal_steps(low_s / unit, high_s / unit), count_max)
+    ]
+
+
+def _list_round_seconds(low_s: float, high_s: float) -> Iterator[float]:
+    """Yield round times in seconds: 1, 2 and 5 times powers of ten below a second; then 1, 2, 5,
+    10, 20 s and min; then hours.
+    """
+    for power in range(math.floor(math.log10(low_s)), 0):
         yield from (digit * 10.0**power for digit in (1, 2, 5))
     for unit in (SECOND_UNITS["s"], SECOND_UNITS["min"]):
         yield from (float(digit * unit) for digit in (1, 2, 5, 10, 20))
-    for power in range(math.ceil(math.log10(max(1.0, high / SECOND_UNITS["h"]))) + 1):
+    for power in range(math.ceil(math.log10(max(1.0, high_s / SECOND_UNITS["h"]))) + 1):
         yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
@@ -192,19 +202,19 @@ def _thin_out(values: list[float], count_max: int) -> list[float]:
     return values[:: -(-len(values) // count_max)]
 
 
-def _in_unit(value: float, units: Mapping[str, int]) -> str:
+def _format_in_largest_unit(value: float, units: Mapping[str, int]) -> str:
     name = max((name for name in units if units[name] <= max(1, value)), key=units.__getitem__)
     return f"{value / units[name]:.4g} {name}"
 
 
-def _pad_range(values: Sequence[float]) -> tuple[float, float]:
+def _padded_low_and_high(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
     return low / room, high * room
 
 
-def _equal_steps(low: float, high: float) -> list[float]:
+def _list_equal_steps(low: float, high: float) -> list[float]:
     least = (high - low) / STEPS_WANTED
     power = 10.0 ** math.floor(math.log10(least))
     step = power * next(digit for digit in (1, 2, 5, 10) if digit * power >= least)
@@ -223,23 +233,25 @@ def _draw_point(grid: list[list[str]], column: int, row: int, point: Point) -> N
         line[column + 1 : end] = point.label
 
 
-def _write_on_line(line: list[str], text: str) -> None:
-    """Write the text into the dashes of a line, as far right as nothing is in the way."""
+def _write_into_dashes(line: list[str], text: str) -> None:
+    """Write the text over the dashes of a line, as far right as only dashes are there; nowhere if
+    it does not fit.
+    """
     for column in range(len(line) - len(text), 0, -1):
         if all(character == "╌" for character in line[column : column + len(text)]):
             line[column : column + len(text)] = text
             return
 
 
-def _draw_axis_and_legend(picture: Picture, across: _Axis) -> Iterator[str]:
+def _draw_axis_and_legend(picture: Picture, time_axis: _Axis) -> Iterator[str]:
     """Yield the lines of the axis of seconds, with its labels, and the legend."""
     name = "step time"
-    ruler = ["─"] * across.cells
-    texts = [" "] * across.cells
-    end = across.cells - len(name) - COLUMNS_BETWEEN
+    ruler = ["─"] * time_axis.cells
+    texts = [" "] * time_axis.cells
+    end = time_axis.cells - len(name) - COLUMNS_BETWEEN
     free = 0
-    for value, text in choose_second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
-        cell = across.cell(value)
+    for value, text in choose_second_ticks(*picture.span_s, time_axis.cells // COLUMNS_A_TICK):
+        cell = time_axis.cell_of(value)
         if free <= cell <= end - len(text):
             ruler[cell] = "┬"
             texts[cell : cell + len(text)] = text

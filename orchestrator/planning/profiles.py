@@ -61,13 +61,13 @@ def _assumed_profile(
 ) -> ModelProfile:
     """Return the assumed profile of a script that declares nothing.
 
-    It is as probed, or such that the script's own micro-batch fills a device. So the first attempt
-    runs with the script's own settings, and after an out-of-memory failure plans with smaller
-    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter
-    samples their share.
+    With a probe (a short measuring run) it follows the measured line. Without one it assumes that
+    the script's own micro-batch fills a device. So the first attempt runs with the script's own
+    settings, and after an out-of-memory failure plans with smaller micro-batches are lighter.
+    Recomputation is assumed to save half, lower precision and shorter samples their share.
     """
-    defaults = find_own_settings(request)
-    share = _relative_width(precision) / _relative_width(defaults.precision)
+    defaults = find_reference_settings(request)
+    share = _width_over_fp32(precision) / _width_over_fp32(defaults.precision)
     stretch = (
         sequence_length / defaults.sequence_length
         if sequence_length and defaults.sequence_length
@@ -100,9 +100,9 @@ def _assumed_profile(
     )
 
 
-def find_own_settings(request: PlanRequest) -> OwnSettings:
-    """Return the settings to which a script's assumed profile is relative: of earlier outcomes, or
-    its defaults.
+def find_reference_settings(request: PlanRequest) -> OwnSettings:
+    """Return the settings to which a script's assumed profile is relative: those of earlier
+    outcomes, else the script's defaults.
 
     So a default that changes between two jobs of a family does not invalidate what was learned from
     the first.
@@ -114,18 +114,18 @@ def find_own_settings(request: PlanRequest) -> OwnSettings:
     return OwnSettings(
         micro_batch_size=int(micro)
         if micro is not None
-        else -(-request.global_batch_size // _fewest_shares(request)),
+        else -(-request.global_batch_size // _fewest_batch_parts(request)),
         sequence_length=request.own_length,
         precision=request.precision,
     )
 
 
-def _relative_width(precision: Precision) -> float:
+def _width_over_fp32(precision: Precision) -> float:
     """Return the bytes of an activation in this precision over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
-def _fewest_shares(request: PlanRequest) -> int:
+def _fewest_batch_parts(request: PlanRequest) -> int:
     """Return the fewest parts into which the script may split its batch."""
     return min(
         (gcd(count, request.global_batch_size) for count, _ in request.speeds),

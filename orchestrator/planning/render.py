@@ -21,7 +21,7 @@ from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import format_value
+from orchestrator.specs.settings import format_setting_value
 
 SWITCHED_OFF = (
     ActivationCheckpointing.NONE.value,
@@ -39,20 +39,24 @@ DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hys
 
 
 def render_deepspeed_config(
-    plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
+    plan: Plan,
+    *,
+    clip_norm: float | None,
+    job_keys_json: str | None = None,
+    is_virtual_device: bool = False,
 ) -> JsonObject:
     """Return the DeepSpeed configuration of a plan; each setting with a surprising default is
     explicit.
 
-    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which
-    they cannot say.
+    `job_keys_json` are the keys of the job's `deepspeed:` as JSON. They win over ours, and cannot
+    set what the plan decides. `is_virtual_device` selects the small buckets of a virtual device (a
+    CPU rank with a memory cap).
 
     Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements
-    (deepspeed/runtime/constants.py, zero/config.py). `virtual` asks for the small buckets of a
-    virtual device.
+    (deepspeed/runtime/constants.py, zero/config.py).
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets = find_bucket_sizes(keys, virtual=virtual)
+    buckets = find_bucket_sizes(job_keys_json, is_virtual_device=is_virtual_device)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: JsonObject = {"stage": int(stage)}
@@ -67,7 +71,7 @@ def render_deepspeed_config(
             "stage3_param_persistence_threshold": buckets.persistent,
         }
     assert plan.offload_target is OffloadTarget.CPU, "a script is never asked to offload to files"
-    host = {"device": "cpu", "pin_memory": not virtual}
+    host = {"device": "cpu", "pin_memory": not is_virtual_device}
     if plan.offload is not Offload.NONE:
         zero["offload_optimizer"] = host
     if plan.offload is Offload.PARAMETERS:
@@ -84,7 +88,7 @@ def render_deepspeed_config(
         "fp16": {"enabled": plan.precision is Precision.FP16, **DYNAMIC_LOSS_SCALE},
         "steps_per_print": 10**9,
     }
-    return merge_config(config, json.loads(keys or "{}"))
+    return merge_config(config, json.loads(job_keys_json or "{}"))
 
 
 def render_accelerate_config(
@@ -156,12 +160,12 @@ def render_script_command(
     resume_from: str | None,
     deepspeed_config_path: str | None,
     config_path: str | None = None,
-    devices: tuple[int, ...] = (),
+    node_devices: tuple[int, ...] = (),
 ) -> RenderedCommand:
-    """Return the script's command with the plan's knobs after the user's arguments, its environment
-    and config keys.
+    """Return the script's command after which the plan's values follow, its environment variables
+    and its config keys.
 
-    `devices` are the devices of one node; every node of a plan uses as many.
+    `node_devices` are the devices of one node; every node of a plan uses as many.
     """
     assert not facts_of(plan.engine).is_ours, plan
     knobs = script.knobs
@@ -171,7 +175,7 @@ def render_script_command(
     if script.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
         section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
         for name, value in list_leaf_keys(json.loads(script.deepspeed)):
-            keys[section + name] = format_value(value)
+            keys[section + name] = format_setting_value(value)
     rate = script.learning_rate
     layers = plan.full_checkpointing_layers
     length = plan.sequence_length
@@ -180,20 +184,20 @@ def render_script_command(
         arguments += [script.config.flag, config_path]
     # in this order behind the user's own arguments
     values: dict[str, str | Callable[[Knob], str] | None] = {
-        "micro_batch_size": lambda part: _format_batch_size(part, plan, len(devices)),
+        "micro_batch_size": lambda part: _format_batch_size(part, plan, len(node_devices)),
         "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
         "global_batch_size": str(script.global_batch_size),
         "learning_rate": None if rate is None else _format_yaml_number(rate),
         "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
         "full_checkpointing_layers": str(layers),
         "precision": plan.precision.value,
-        "optimizer_in_backward": format_value(plan.optimizer_in_backward),
+        "optimizer_in_backward": format_setting_value(plan.optimizer_in_backward),
         "sequence_length": None if length is None else str(length),
         "zero_stage": str(int(plan.zero_stage)) if is_sharding_told else None,
         "deepspeed_config": deepspeed_config_path,
-        "devices": lambda part: part.separator.join(map(str, devices)),
-        "ranks": lambda part: str(len(devices) if part.per == "node" else plan.world_size),
-        "nodes": str(plan.world_size // max(1, len(devices))),
+        "devices": lambda part: part.separator.join(map(str, node_devices)),
+        "ranks": lambda part: str(len(node_devices) if part.per == "node" else plan.world_size),
+        "nodes": str(plan.world_size // max(1, len(node_devices))),
         "resume_from": resume_from,
         "output_dir": output_dir,
     }
@@ -230,7 +234,9 @@ def _format_yaml_number(number: float) -> str:
 
 
 def _format_batch_size(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
-    """Return a batch size as the script counts it: per rank, per node or in all."""
+    """Return the plan's batch size as text, counted as the knob says: per rank, per node or over
+    all ranks.
+    """
     samples = plan.micro_batch_size
     if knob.phase is not None:
         samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))

@@ -126,19 +126,19 @@ def read_plan_request(spec: JobSpec) -> PlanRequest:
     """Return the part of the job on which its plans depend.
 
     Raises SpecError for a job that could not be submitted today: an older journal is read without
-    checks, and checked here. Jobs of the same shape are checked once.
+    checks, and its jobs are checked here. Jobs of the same shape are checked once.
     """
     training = {name: getattr(spec.training, name) for name in PLANNED_TRAINING}
     planned = spec.model_copy(update={**UNPLANNED, "training": TrainingSpec(**training)})
-    request = _judged_request(planned, BLOCKING in spec.env)
+    request = _check_and_read_request(planned, BLOCKING in spec.env)
     if isinstance(request, SpecError):
         raise request.with_traceback(None)
     return request
 
 
 @lru_cache(maxsize=512)
-def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecError:
-    """Return the plan request, or the error of an illegal job, which is cached as well."""
+def _check_and_read_request(spec: JobSpec, cuda_launch_blocks: bool) -> PlanRequest | SpecError:
+    """Return the plan request of a job, or the SpecError of an illegal job; both are cached."""
     try:
         # Pins are the search's own, where a job keeps its plan.
         parse_job_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
@@ -148,12 +148,12 @@ def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecEr
         **model_request_values(spec),
         **{name: getattr(spec, name) for name in READ_AS_WRITTEN},
         is_on_one_node=spec.launch in ON_ONE_NODE,
-        launches_block=launches_block,
+        launches_block=cuda_launch_blocks,
     )
 
 
 class ScriptRequest(NamedTuple):
-    """The part of a script's job that the rendering of a plan reads."""
+    """The parts of a script's job from which a plan is rendered as its command."""
 
     command: tuple[str, ...]
     knobs: Knobs
@@ -164,7 +164,9 @@ class ScriptRequest(NamedTuple):
 
 
 def read_script_request(spec: JobSpec) -> ScriptRequest:
-    """Return the part of the script's job that the rendering of a plan reads."""
+    """Return the parts of the script's job (command, knobs and others) from which a plan is
+    rendered as its command.
+    """
     assert spec.command is not None, "only a script has a command"
     return ScriptRequest(
         spec.command,

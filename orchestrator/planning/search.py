@@ -46,7 +46,7 @@ from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import format_value
+from orchestrator.specs.settings import format_setting_value
 
 __all__ = ["Hardware", "find_frontier", "list_layouts", "list_plans"]
 
@@ -62,27 +62,28 @@ def find_frontier(
     hardware: Hardware,
     calibrated: Calibration = UNMEASURED,
     *,
-    within_reach: bool = False,
+    skips_oversized: bool = False,
 ) -> Frontier:
     """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of
     the same shape.
 
-    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need
-    more. `calibrated` says the correction, a factor on the activations, and the memory outside the
-    allocator on such devices. A plan that keeps less of a sample may beat the others only where the
-    correction is large. So the plans are those that no other beats as estimated, or at the two
-    steps of a scale around it. A plan that needs less in between may be missing, by no more than a
-    step: nothing grows faster than the correction. The job's `speeds` give the step time of the
-    fastest plan per number of devices; the cost model scales other plans to it. Raises SpecError
-    where the allowed devices cannot split the global batch, and TooManyPlans where the job allows
-    more than PLANS_MAX plans. `within_reach` examines only plans that need no more than REACH
-    devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
+    Every legal plan is examined. Plans that need more than the memory of REACH devices count only
+    where all plans need more. `calibrated` has the correction, a factor on the activations, and the
+    memory outside the allocator on such devices. A plan that keeps less of a sample may beat the
+    others only where the correction is large. So the plans are those that no other beats as
+    estimated, or at the two steps of a scale around the correction. A plan that needs less in
+    between may be missing, by no more than a step: nothing grows faster than the correction. The
+    job's `speeds` give the step time of the fastest plan per number of devices; the cost model
+    scales other plans to that time. Raises SpecError where the allowed devices cannot split the
+    global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `skips_oversized`
+    examines only plans that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the
+    frontier may then be empty.
     """
     if request.launches_block and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, calibrated.correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    result = _frontier_at_speeds(request, hardware, calibrated.overhead, steps, within_reach)
+    result = _frontier_at_speeds(request, hardware, calibrated.overhead, steps, skips_oversized)
     if isinstance(result, SpecError):
         raise result.with_traceback(None)
     return result
@@ -93,18 +94,19 @@ def _frontier_at_speeds(
     request: PlanRequest,
     hardware: Hardware,
     overhead: MeasuredOverhead,
-    steps: tuple[int, ...],
-    within_reach: bool,
+    correction_steps: tuple[int, ...],
+    skips_oversized: bool,
 ) -> Frontier | SpecError:
-    """Return the frontier scaled to the job's `speeds`, or the error why there is none.
+    """Return the frontier scaled to the job's measured `speeds`, or the SpecError that says why the
+    job has no plan.
 
-    Jobs that differ in `speeds` alone share their costs.
+    Jobs that differ in `speeds` alone share one search.
     """
     if not request.speeds:
-        return _cached_frontier(request, hardware, overhead, steps, within_reach)
+        return _cached_frontier(request, hardware, overhead, correction_steps, skips_oversized)
     counts = tuple((count, 1.0) for count, _ in request.speeds)
     costed = _cached_frontier(
-        replace(request, speeds=counts), hardware, overhead, steps, within_reach
+        replace(request, speeds=counts), hardware, overhead, correction_steps, skips_oversized
     )
     return (
         costed if isinstance(costed, SpecError) else _scale_to_speeds(costed, dict(request.speeds))
@@ -116,14 +118,16 @@ def _cached_frontier(
     request: PlanRequest,
     hardware: Hardware,
     overhead: MeasuredOverhead,
-    steps: tuple[int, ...],
-    within_reach: bool,
+    correction_steps: tuple[int, ...],
+    skips_oversized: bool,
 ) -> Frontier | SpecError:
-    """Return the union of the frontiers at these steps of the scale of corrections, or the error
-    why there is none.
+    """Return the plans that no other beats at any of these corrections of memory, or the SpecError
+    that says why there is none.
+
+    `correction_steps` are steps of the scale of corrections (factors on activations).
     """
     needs = _MemoryEstimator(request, hardware, overhead)
-    work = PlanCounter(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
+    work = PlanCounter(OTHER_PLANS_MAX if skips_oversized else PLANS_MAX)
     candidates = list[Candidate]()
     try:
         classes = group_values(
@@ -131,7 +135,13 @@ def _cached_frontier(
         )
         for degradation, variants in sorted(classes.items()):
             unbeaten = _unbeaten_plans(
-                request, hardware, variants, needs, steps, work, within_reach=within_reach
+                request,
+                hardware,
+                variants,
+                needs,
+                correction_steps,
+                work,
+                skips_oversized=skips_oversized,
             )
             candidates += (
                 Candidate(
@@ -145,68 +155,72 @@ def _cached_frontier(
                 )
                 for costed in unbeaten
             )
-        if not candidates and not within_reach:
-            return _why_no_plan(request, hardware, work)
+        if not candidates and not skips_oversized:
+            return _make_no_plan_error(request, hardware, work)
     except SpecError as error:
         return error  # it took as long to find
     return Frontier(tuple(candidates), work.looked)
 
 
-def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
-    """Return the same plans, the fastest for each number of devices at its measured step time."""
+def _scale_to_speeds(frontier: Frontier, step_s_by_device_count: Mapping[int, float]) -> Frontier:
+    """Return the frontier with scaled step times: the fastest plan for each number of devices gets
+    its measured time.
+    """
     fastest_s: dict[int, float] = {}
-    for candidate in costed.candidates:
+    for candidate in frontier.candidates:
         world_size = candidate.plan.world_size
         fastest_s[world_size] = min(candidate.step_s, fastest_s.get(world_size, inf))
     candidates = [
         replace(
             candidate,
             step_s=candidate.step_s
-            * speeds[candidate.plan.world_size]
+            * step_s_by_device_count[candidate.plan.world_size]
             / fastest_s[candidate.plan.world_size],
         )
-        for candidate in costed.candidates
+        for candidate in frontier.candidates
     ]
     candidates.sort(key=lambda candidate: (candidate.degradation, candidate.step_s))
-    return Frontier(tuple(candidates), costed.looked)
+    return Frontier(tuple(candidates), frontier.looked)
 
 
-def _why_no_plan(request: PlanRequest, hardware: Hardware, work: PlanCounter) -> SpecError:
-    """Return an error that names the pin to blame, and its values in plans that have all other
-    pins.
+def _make_no_plan_error(
+    request: PlanRequest, hardware: Hardware, plan_counter: PlanCounter
+) -> SpecError:
+    """Return an error that names the pinned setting to blame, and its values in plans that have all
+    other pins.
 
     Raises SpecError where the job has no plan without its pins either.
     """
     if not request.plan or not any(
-        True for _ in list_plans(replace(request, plan=()), hardware, work)
+        True for _ in list_plans(replace(request, plan=()), hardware, plan_counter)
     ):
         return make_no_strategy_error(request, hardware)
     for key, value in request.plan:
         others = tuple(pin for pin in request.plan if pin[0] != key)
         values = {
             getattr(plan.layout if key in AXES else plan, key)
-            for plan in list_plans(replace(request, plan=others), hardware, work)
+            for plan in list_plans(replace(request, plan=others), hardware, plan_counter)
         }
         if values:
             beside = f" with {format_pins(others)}" if others else ""
             return SpecError(
                 f"no plan on {hardware.device.name} has it",
                 path=f"plan.{key}",
-                got=format_value(value),
-                allowed=f"{', '.join(map(format_value, sorted(values)))}{beside}",
-                hint=_why_illegal(request),
+                got=format_setting_value(value),
+                allowed=f"{', '.join(map(format_setting_value, sorted(values)))}{beside}",
+                hint=_why_pins_are_illegal(request),
             )
     return SpecError(
         f"no plan on {hardware.device.name} has these settings together",
         path="plan",
         got=format_pins(request.plan),
-        hint=_why_illegal(request) or "leave some of them out",
+        hint=_why_pins_are_illegal(request) or "leave some of them out",
     )
 
 
-def _why_illegal(request: PlanRequest) -> str:
-    """Return why no engine allows the pinned settings, with all others at their defaults; "" if an
-    engine does.
+def _why_pins_are_illegal(request: PlanRequest) -> str:
+    """Return why no engine allows the pinned settings, with all others at their defaults; "" where
+    an engine does.
     """
     pins = dict(request.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
@@ -229,19 +243,19 @@ def _unbeaten_plans(
     request: PlanRequest,
     hardware: Hardware,
     variants: Sequence[SettingsVariant],
-    needs: _MemoryEstimator,
-    steps: tuple[int, ...],
-    work: PlanCounter,
+    memory_estimator: _MemoryEstimator,
+    correction_steps: tuple[int, ...],
+    plan_counter: PlanCounter,
     *,
-    within_reach: bool,
+    skips_oversized: bool,
 ) -> list[CostedPlan]:
-    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all
-    are timed once.
+    """Return the plans that no other legal plan beats at one of the correction steps, the fastest
+    first.
 
-    They lie within REACH, unless none does. Where one needs more host memory than a node has, the
-    plans that are unbeaten among those within it are added. Plans with few layers in full
-    recomputation come second: where another plan beats the least that they can cost, they are not
-    made.
+    Each plan is timed once. Plans that need more than the memory of REACH devices count only where
+    all need more. Where a plan needs more host memory than a node has, the plans that are unbeaten
+    among those within that memory are added. Plans with few layers in full recomputation come
+    second. None is made where another plan beats the least time and memory that it can cost.
     """
 
     @cache
@@ -250,27 +264,31 @@ def _unbeaten_plans(
         families = (
             family
             for variant in variants
-            for family in list_families(request, hardware, variant, needs.profile, work)
+            for family in list_families(
+                request, hardware, variant, memory_estimator.profile, plan_counter
+            )
         )
         return [
             plan
             for family in families
-            for plan in _time_family(hardware, family, needs, most_bytes, between, work)
+            for plan in _time_family(
+                hardware, family, memory_estimator, most_bytes, between, plan_counter
+            )
         ], between
 
-    estimate = cache(needs.estimate)
+    estimate = cache(memory_estimator.estimate)
 
     def best(needed: _Needed) -> list[CostedPlan]:
         reach_bytes = REACH * hardware.device.memory
-        for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
+        for most_bytes in (reach_bytes,) if skips_oversized else (reach_bytes, inf):
             alike, between = timed(most_bytes)
             costed = _find_fronts(request, alike, estimate, most_bytes, needed)
-            beats = _make_beaten_test(costed, by_count=bool(request.speeds))
-            others = [
-                entry
-                for cut in between
-                for entry in _time_partial_modes(cut, needs, most_bytes, beats, work)
-            ]
+            beats = _make_beaten_test(costed, by_device_count=bool(request.speeds))
+            others: list[TimedPlan] = []
+            for cut in between:
+                others.extend(
+                    _time_partial_modes(cut, memory_estimator, most_bytes, beats, plan_counter)
+                )
             first = [
                 TimedPlan(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
                 for plan in costed
@@ -282,15 +300,15 @@ def _unbeaten_plans(
         return []
 
     by_plan: dict[Plan, CostedPlan] = {}
-    for step in steps:
-        needed = _needed_when_corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+    for step in correction_steps:
+        needed = _make_corrected_need(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         costed = best(needed)
         if any(
             node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory
             for entry in costed
         ):
-            costed += best(_needed_within_host(needed, hardware))
-        elif len(steps) == 1:
+            costed += best(_make_need_within_host(needed, hardware))
+        elif len(correction_steps) == 1:
             return costed
         by_plan |= {entry.plan: entry for entry in costed}
     return sorted(
@@ -304,53 +322,55 @@ def _unbeaten_plans(
     )
 
 
-def _needed_when_corrected(correction: float) -> _Needed:
-    return lambda _plan, estimate: corrected_device_bytes(estimate, correction)
+def _make_corrected_need(activation_factor: float) -> _Needed:
+    return lambda _plan, estimate: corrected_device_bytes(estimate, activation_factor)
 
 
-def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
-    """Return `needed` with infinity for plans that need more host memory than a node has."""
+def _make_need_within_host(needed_bytes_of: _Needed, hardware: Hardware) -> _Needed:
+    """Return a function like `needed_bytes_of` that returns infinity for plans that need more host
+    memory than a node has.
+    """
 
     def bytes_of(plan: Plan, estimate: MemoryEstimate) -> float:
         fits = node_host_bytes(plan, estimate, hardware) <= hardware.host_memory
-        return needed(plan, estimate) if fits else inf
+        return needed_bytes_of(plan, estimate) if fits else inf
 
     return bytes_of
 
 
 def _find_fronts(
     request: PlanRequest,
-    timed: Sequence[TimedPlan],
+    timed_plans: Sequence[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
-    most_bytes: float,
-    needed: _Needed,
+    limit_bytes: float,
+    needed_bytes_of: _Needed,
 ) -> list[CostedPlan]:
-    """Return the Pareto front; for a job with `speeds`, one for each number of devices, one after
-    another.
+    """Return the plans on the Pareto front; for a job with `speeds`, those on one front per number
+    of devices, one after another.
     """
     if not request.speeds:
-        return find_pareto_front(timed, estimate, most_bytes, needed)
-    by_count = group_values((entry.plan.world_size, entry) for entry in timed)
+        return find_pareto_front(timed_plans, estimate, limit_bytes, needed_bytes_of)
+    by_count = group_values((entry.plan.world_size, entry) for entry in timed_plans)
     return [
         best
         for _, group in sorted(by_count.items())
-        for best in find_pareto_front(group, estimate, most_bytes, needed)
+        for best in find_pareto_front(group, estimate, limit_bytes, needed_bytes_of)
     ]
 
 
-def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats:
-    """Return a function that tells whether one of these plans beats the lower bounds of another
-    plan.
+def _make_beaten_test(costed: Sequence[CostedPlan], *, by_device_count: bool) -> _Beats:
+    """Return a function that tells whether one of `costed` beats a plan with these lower bounds of
+    time and memory.
 
-    It beats them if it is no slower, needs no more bytes and devices, and is trusted as much. With
-    `by_count`, only plans on as many devices are compared.
+    A plan beats another if it is no slower, needs no more bytes and devices, and is trusted as
+    much. With `by_device_count`, only plans on as many devices are compared.
     """
     staircases: dict[tuple[int, float], Staircase] = {}
 
     def beats(count: int, step_s: float, least_bytes: int, rank: float) -> bool:
         key = count, rank
         if key not in staircases:
-            sizes = {count} if by_count else range(count + 1)
+            sizes = {count} if by_device_count else range(count + 1)
             staircases[key] = Staircase()
             for plan in costed:
                 if plan.plan.world_size in sizes and plan.rank <= rank:
@@ -361,18 +381,18 @@ def _make_beaten_test(costed: Sequence[CostedPlan], *, by_count: bool) -> _Beats
 
 
 def list_plans(
-    request: PlanRequest, hardware: Hardware, work: PlanCounter | None = None
+    request: PlanRequest, hardware: Hardware, plan_counter: PlanCounter | None = None
 ) -> Iterator[Plan]:
     """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as
     `find_frontier`.
     """
-    work = work or PlanCounter()
+    plan_counter = plan_counter or PlanCounter()
     for variant in list_variants(request, hardware):
         for family in list_families(
-            request, hardware, variant, partial(find_profile, request, hardware), work
+            request, hardware, variant, partial(find_profile, request, hardware), plan_counter
         ):
             for plan in family:
-                work.count_examined()
+                plan_counter.count_examined()
                 yield plan
 
 
@@ -391,7 +411,7 @@ class _MemoryEstimator:
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """Return (the plan's profile, the DeviceBytes shared by plans with the same memory terms)."""
+        """Return (the plan's profile, the DeviceBytes that plans with equal memory terms share)."""
         key = device_bytes_cache_key(plan)
         if key not in self._by_likeness:
             profile = find_profile(self._request, self._hardware, plan)
@@ -409,8 +429,8 @@ class _MemoryEstimator:
 
 
 class _PartialModePlans(NamedTuple):
-    """Plans that fully recompute only a stage's first layers, not yet made, with lower bounds of
-    time and memory.
+    """Plans, not yet made, that fully recompute only a stage's first layers, with lower bounds of
+    their time and memory.
     """
 
     family: PlanFamily
@@ -426,20 +446,21 @@ class _PartialModePlans(NamedTuple):
 def _time_family(
     hardware: Hardware,
     family: PlanFamily,
-    needs: _MemoryEstimator,
-    most_bytes: float,
-    between: list[_PartialModePlans],
-    work: PlanCounter,
+    memory_estimator: _MemoryEstimator,
+    limit_bytes: float,
+    partial_plans: list[_PartialModePlans],
+    plan_counter: PlanCounter,
 ) -> Iterator[TimedPlan]:
-    """Yield the plans of a family that may need no more than `most_bytes`, with their step times.
+    """Yield the plans of a family that may need no more than `limit_bytes`, each with its predicted
+    step time.
 
-    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but
-    for its turns. So one plan that is beyond reach by them speaks for many that are not even made.
-    Plans between two kinds of checkpointing are added to `between`. Each takes at least as long as
-    selective checkpointing. Each needs at least as much as full checkpointing, where that is the
-    slower one and needs less at every moment.
+    Plans that recompute only a stage's first layers in full are not made here, but added to the
+    list `partial_plans` with lower bounds. That of time is the time of selective checkpointing.
+    That of memory is the memory of full checkpointing, where that is slower and never needs more. A
+    batch cut is skipped as a whole where the bytes beside activations exceed the limit:
+    checkpointing rarely changes these bytes.
     """
-    profile, bytes_of = needs.profile_and_bytes(family.example)
+    profile, bytes_of = memory_estimator.profile_and_bytes(family.example)
     takes: StepTimePredictor | None = None
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and is_full_checkpointing_lightest(profile)
@@ -450,18 +471,18 @@ def _time_family(
         turns = bytes_of.accumulation_cache_key(accumulation)
         selective: TimedPlan | None = None
         full: TimedPlan | None = None
-        work.count_examined()
+        plan_counter.count_examined()
         for plan in (
             ()
             if is_beyond.get(turns)
-            else family.list_plans_of_cut(micro, accumulation, family.uniform_modes(micro))
+            else family.list_plans_of_batch(micro, accumulation, family.uniform_modes(micro))
         ):
-            work.count_examined()
+            plan_counter.count_examined()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
-                is_beyond[turns] = bytes_of.lower_bound_without_activations(plan) > most_bytes
+                is_beyond[turns] = bytes_of.lower_bound_without_activations(plan) > limit_bytes
             if is_beyond.get(turns):
                 break
-            if (at_least_bytes := bytes_of.lower_bound_bytes(plan)) <= most_bytes:
+            if (at_least_bytes := bytes_of.lower_bound_bytes(plan)) <= limit_bytes:
                 takes = takes or StepTimePredictor(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
                 timed = TimedPlan(plan, takes(plan), at_least_bytes, rank)
@@ -477,49 +498,48 @@ def _time_family(
             continue
         if not is_lightest or not has_full:
             takes = takes or StepTimePredictor(profile, family.example, hardware)
-            between.append(_PartialModePlans(family, micro, accumulation, takes))
+            partial_plans.append(_PartialModePlans(family, micro, accumulation, takes))
         elif full is not None and takes is not None:
             lighter = copy_if_legal(
                 full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE
             )
-            least_s = (
-                selective.step_s
-                if selective is not None
-                else takes(lighter)
-                if lighter is not None
-                else math.inf
-            )
+            if selective is not None:
+                least_s = selective.step_s
+            elif lighter is not None:
+                least_s = takes(lighter)
+            else:
+                least_s = math.inf
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
-            between.append(_PartialModePlans(family, micro, accumulation, takes, *ordered))
+            partial_plans.append(_PartialModePlans(family, micro, accumulation, takes, *ordered))
 
 
 def _time_partial_modes(
-    between: _PartialModePlans,
-    needs: _MemoryEstimator,
-    most_bytes: float,
-    beats: _Beats,
-    work: PlanCounter,
+    partial_plans: _PartialModePlans,
+    memory_estimator: _MemoryEstimator,
+    limit_bytes: float,
+    is_beaten: _Beats,
+    plan_counter: PlanCounter,
 ) -> Iterator[TimedPlan]:
-    """Yield those of these plans, with step times, that no plan so far beats.
+    """Yield those of the partial plans, with step times, that no plan so far beats.
 
-    A middle plan bounds what both halves can cost from below: the more layers are recomputed in
-    full, the longer a step takes, and the less a plan needs at most.
+    The plan in the middle bounds both halves from below. The more layers are recomputed in full,
+    the longer a step takes, and the less memory a plan needs.
     """
-    family = between.family
+    family = partial_plans.family
     modes = family.partial
     count = family.example.world_size
-    _, bytes_of = needs.profile_and_bytes(family.example)
+    _, bytes_of = memory_estimator.profile_and_bytes(family.example)
     rank = trust_of(family.example).rank
-    halves = [(0, len(modes), between.least_s, between.least_bytes)]
+    halves = [(0, len(modes), partial_plans.least_s, partial_plans.least_bytes)]
     while halves:
         low, high, least_s, least_bytes = halves.pop()
-        if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes, rank):
+        if low == high or least_bytes > limit_bytes or is_beaten(count, least_s, least_bytes, rank):
             continue
         middle = (low + high) // 2
-        work.count_examined()
+        plan_counter.count_examined()
         plan = next(
-            family.list_plans_of_cut(
-                between.micro, between.accumulation, modes[middle : middle + 1]
+            family.list_plans_of_batch(
+                partial_plans.micro, partial_plans.accumulation, modes[middle : middle + 1]
             ),
             None,
         )
@@ -530,8 +550,8 @@ def _time_partial_modes(
             ]
             continue
         at_least_bytes = bytes_of.lower_bound_bytes(plan)
-        step_s = between.takes(plan)
-        if at_least_bytes <= most_bytes:
+        step_s = partial_plans.takes(plan)
+        if at_least_bytes <= limit_bytes:
             yield TimedPlan(plan, step_s, at_least_bytes, rank)
-        halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
-        halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))
+        halves.append((low, middle, least_s, at_least_bytes if partial_plans.is_ordered else 0))
+        halves.append((middle + 1, high, step_s if partial_plans.is_ordered else 0.0, least_bytes))

@@ -74,30 +74,32 @@ def list_strategies(
     """Yield every strategy that the job, the layout and the hardware allow, with and without
     updates in backward.
     """
-    for strategy in _sharing_strategies(request, hardware, layout):
+    for strategy in _list_sharding_strategies(request, hardware, layout):
         yield strategy
-        if _updates_in_backward(request):
+        if _allows_updates_in_backward(request):
             yield replace(strategy, optimizer_in_backward=True)
 
 
-def _updates_in_backward(request: PlanRequest) -> bool:
-    """Return whether the job allows updates in the backward pass; specs.engines says for which
-    plans.
+def _allows_updates_in_backward(request: PlanRequest) -> bool:
+    """Return whether the job allows updates in the backward pass; specs.engines says which plans
+    do.
 
-    A job that trains several recipes by turns does not: FSDP2 makes gradients of the waiting ones,
-    too.
+    A job that trains several recipes (such as a GAN's networks) by turns does not. FSDP2 would make
+    gradients of the waiting recipes, too.
     """
     if request.training.clip_norm is not None or request.takes_turns:
         return False
     return not request.is_script or request.knobs.optimizer_in_backward is not None
 
 
-def _sharing_strategies(
+def _list_sharding_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> Iterator[PlanStrategy]:
-    """Yield every engine and sharding that the job, the layout and the hardware allow.
+    """Yield a strategy for every engine and sharding that the job, the layout and the hardware
+    allow.
 
-    A single rank shards with nobody. On a virtual device, offload to host memory saves nothing.
+    A single rank shards with nobody. On a virtual device, offload to host memory saves nothing, so
+    it is left out.
     """
     for engine in list_engines(request):
         match engine:
@@ -149,10 +151,11 @@ def list_checkpointing_modes(
     """Return the kinds of checkpointing that a script's knob can take, or for which a model's
     memory is known.
 
-    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the
-    recomputation that they left alone in the forward pass. Selective checkpointing refuses
-    operations that it has not seen before. A GAN ends with "aten.empty ... not found in storage"
-    (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out, too.
+    Where recipes (such as a GAN's networks) are trained in turn, ZeRO-3's hooks free in the
+    recomputation parameters that they left alone in the forward pass. Selective checkpointing
+    refuses operations that it has not seen before. A GAN ends with "aten.empty ... not found in
+    storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out,
+    too.
     """
     knob = request.knobs.activation_checkpointing
     all_of_it = ActivationCheckpointing.FULL
@@ -188,17 +191,17 @@ class FullLayerCounts(NamedTuple):
 
 
 def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> FullLayerCounts:
-    """Return how many of a stage's first layers to try in full checkpointing while the others are
-    selective.
+    """Return the layers of a stage, and how many of its first ones to try in full checkpointing
+    beside selective ones.
 
     The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the
     free memory. Between two of them lie at most 6 and 3 % of a step: full checkpointing adds a
     quarter to selective. There are no numbers without equal layers, as a trace covers only steps in
-    which all are recomputed alike; beside an offload, where the host takes longer than they save;
-    or for a script without a knob for them.
+    which all are recomputed alike. There are none beside an offload, where the host takes longer
+    than they save, and none for a script without a knob for them.
     """
     can_be_told = not request.is_script or request.knobs.full_checkpointing_layers is not None
-    layers = _equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0
+    layers = _count_equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
     choices = {-(-stage * part // parts) for part in range(1, parts)} - {0, stage}
@@ -206,9 +209,10 @@ def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> Full
 
 
 def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
-    """Return the bytes of one sample's inputs of all layers, over all ranks that split it.
+    """Return the bytes of the inputs of all layers for one sample, added up over all ranks that
+    split it.
 
-    0 where they cannot wait in host memory, and for models of unknown shape.
+    0 where these inputs cannot wait in host memory, and for models of unknown shape.
     """
     shape = request.shape
     if shape is None or not _can_offload(hardware):
@@ -217,7 +221,7 @@ def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
     return value_bytes * request.data_length * shape.hidden_size * shape.num_hidden_layers
 
 
-def _equal_layers(request: PlanRequest) -> int:
+def _count_equal_layers(request: PlanRequest) -> int:
     model = request.known_model
     if model is None or request.freezes:
         return 0
@@ -235,11 +239,13 @@ class BatchCut(NamedTuple):
 
 
 def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
-    """Return the ways to cut one rank's part of the batch, smallest micro-batch first.
+    """Return the ways to split one rank's part of the batch into micro-batches, smallest
+    micro-batch first.
 
-    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only
-    pairs with that number are left, since another one is another training. Without a number, one
-    process takes the global batch at once.
+    A script's knobs (its own options) limit them. Where BatchNorm takes its statistics over a
+    number of samples, only cuts with that number are left, since another number is another
+    training. Without a number, a job with BatchNorm has one process that takes the global batch at
+    once.
     """
     share = request.global_batch_size // dp
     accumulation = request.knobs.gradient_accumulation_steps
@@ -252,13 +258,13 @@ def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
             if accumulation is not None and accumulation.default is not None
             else 1
         )
-        return _exact_cut(share, fixed)
+        return _cut_exactly(share, fixed)
     if request.is_script and accumulation is None:
-        return (BatchCut(share, 1),) if _can_take(request, share, dp) else ()
+        return (BatchCut(share, 1),) if _can_use_micro_batch(request, share, dp) else ()
     cuts = [
         BatchCut(micro, share // micro)
         for micro in divisors(share)
-        if _can_take(request, micro, dp)
+        if _can_use_micro_batch(request, micro, dp)
     ]
     samples = None if request.is_script else request.training.batch_norm_samples
     if samples is None:
@@ -267,21 +273,21 @@ def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
     return tuple(cut for cut in cuts if cut.micro * ranks == samples)
 
 
-def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
-    """Return whether the script can use this micro-batch size; some multiply their batch size by
-    their ranks.
+def _can_use_micro_batch(request: PlanRequest, micro_batch_size: int, dp: int) -> bool:
+    """Return whether the script can use this micro-batch size with `dp` ranks; some scripts
+    multiply their batch size by the ranks.
     """
     knob = request.knobs.micro_batch_size if request.is_script else None
     multiplied = knob is not None and any(
         part.multiplied_by_ranks for part in knob.all if part.phase is None
     )
-    return not multiplied or micro % dp == 0
+    return not multiplied or micro_batch_size % dp == 0
 
 
 def make_no_strategy_error(request: PlanRequest, hardware: Hardware) -> SpecError:
     """Return the SpecError that says why no legal plan is left."""
     training = request.training
-    if not hardware.device.has(request.precision):
+    if not hardware.device.supports(request.precision):
         return SpecError(
             f"{hardware.device.name} has no {request.precision} arithmetic",
             path="precision",
@@ -353,11 +359,12 @@ def _list_torch_strategies(
 def _list_fsdp_stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
-    """Return ZeRO stages 2 and 3; between nodes also stage 1, whose messages hide behind one
-    micro-batch of a step.
+    """Return the ZeRO stages to try with FSDP2: 2 and 3; also 1 between nodes, or where the job
+    pins it.
 
-    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low
-    precision; under autocast both stay in fp32.
+    The messages of stage 1 hide behind one micro-batch of a step. A single data-parallel rank has
+    stage 3 alone, where FSDP2 saves memory by casting weights and hidden states to low precision.
+    It has none under autocast, where both stay in fp32.
     """
     if layout.dp_cp == 1:
         casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
@@ -398,13 +405,13 @@ def _can_offload(hardware: Hardware) -> bool:
     return hardware.device.kind.traits.offloads
 
 
-def _exact_cut(share: int, accumulation: int) -> tuple[BatchCut, ...]:
-    if share % accumulation:
+def _cut_exactly(samples_per_rank: int, accumulation: int) -> tuple[BatchCut, ...]:
+    if samples_per_rank % accumulation:
         raise SpecError(
             "the script's own accumulation does not divide what one rank gets of the global batch",
             path="knobs.gradient_accumulation_steps.default",
-            got=f"{accumulation} steps for {share} samples",
-            allowed=f"a divisor of {share}",
+            got=f"{accumulation} steps for {samples_per_rank} samples",
+            allowed=f"a divisor of {samples_per_rank}",
             hint="declare knobs.micro_batch_size, or say the global_batch_size that the script really uses",
         )
-    return (BatchCut(share // accumulation, accumulation),)
+    return (BatchCut(samples_per_rank // accumulation, accumulation),)

@@ -74,7 +74,9 @@ def trust_of(plan: Plan) -> Trust:
 
 
 def _trust_ranks(plan: Plan) -> list[float]:
-    """Return the trust rank of each mechanism of a plan; PLAIN for a mechanism that it lacks."""
+    """Return one trust rank for each mechanism that a plan may have; PLAIN for a mechanism that it
+    lacks.
+    """
     mechanics = plan.mechanics
     match mechanics:
         case Replicated():
@@ -102,9 +104,9 @@ def _trust_ranks(plan: Plan) -> list[float]:
     ]
 
 
-def allowed_fill_of(plan: Plan) -> float:
-    """Return the share of a device, margin included, that a plan may fill before its family is
-    measured.
+def allowed_memory_fill_of(plan: Plan) -> float:
+    """Return the fraction of a device's memory, margin included, that a plan may fill before its
+    family is measured.
 
     Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by
     REPORTED_ERROR.
@@ -114,8 +116,8 @@ def allowed_fill_of(plan: Plan) -> float:
 
 @lru_cache(maxsize=16384)
 def plan_kind_of(plan: Plan) -> tuple[object, ...]:
-    """Return a key of the plan's engine and sharding; equal where only batches, ranks or
-    checkpointing differ.
+    """Return a key for the plan's engine and sharding; equal for plans that differ only in batches,
+    ranks or checkpointing.
     """
     mechanics = plan.mechanics
     layout = plan.layout
@@ -130,16 +132,16 @@ def plan_kind_of(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def step_ratio_spread(plan: Plan, other: Plan) -> float:
+def step_ratio_spread(plan: Plan, other_plan: Plan) -> float:
     """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if plan_kind_of(plan) == plan_kind_of(other):
+    if plan_kind_of(plan) == plan_kind_of(other_plan):
         return ALIKE_SPREAD
-    if plan.layout.pp > 1 and other.layout.pp > 1:
+    if plan.layout.pp > 1 and other_plan.layout.pp > 1:
         return PIPELINE_SPREAD
-    if plan.layout.tp > 1 and other.layout.tp > 1:
+    if plan.layout.tp > 1 and other_plan.layout.tp > 1:
         return SPREAD_MAX
     return OTHER_SPREAD
 
@@ -162,25 +164,25 @@ class ChoiceRule:
     before: Plan | None = None  # plan that ran out of memory
     room: float = 1.0  # of a device that a plan may fill, where a roomier one costs little
 
-    def choose_plan(self, choices: Sequence[Choice]) -> int:
+    def choose_plan_index(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to use, among plans for the same number of devices.
 
-        That is the most trusted plan within the error of the fastest one. One reference decides, so
+        The most trusted plan within the error of the fastest one is used. One reference decides, so
         there are no cycles. After an out-of-memory failure the engine and the mechanics stay where
         that costs at most RECOVERY_SPREAD, then as many settings beside the batch split as can. A
-        plan that would fill more than TIGHT of a device yields to the one of its kind with the most
-        free memory that is as fast.
+        plan that would fill more than TIGHT of a device yields to the plan of its kind with the
+        most free memory that is as fast.
 
-        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism
-        before they shard over a network. By it 6 of 43 published plans have the mechanics that
-        experts chose, by step times alone 14 (benchmarks/experts.yaml). So there only plans of the
-        fastest one's kind, and incumbents, are near.
+        Across nodes this order is not the order of practitioners: they use tensor and pipeline
+        parallelism before they shard over a network. By it 6 of 43 published plans have the
+        mechanics that experts chose, by step times alone 14 (benchmarks/experts.yaml). So there
+        only plans of the fastest one's kind, and incumbents, are near.
 
         A plan that would fill more than `room` yields to roomier ones that cost at most
         RECOVERY_SPREAD, and that offload nothing unless it does. Beyond, a failure costs less than
         a slower training.
         """
-        best = self._choose(choices)
+        best = self._choose_index(choices)
         if choices[best].fill <= self.room or choices[best].plan in self.incumbents:
             return best
         limit_s = min(choice.seconds for choice in choices) * math.exp(RECOVERY_SPREAD)
@@ -192,27 +194,28 @@ class ChoiceRule:
         ]
         roomy = [index for index in cheap if choices[index].fill <= self.room]
         if roomy:
-            return roomy[self._choose([choices[index] for index in roomy])]
+            return roomy[self._choose_index([choices[index] for index in roomy])]
         return min((best, *cheap), key=lambda index: choices[index].fill)
 
-    def _choose(self, choices: Sequence[Choice]) -> int:
+    def _choose_index(self, choices: Sequence[Choice]) -> int:
         indices = range(len(choices))
         fastest = min(indices, key=lambda index: choices[index].seconds)
         if self.is_fastest:
             return fastest
-        near = [index for index in indices if self._is_near(choices[index], choices[fastest])]
+        near = [
+            index for index in indices if self._is_near_fastest(choices[index], choices[fastest])
+        ]
         best = min(near, key=lambda index: self._preference_key(choices[index]))
         if choices[best].fill <= TIGHT or choices[best].plan in self.incumbents:
             return best
         alike = [index for index in near if _is_as_good(choices[index], choices[best])]
         return min(alike, key=lambda index: choices[index].fill)
 
-    def choose_device_counts(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the indices of the plans that are worth their devices; there is one plan per
-        number of devices.
+    def choose_indices_worth_devices(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the indices of the plans that are worth their devices, fewest devices first.
 
-        Fewest devices come first. Each plan is faster than the one before it by more than half of
-        the error: it is faster in most cases.
+        `choices` has one plan per number of devices, in ascending order. Each chosen plan is faster
+        than the one before it by more than half of the error: it is faster in most cases.
         """
         chosen: list[int] = []
         for index, choice in enumerate(choices):
@@ -226,7 +229,7 @@ class ChoiceRule:
             chosen.append(index)
         return chosen
 
-    def _is_near(self, choice: Choice, fastest: Choice) -> bool:
+    def _is_near_fastest(self, choice: Choice, fastest: Choice) -> bool:
         is_alike = plan_kind_of(choice.plan) == plan_kind_of(fastest.plan)
         if self.before is not None and plan_kind_of(choice.plan) == plan_kind_of(self.before):
             spread = RECOVERY_SPREAD

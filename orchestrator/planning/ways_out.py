@@ -22,7 +22,7 @@ from orchestrator.planning.work import (
     TooManyPlans,
 )
 from orchestrator.specs.choices import Degradation, Optimizer
-from orchestrator.specs.cluster import catalogue_device
+from orchestrator.specs.cluster import find_catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -33,7 +33,7 @@ from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.parse import apply_remedy
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
-from orchestrator.specs.published import find_published_config, list_smaller_siblings
+from orchestrator.specs.published import list_smaller_siblings, load_published_config
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
@@ -71,13 +71,13 @@ class UnfitJob:
         return find_frontier(read_plan_request(self.spec), self.hardware, self.calibrated)
 
     @property
-    def there(self) -> str:
-        """Text that names the memory which was tried."""
+    def tried_memory_text(self) -> str:
+        """Text that names the memory of each device that was tried, such as `24 GiB of rtx-3090`."""
         return f"{format_bytes(self.capacity_bytes)} of {self.hardware.device.name}"
 
     @property
-    def is_worn_out(self) -> bool:
-        """Whether the search for changes ends: it has examined ALL_OTHER_PLANS_MAX plans."""
+    def is_search_exhausted(self) -> bool:
+        """Whether the search for changes must stop: it has examined ALL_OTHER_PLANS_MAX plans."""
         return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
@@ -98,7 +98,7 @@ class WayOut:
     @property
     def options(self) -> str:
         """The change as `--set` options of a command line; "" where no key of the job file makes
-        it.
+        the change.
         """
         return " ".join(
             shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items()
@@ -124,20 +124,20 @@ def list_ways_out(case: UnfitJob) -> tuple[WayOut, ...]:
     together. No model is traced anew, since the scheduler asks for these changes in its decisions,
     too: `orc plan` adds adapters.
     """
-    if _is_assumed(case):
+    if _has_assumed_memory(case):
         return ()  # no bytes are known that a change could lower
     single = (
         _find_other_settings,
         _find_numeric_change,
         _find_eight_bit_change,
-        _fewer_normalised,
+        _find_fewer_batch_norm_samples,
         _find_smaller_batch,
         _find_shorter_samples,
     )
     here = [*_list_remedies(case), *(find(case) for find in single)]
-    if not any(here) and (degrade := _with_numeric(case.spec)) is not None:
+    if not any(here) and (degrade := _allow_numeric_changes(case.spec)) is not None:
         here = [_find_smaller_batch(case, degrade=degrade)]
-    more = _find_more_devices(case) or _more_devices_and_smaller_batch(case)
+    more = _find_more_devices(case) or _find_more_devices_and_smaller_batch(case)
     others = (*here, more, _find_larger_devices(case), _find_more_host_memory(case))
     return tuple(way for way in others if way is not None)
 
@@ -146,9 +146,9 @@ def list_adapter_changes(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
     """Yield changes to low-rank adapters with which the job would fit: beside frozen weights, then
     beside 4-bit ones.
 
-    `trace` returns a job with its model's profile, and may raise SpecError: that change is left
+    `trace` returns a job with its model's profile; where it raises SpecError, that change is left
     out. A script needs its own switch for adapters, since we cannot give it one. Where that does
-    not help, a job of our engines may.
+    not help, the same training by one of our engines may.
     """
     spec = case.spec
     model = case.spec.known_model
@@ -207,14 +207,14 @@ def _list_adapted_jobs(case: UnfitJob, trace: Trace, *, in_4_bits: bool) -> Iter
 
 
 def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
-    """Yield the change to the largest smaller model of the same model line that would fit, for our
-    engines' jobs.
+    """Yield the change to the largest smaller model of the same model line with which the job would
+    fit; nothing for scripts.
     """
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
         return
     for name in list_smaller_siblings(model.hf):
-        sibling = replace(model, hf=name, config=find_published_config(name))
+        sibling = replace(model, hf=name, config=load_published_config(name))
         try:
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
@@ -227,15 +227,15 @@ def list_smaller_models(case: UnfitJob, trace: Trace) -> Iterator[WayOut]:
 
 
 class WithKnobs(NamedTuple):
-    """A job to which missing knobs were added, and their names."""
+    """A job to which missing knobs (options of its script) were added, and their names."""
 
     missing: tuple[str, ...]
     spec: JobSpec
 
 
-def with_batch_knobs(spec: JobSpec) -> WithKnobs:
-    """Return the job with the batch knobs that its script lacks, and their names. Our own trainings
-    lack none.
+def add_batch_knobs(spec: JobSpec) -> WithKnobs:
+    """Return the job with the batch knobs (options of its script) that it lacks, and their names.
+    Our own trainings lack none.
     """
     knobs = spec.knobs
     missing = tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
@@ -251,21 +251,24 @@ def with_batch_knobs(spec: JobSpec) -> WithKnobs:
 
 
 def describe_missing_knobs(case: UnfitJob) -> Iterator[str]:
-    """Yield text on what to write in the job file for a missing knob with which the script would
-    fit.
+    """Yield text on each knob (option of the script) that the job file lacks and with which the job
+    would fit.
 
-    Where no single one helps, it names all that are missing.
+    Where no single knob helps, the text names all that are missing.
     """
     if case.spec.is_script:
-        helpful = [*_missing_batch_knobs(case), *_describe_missing_checkpointing_knob(case)]
-        yield from helpful or _unhelpful_knobs(case)
+        helpful = [
+            *_describe_missing_batch_knobs(case),
+            *_describe_missing_checkpointing_knob(case),
+        ]
+        yield from helpful or _describe_unhelpful_knobs(case)
 
 
-def _missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
+def _describe_missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
     spec = case.spec
     knobs = case.spec.knobs
-    missing, with_them = with_batch_knobs(spec)
-    best = _first_fit(case, knobs=with_them.knobs) if missing else None
+    missing, with_them = add_batch_knobs(spec)
+    best = _find_first_fit(case, knobs=with_them.knobs) if missing else None
     if best is None:
         return
     plans = find_frontier(read_plan_request(spec), case.hardware).candidates
@@ -283,7 +286,7 @@ def _missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
 def _describe_missing_checkpointing_knob(case: UnfitJob) -> Iterator[str]:
     knobs = case.spec.knobs
     best = (
-        _first_fit(case, knobs=_add_checkpointing_knob(knobs))
+        _find_first_fit(case, knobs=_add_checkpointing_knob(knobs))
         if knobs.activation_checkpointing is None
         else None
     )
@@ -292,19 +295,21 @@ def _describe_missing_checkpointing_knob(case: UnfitJob) -> Iterator[str]:
         yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
 
 
-def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
-    """Yield text on the knobs that the job lacks where no single one helps, and what all of them
-    would do.
+def _describe_unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
+    """Yield text on all knobs (options of the script) that the job lacks, and on what all of them
+    together would do.
+
+    It is for a job that no single knob helps.
     """
-    missing, with_them = with_batch_knobs(case.spec)
+    missing, with_them = add_batch_knobs(case.spec)
     knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
         missing = (*missing, "activation_checkpointing")
         knobs = _add_checkpointing_knob(knobs)
     if not missing:
         return
-    best = _first_fit(case, knobs=knobs)
-    if case.is_worn_out:
+    best = _find_first_fit(case, knobs=knobs)
+    if case.is_search_exhausted:
         return
     try:
         changed = case.spec.model_copy(update={"knobs": knobs})
@@ -318,7 +323,7 @@ def _unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
     together = f"each device needs {format_bytes(least)}"
     if best is not None:
         together = f"{in_short(best.plan)} fits"
-    elif _is_assumed(case):
+    elif _has_assumed_memory(case):
         together = "a lighter plan could be tried"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys = ", ".join(f"`knobs.{name}`" for name in missing)
@@ -330,17 +335,17 @@ def _add_checkpointing_knob(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
-def _is_assumed(case: UnfitJob) -> bool:
+def _has_assumed_memory(case: UnfitJob) -> bool:
     return case.frontier.candidates[0].estimate.source is Source.ASSUMED
 
 
-def number_ways(ways: Sequence[WayOut]) -> list[str]:
+def number_ways_out(ways_out: Sequence[WayOut]) -> list[str]:
     """Return a line of text for each way out; those that a job file can make are numbered, for
     `--way-out`.
     """
     lines = []
     number = 0
-    for way in ways:
+    for way in ways_out:
         number += way.job is not None
         mark = f"would fit ({number})" if way.job is not None else "would fit"
         lines.append(f"{mark}: {way.sentence}")
@@ -372,18 +377,18 @@ def _find_other_settings(case: UnfitJob) -> WayOut | None:
 
 
 def _find_numeric_change(case: UnfitJob) -> WayOut | None:
-    degrade = _with_numeric(case.spec)
+    degrade = _allow_numeric_changes(case.spec)
     if degrade is None:
         return None
     return _make_way_out(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=degrade)
 
 
 def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
-    """Return the change of a script's AdamW to 8-bit moments, where its trainer has a switch for
-    it; else None.
+    """Return the change of a script's AdamW to 8-bit moments; None where its trainer has no switch
+    for that.
 
-    The job file alone changes nothing of what a script does. A plan of our engines has them under
-    `degrade`.
+    A job file cannot make this change, since the script decides. A plan of our engines has 8-bit
+    moments under `degrade`.
     """
     spec = case.spec
     if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:
@@ -397,11 +402,11 @@ def _find_eight_bit_change(case: UnfitJob) -> WayOut | None:
     return way and replace(way, degradation=Degradation.NUMERIC)
 
 
-def _fewer_normalised(case: UnfitJob) -> WayOut | None:
-    """Return the largest number of samples for BatchNorm's statistics with which the job fits; None
-    without one.
+def _find_fewer_batch_norm_samples(case: UnfitJob) -> WayOut | None:
+    """Return the change to the largest number of samples for BatchNorm's statistics with which the
+    job fits; None for none.
 
-    Only for a job that sets no number.
+    It is for a job that sets no number.
     """
     spec = case.spec
     samples = case.spec.global_batch_size
@@ -417,16 +422,18 @@ def _fewer_normalised(case: UnfitJob) -> WayOut | None:
     return None
 
 
-def _find_smaller_batch(case: UnfitJob, **changes: object) -> WayOut | None:
-    """Return the change to the largest half, quarter, or smaller part of the global batch that
-    fits; None if none.
+def _find_smaller_batch(case: UnfitJob, **job_changes: object) -> WayOut | None:
+    """Return the change to the largest half, quarter or smaller part of the global batch with which
+    the job fits; None for none.
+
+    `job_changes` are further changes of the job.
     """
-    numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
+    numeric = {"degrade.allow": "numeric"} if "degrade" in job_changes else {}
     label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
     batch_size = case.spec.global_batch_size
     while (batch_size := batch_size // 2) >= case.spec.gpus.min:
         settings = {"global_batch_size": str(batch_size), **numeric}
-        way = _make_way_out(case, label, settings, global_batch_size=batch_size, **changes)
+        way = _make_way_out(case, label, settings, global_batch_size=batch_size, **job_changes)
         if way is not None:
             return replace(way, degradation=Degradation.SEMANTIC)
     return None
@@ -454,7 +461,7 @@ def _find_more_devices(case: UnfitJob) -> WayOut | None:
     devices = there = min(spec.gpus.max, hardware.devices)
     while (devices := devices * 2) <= DEVICES_MAX:
         gpus = GpuRange(min=devices, max=devices)
-        for larger in _with_devices(hardware, devices):
+        for larger in _list_hardware_with(hardware, devices):
             label = f"{devices} devices instead of {there}" + (
                 f", on {larger.nodes} nodes" * (larger.nodes > 1)
             )
@@ -465,16 +472,16 @@ def _find_more_devices(case: UnfitJob) -> WayOut | None:
     return None
 
 
-def _more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
-    """Return the change to more devices and a smaller global batch, for scripts that cannot
-    accumulate; or None.
+def _find_more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
+    """Return the change to more devices and a smaller global batch, for a script that cannot
+    accumulate; None where none fits.
     """
     spec = case.spec
     there = case.hardware.devices
     if not spec.is_script or spec.knobs.micro_batch_size is None:
         return None
     for devices in (there * 2, there * 4, there * 8):
-        larger = replace(case, hardware=next(_with_devices(case.hardware, devices)))
+        larger = replace(case, hardware=next(_list_hardware_with(case.hardware, devices)))
         way = _find_smaller_batch(larger, gpus=GpuRange(min=devices, max=devices))
         if way is not None:
             label = f"{devices} devices instead of {there}, and {way.label}"
@@ -482,14 +489,17 @@ def _more_devices_and_smaller_batch(case: UnfitJob) -> WayOut | None:
     return None
 
 
-def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
-    """Yield hardware with this many devices: in one node, up to 8, then in several nodes.
+def _list_hardware_with(hardware: Hardware, device_count: int) -> Iterator[Hardware]:
+    """Yield hardware with this many devices: in one node where it has at most 8, then in several
+    nodes.
 
     One node comes first, since not every launcher knows several nodes.
     """
-    if hardware.nodes == 1 and devices <= DEVICES_PER_NODE:
-        yield replace(hardware, devices_per_node=max(devices, hardware.devices_per_node))
-    yield replace(hardware, nodes=max(hardware.nodes, -(-devices // hardware.devices_per_node)))
+    if hardware.nodes == 1 and device_count <= DEVICES_PER_NODE:
+        yield replace(hardware, devices_per_node=max(device_count, hardware.devices_per_node))
+    yield replace(
+        hardware, nodes=max(hardware.nodes, -(-device_count // hardware.devices_per_node))
+    )
 
 
 def _find_larger_devices(case: UnfitJob) -> WayOut | None:
@@ -516,8 +526,10 @@ def _find_larger_devices(case: UnfitJob) -> WayOut | None:
 
 
 def list_cards_with(least_bytes: int) -> list[str]:
-    """Return the names of the catalogue's smallest GPUs with at least this much memory."""
-    cards = map(catalogue_device, load_devices())
+    """Return the names of the catalogue's smallest GPUs with at least this much memory, CARDS_NAMED
+    at most.
+    """
+    cards = map(find_catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
 
@@ -539,30 +551,30 @@ def _find_more_host_memory(case: UnfitJob) -> WayOut | None:
 
 
 def _make_way_out(
-    case: UnfitJob, label: str, settings: Mapping[str, str], **changes: object
+    case: UnfitJob, label: str, settings: Mapping[str, str], **job_changes: object
 ) -> WayOut | None:
-    """Return the job with these `changes` as a way out; None where no plan then fits."""
-    best = _first_fit(case, **changes)
+    """Return the job with these `job_changes` as a way out; None where no plan then fits."""
+    best = _find_first_fit(case, **job_changes)
     if best is None:
         return None
     return WayOut(
         label=label,
         settings=settings,
         plan=best.plan,
-        job=case.spec.model_copy(update=changes),
+        job=case.spec.model_copy(update=job_changes),
         needed_bytes=needed_device_bytes(best, case.calibrated),
         degradation=best.degradation,
     )
 
 
-def _first_fit(case: UnfitJob, **changes: object) -> Candidate | None:
-    spec = case.spec.model_copy(update=changes)
+def _find_first_fit(case: UnfitJob, **job_changes: object) -> Candidate | None:
+    spec = case.spec.model_copy(update=job_changes)
     calibrated = case.calibrated
-    if case.is_worn_out:
+    if case.is_search_exhausted:
         return None
     try:
         request = read_plan_request(spec)
-        candidates = find_frontier(request, case.hardware, calibrated, within_reach=True)
+        candidates = find_frontier(request, case.hardware, calibrated, skips_oversized=True)
         case.work.looked += candidates.looked
         return next(list_fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
     except TooManyPlans:
@@ -575,9 +587,9 @@ def _first_fit(case: UnfitJob, **changes: object) -> Candidate | None:
         return None
 
 
-def _with_numeric(spec: JobSpec) -> Degrade | None:
-    """Return the job's `degrade` with changes of class `numeric` allowed (as a lower precision);
-    None where they are already.
+def _allow_numeric_changes(spec: JobSpec) -> Degrade | None:
+    """Return the job's `degrade` with changes of class `numeric` (such as a lower precision)
+    allowed; None where they are already.
     """
     if spec.degrade.limit >= Degradation.NUMERIC:
         return None

@@ -15,7 +15,7 @@ class Role(StrEnum):
     OPERATOR = "operator"  # cancel every job, drain nodes, hand over observations
     ADMIN = "admin"  # users, tokens, the audit log, the end of the service
 
-    def may(self, needed: Role) -> bool:
+    def includes(self, needed: Role) -> bool:
         """Return whether this role includes all rights of the role `needed`."""
         return _RANKS[self] >= _RANKS[needed]
 

@@ -31,7 +31,9 @@ class Stop:
 
 @frozen
 class Record:
-    """Send the current record of a job, and of `attempt` unless None, to the experiment tracker."""
+    """Send the current record of a job to the experiment tracker, and that of `attempt` unless
+    None.
+    """
 
     job: Job
     attempt: Attempt | None = None
@@ -39,7 +41,9 @@ class Record:
 
 @frozen
 class Archive:
-    """Store the final record of a job for good. It has ended, its devices are free, and the scheduler dropped it."""
+    """Store the final record of a job for good: the job has ended, its devices are free, and the
+    scheduler dropped it.
+    """
 
     job: Job
 

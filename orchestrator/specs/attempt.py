@@ -31,12 +31,12 @@ def device_count(placement: Placement) -> int:
     return sum(len(part.devices) for part in placement)
 
 
-def devices_in(placement: Placement) -> tuple[Device, ...]:
+def list_devices_of(placement: Placement) -> tuple[Device, ...]:
     """Return the devices of a placement in the order of their ranks."""
     return tuple((part.node, index) for part in placement for index in part.devices)
 
 
-def placement_text(placement: Placement) -> str:
+def format_placement(placement: Placement) -> str:
     """Return a placement as `node:0,1 other:0`."""
     return " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in placement)
 
@@ -61,10 +61,10 @@ class Restart(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """A lack that may end by itself, as of disk space: the job waits without devices, each time
-    twice as long.
+    """A lack, such as of disk space, that may end by itself: the job waits without devices, each
+    time twice as long.
 
-    It uses up no restart budget.
+    The wait uses up no restart budget.
     """
 
     missing: str  # a noun without article, as in "waits 60 s for space"
@@ -74,8 +74,8 @@ class Shortage(NamedTuple):
 
 
 class FailureKind(StrEnum):
-    """Why an attempt failed, and how its job continues; a kind with neither `restart` nor
-    `shortage` ends the job.
+    """The reason why an attempt failed, and how its job continues; a kind with neither `restart`
+    nor `shortage` ends the job.
     """
 
     _value_: str
@@ -291,7 +291,7 @@ class Heartbeat:
 
 @frozen
 class Finding:
-    """A log line that suggests a cause of failure, with its place in the log."""
+    """A log line that suggests a cause of failure, with its rank and its position in the log."""
 
     cause: Cause
     line: str
@@ -306,9 +306,11 @@ class Finding:
 
 @frozen
 class RankEnd:
-    """How the process of one rank ended. `exit_code` is the exit code, or minus the signal number; None if unknown.
+    """The end of one rank's process. `exit_code` is the exit code, or minus the signal number; None
+    if unknown.
 
-    Where the process was a launcher (torchrun), `root_rank` is the rank that it saw fail first, with its exit code.
+    Where the process was a launcher (torchrun), `root_rank` is the rank that the launcher saw fail
+    first, with its exit code.
     """
 
     rank: int
@@ -403,7 +405,8 @@ class StopCause(StrEnum):
 class Attempt:
     """An attempt: one launch of a job, with its plan, devices and outcome.
 
-    `number` counts from 1 and is also the fencing epoch: only the attempt with the largest number may write.
+    `number` counts from 1. It is also a fencing token (epoch): only the attempt with the largest
+    number may write.
     """
 
     job_id: str
@@ -440,14 +443,14 @@ class Attempt:
     failure: Failure | None = None
 
     def end_or(self, otherwise_s: float) -> float:
-        """Return when the attempt ended, in seconds since 1970; `otherwise_s` while it has not
+        """Return when the attempt ended, in seconds since 1970; `otherwise_s` where it has not
         ended.
         """
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
     def facts(self) -> Evidence:
-        """The evidence that the attempt left at its end; empty evidence before."""
+        """The evidence that the attempt left at its end; empty evidence before the end."""
         return self.evidence or NO_EVIDENCE
 
     @property
@@ -461,8 +464,8 @@ class Attempt:
 
     @property
     def outcome(self) -> str:
-        """How the attempt ended, `succeeded` or the kind of its failure; before its end, its status
-        as `running`.
+        """The way the attempt ended: `succeeded` or the kind of its failure; before its end its
+        status, such as `running`.
         """
         if self.status is not AttemptStatus.ENDED:
             return self.status.value
@@ -470,8 +473,8 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The largest allocated peak of any rank; None where no rank reported one, or it failed
-        before training.
+        """The maximum allocated peak of any rank; None where no rank reported one, or the attempt
+        failed before training.
         """
         if self.facts.unwatched:
             return None
@@ -484,19 +487,23 @@ class Attempt:
 
     @property
     def forward_bytes(self) -> int:
-        """The most bytes allocated at the end of a forward pass in the first steps; 0 where no rank
-        reported it.
+        """The maximum over ranks of bytes allocated at the end of a forward pass in the first
+        steps; 0 where no rank reported it.
         """
         return max((beat.forward_bytes for beat in self.heartbeats), default=0)
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most bytes that PyTorch's CUDA allocator reserved on any rank, cache included; None without a report."""
+        """The maximum over ranks of bytes that PyTorch's CUDA allocator reserved, cache included;
+        None without a report.
+        """
         return max((beat.reserved_bytes for beat in self.heartbeats), default=0) or None
 
     @property
     def measured_step_s(self) -> float | None:
-        """Measured seconds per optimizer step on the slowest rank; None where no rank reported any."""
+        """Measured seconds per optimizer step on the slowest rank; None where no rank reported a
+        step time.
+        """
         return max((beat.step_s for beat in self.heartbeats if beat.step_s), default=None)
 
     @property

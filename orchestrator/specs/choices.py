@@ -122,9 +122,9 @@ class ParallelLayout:
         """Number of ranks that split the work on one sample: cp x tp x pp."""
         return self.cp * self.tp * self.pp
 
-    def dp_rank(self, rank: int) -> int:
+    def data_parallel_index_of(self, global_rank: int) -> int:
         """Return the data-parallel index of a global rank: which part of the global batch it trains on."""
-        return rank // (self.cp * self.tp) % self.dp
+        return global_rank // (self.cp * self.tp) % self.dp
 
 
 class MicroBatchChoice(StrEnum):

@@ -40,10 +40,10 @@ class Window:
         days = "" if len(self.days) == len(DAYS) else " " + ",".join(DAYS[day] for day in self.days)
         return f"{_format_clock(self.opens_min)}-{_format_clock(self.closes_min)}{zone}{days}"
 
-    def holds(self, at_s: float) -> bool:
+    def is_open_at(self, at_s: float) -> bool:
         """Return whether the local time at `at_s` (seconds since 1970) is within these hours.
 
-        Where clocks go back, both passes of the repeated hour count alike. The hour that is skipped
+        Where clocks go back, both runs of the repeated hour count alike. The hour that is skipped
         when they go forward belongs to no window.
         """
         local = datetime.fromtimestamp(at_s, _load_zone(self.zone))
@@ -56,9 +56,11 @@ class Window:
             is_early and (local.weekday() - 1) % 7 in self.days
         )
 
-    def counted_from(self, at_s: float) -> Window:
-        """Return the same hours on a clock that shows 0 at `at_s`, to the minute; later clock
-        changes are ignored.
+    def shifted_to_start_at(self, at_s: float) -> Window:
+        """Return the same hours in seconds since `at_s` (a time since 1970) instead of since 1970,
+        to the minute.
+
+        Later clock changes are ignored.
         """
         local = datetime.fromtimestamp(at_s, _load_zone(self.zone))
         epoch = datetime.fromtimestamp(0.0, UTC)
@@ -70,12 +72,12 @@ class Window:
             days=tuple(sorted((day + later) % len(DAYS) for day in self.days)),
         )
 
-    def span(self, from_s: float) -> tuple[float, float]:
+    def find_first_opening(self, from_s: float) -> tuple[float, float]:
         """Return (begin, end) of the first opening that ends after `from_s`, all in seconds since
         1970.
         """
         today = datetime.fromtimestamp(from_s, _load_zone(self.zone)).date()
-        return next(span for span in _list_openings(self, today) if span[1] > from_s)
+        return next(span for span in _list_spans(self, today) if span[1] > from_s)
 
 
 @frozen
@@ -193,14 +195,14 @@ def check_time_zone(name: str) -> str:
     return name
 
 
-def local_text(at_s: float, zone: str | None) -> str:
+def format_local_time(at_s: float, zone: str | None) -> str:
     """Return a time (seconds since 1970) as text for people: `Tue 22:00 Europe/Berlin`."""
     return f"{datetime.fromtimestamp(at_s, _load_zone(zone)):%a %H:%M} {zone or 'UTC'}"
 
 
-def _parse_days(word: str) -> tuple[int, ...]:
+def _parse_days(days_text: str) -> tuple[int, ...]:
     days = set[int]()
-    for part in word.split(","):
+    for part in days_text.split(","):
         names = part.split("-")
         wrong = [name for name in names if name not in DAYS]
         if wrong:
@@ -220,16 +222,20 @@ def _load_zone(name: str | None) -> ZoneInfo:
 
 
 @lru_cache(maxsize=1024)
-def _list_openings(window: Window, today: date) -> tuple[tuple[float, float], ...]:
-    """Return (opening, closing) times of the hours, from about yesterday on, in seconds since 1970.
+def _list_spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
+    """Return (opening, closing) times of the hours, in seconds since 1970, from before yesterday to
+    LOOKED_AHEAD_DAYS on.
 
-    They open and close only where clocks show one of their two times, or are put forward or back.
+    The hours open and close only where clocks show one of their two times, or are put forward or
+    back.
     """
     # as far back as an open window may have begun
     zone = _load_zone(window.zone)
     first = today - timedelta(days=8)
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
-    bounds = {at_s for day in dates for at_s in _list_bounds(window, day, zone)}
+    bounds = set()
+    for day in dates:
+        bounds.update(_list_bounds(window, day, zone))
     bounds |= {
         at_s
         for day, after in pairwise(dates)
@@ -237,7 +243,7 @@ def _list_openings(window: Window, today: date) -> tuple[tuple[float, float], ..
     }
     spans: list[tuple[float, float]] = []
     for begin_s, end_s in pairwise(sorted(bounds)):
-        if not window.holds(begin_s):
+        if not window.is_open_at(begin_s):
             continue
         if spans and spans[-1][1] == begin_s:
             spans[-1] = (spans[-1][0], end_s)
@@ -247,8 +253,8 @@ def _list_openings(window: Window, today: date) -> tuple[tuple[float, float], ..
 
 
 def _list_bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
-    """Return the moments at which clocks show the opening or closing time on this day; both, if
-    twice.
+    """Return the times at which clocks show the opening or the closing time on this day; twice
+    where an hour is repeated.
     """
     midnight = datetime(day.year, day.month, day.day)
     return {
@@ -258,13 +264,13 @@ def _list_bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
     }
 
 
-def _clock_change_s(day: date, after: date, zone: ZoneInfo) -> float | None:
-    """Return when clocks are put forward or back on this day, in seconds since 1970; None if they
-    are not.
+def _clock_change_s(day: date, next_day: date, zone: ZoneInfo) -> float | None:
+    """Return when clocks are put forward or back on this day, in seconds since 1970; None on a day
+    without a change.
     """
     low, high = (
         int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp())
-        for bound in (day, after)
+        for bound in (day, next_day)
     )  # seconds: the IANA database knows no parts of them
     offset = _utc_offset(low, zone)
     if _utc_offset(high, zone) == offset:

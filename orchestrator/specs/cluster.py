@@ -26,7 +26,7 @@ from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
-from orchestrator.specs.plain_text import join_first
+from orchestrator.specs.plain_text import join_first_words
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
@@ -67,18 +67,20 @@ class DeviceSpec(SpecModel):
     price_per_hour: float | None = Field(default=None, ge=0, le=PRICE_MAX)
 
     @model_validator(mode="after")
-    def _has_16_bits(self) -> DeviceSpec:
+    def _check_has_16_bit_precision(self) -> DeviceSpec:
         if self.bf16_tflops is None and self.fp16_tflops is None:
             raise ValueError("one of bf16_tflops and fp16_tflops is required")
         return self
 
-    def has(self, precision: Precision) -> bool:
-        """Return whether the device computes natively at `precision`."""
+    def supports(self, precision: Precision) -> bool:
+        """Return whether the device has hardware for this precision."""
         return precision is not Precision.BF16 or self.bf16_tflops is not None
 
     def peak_flops(self, precision: Precision) -> float:
-        """Return dense peak FLOP/s at `precision`. A device without bf16 computes it in fp32."""
-        if precision is Precision.FP32 or not self.has(precision):
+        """Return the dense peak FLOP/s in this precision. A device without bf16 computes it in
+        fp32.
+        """
+        if precision is Precision.FP32 or not self.supports(precision):
             return 1e12 * self.fp32_tflops
         same = self.bf16_tflops if precision is Precision.BF16 else self.fp16_tflops
         rate = same or self.bf16_tflops
@@ -93,8 +95,8 @@ DeviceName = Annotated[
 
 
 def _fill_from_catalogue(device: object) -> Any:
-    """Return the catalogue's fields for a device given by name, with a price beside it; other
-    values unchanged.
+    """Return the catalogue's fields for a device given by name, with the price that stands beside
+    the name; other values unchanged.
     """
     if isinstance(device, dict) and set(device) == {"name", "price_per_hour"}:
         return _fill_from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
@@ -114,7 +116,7 @@ def _fill_from_catalogue(device: object) -> Any:
     return {"name": device, **devices[device]}
 
 
-def catalogue_device(name: str) -> DeviceSpec:
+def find_catalogue_device(name: str) -> DeviceSpec:
     """Return the catalogue's device with this name. Raises SpecError where there is none."""
     return DeviceSpec.model_validate(_fill_from_catalogue(name))
 
@@ -176,18 +178,18 @@ def _check_nodes(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
     return nodes
 
 
-def _refuse_number(moment: object) -> object:
+def _refuse_bare_number(time_value: object) -> object:
     """Return the value; raise ValueError for a bare number, which pydantic would read as seconds
     since 1970.
     """
-    if isinstance(moment, int | float):
+    if isinstance(time_value, int | float):
         raise ValueError(
             "a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00"
         )
-    return moment
+    return time_value
 
 
-Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_number)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_bare_number)]
 
 
 class Maintenance(SpecModel):
@@ -198,7 +200,7 @@ class Maintenance(SpecModel):
     nodes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _ordered(self) -> Maintenance:
+    def _check_begins_before_end(self) -> Maintenance:
         if self.end <= self.start:
             raise ValueError("a maintenance ends after its start")
         return self
@@ -232,14 +234,16 @@ class ClusterSpec(SpecModel):
     keep: KeepSpec = UNLIMITED
 
     @model_validator(mode="after")
-    def _distinct_trackers(self) -> ClusterSpec:
+    def _check_distinct_trackers(self) -> ClusterSpec:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError("a tracker is named once")
         return self
 
     @model_validator(mode="after")
-    def _distinct_names(self) -> ClusterSpec:
-        names = [name for node in self.nodes for name in node.names]
+    def _check_distinct_names(self) -> ClusterSpec:
+        names: list[str] = []
+        for node in self.nodes:
+            names.extend(node.names)
         twice = (
             {name for name in names if names.count(name) > 1}
             if len(set(names)) < len(names)
@@ -278,16 +282,18 @@ class ClusterSpec(SpecModel):
         return sum(node.devices * node.count for node in self.nodes)
 
     def with_order(self, order: str) -> ClusterSpec:
-        """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""
+        """Return a copy whose queue has this order. Teams and objective are dropped where the order
+        ignores them.
+        """
         policy = self.policy if order is Order.ADAPTIVE else PolicySpec()
         return self.model_copy(update={"policy": policy.model_copy(update={"order": order})})
 
-    def maintenance_of(self, node: str) -> tuple[Window, ...]:
+    def maintenance_of(self, node_name: str) -> tuple[Window, ...]:
         """Return (begin, end) of each maintenance window of this node, in seconds since 1970, in order."""
         windows = (
             maintenance
             for maintenance in self.maintenance
-            if not maintenance.nodes or node in maintenance.nodes
+            if not maintenance.nodes or node_name in maintenance.nodes
         )
         return tuple(
             sorted((window.start.timestamp(), window.end.timestamp()) for window in windows)
@@ -332,7 +338,7 @@ def describe_unreadable(nodes: Iterable[Node]) -> str:
             places += [
                 f"device {index} of {node.name} ({error})" for index, error in errors.items()
             ]
-    return join_first(places, 3)
+    return join_first_words(places, 3)
 
 
 def make_idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:

@@ -72,8 +72,8 @@ SIZES = {
 
 
 def _read_deepspeed_keys(raw: object) -> object:
-    """Return the job's DeepSpeed keys as JSON text, which can be hashed. Raises SpecError for a key
-    that plans set.
+    """Return the job's DeepSpeed keys as JSON text, which can be hashed; other values unchanged.
+    Raises SpecError for a key that plans set.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -88,7 +88,7 @@ def _read_deepspeed_keys(raw: object) -> object:
             )
     for name in SIZES:
         size = keys.get(f"{ZERO}.{name}", AUTO)
-        if size != AUTO and not _is_size(size):
+        if size != AUTO and not _is_element_count(size):
             raise SpecError(
                 "a buffer has a number of elements",
                 path=f"{ZERO}.{name}",
@@ -98,7 +98,7 @@ def _read_deepspeed_keys(raw: object) -> object:
     return json.dumps(raw, sort_keys=True)
 
 
-def _is_size(size: object) -> bool:
+def _is_element_count(size: object) -> bool:
     return (
         isinstance(size, int | float)
         and not isinstance(size, bool)
@@ -109,7 +109,7 @@ def _is_size(size: object) -> bool:
 
 
 def list_leaf_keys(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every value that is not a mapping."""
+    """Yield (dotted name, value) of every value in nested mappings that is not a mapping itself."""
     for name, value in keys.items():
         if isinstance(value, Mapping):
             yield from list_leaf_keys(value, f"{prefix}{name}.")
@@ -125,13 +125,13 @@ DeepSpeedKeys = Annotated[
 ]
 
 
-def find_bucket_sizes(keys: str | None, *, virtual: bool) -> Buckets:
-    """Return DeepSpeed's buffer sizes: those in the job's `keys` (JSON), else ours.
+def find_bucket_sizes(job_keys_json: str | None, *, is_virtual_device: bool) -> Buckets:
+    """Return DeepSpeed's buffer sizes: those in the job's own keys (JSON), else ours.
 
-    `virtual` selects our small sizes for virtual devices.
+    `is_virtual_device` selects our small sizes for virtual devices.
     """
-    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
-    zero = json.loads(keys or "{}").get(ZERO, {})
+    buckets = VIRTUAL_BUCKETS if is_virtual_device else CUDA_BUCKETS
+    zero = json.loads(job_keys_json or "{}").get(ZERO, {})
     sizes: dict[str, Any] = {
         field: int(zero[name]) for name, field in SIZES.items() if zero.get(name, AUTO) != AUTO
     }
@@ -140,12 +140,12 @@ def find_bucket_sizes(keys: str | None, *, virtual: bool) -> Buckets:
     return replace(buckets, **sizes)
 
 
-def merge_config(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan's DeepSpeed configuration with the job's keys merged in; a key that is `auto`
-    is ignored.
+def merge_config(config: dict[str, Any], job_keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan's DeepSpeed configuration with the job's keys merged in; a job's key whose
+    value is `auto` is ignored.
     """
     merged = dict(config)
-    for name, value in keys.items():
+    for name, value in job_keys.items():
         if isinstance(value, Mapping) and isinstance(merged.get(name), dict):
             merged[name] = merge_config(merged[name], value)
         elif value != AUTO or name not in merged:

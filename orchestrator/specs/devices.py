@@ -28,7 +28,7 @@ def load_devices() -> Mapping[str, DeviceFields]:
 
 @lru_cache(maxsize=1)
 def load_nvml_names() -> Mapping[str, str]:
-    """Return {name that NVML gives a card, without brands: name in the catalogue}."""
+    """Return {name that NVML gives a card, without brands: name of the card in the catalogue}."""
     names: dict[str, str] = load_table(__package__, "devices")["nvml_names"]
     return names
 
@@ -46,14 +46,14 @@ def find_matching_devices(text: str) -> tuple[str, ...]:
     }
     if name in whole:
         return (whole[name],)
-    return tuple(device for device in load_devices() if name in _list_prefixes(device))
+    return tuple(device for device in load_devices() if name in _list_name_prefixes(device))
 
 
 def _normalise_device_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|generation", "", name.lower())
 
 
-def _list_prefixes(name: str) -> set[str]:
+def _list_name_prefixes(name: str) -> set[str]:
     parts = name.split("-")
     long = {"".join(parts[:count]) for count in range(1, len(parts) + 1)}
     return long | {text.removeprefix("rtx") for text in long}

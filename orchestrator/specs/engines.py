@@ -69,8 +69,8 @@ def why_illegal(plan: PlanFields) -> str | None:
     return (
         _why_layout_is_illegal(plan, engine)
         or _why_no_expert_parallel(plan)
-        or _why_not_in_backward(plan)
-        or _why_not_in_bf16(plan, engine)
+        or _why_no_update_in_backward(plan)
+        or _why_no_bf16_weights(plan, engine)
         or engine.why_illegal(plan)
     )
 
@@ -78,7 +78,7 @@ def why_illegal(plan: PlanFields) -> str | None:
 def _why_layout_is_illegal(plan: PlanFields, engine: EngineFacts) -> str | None:
     layout = plan.layout
     if plan.dp_replicate > 1:
-        if not _is_reduced_by_fsdp2(plan):
+        if not _reduces_every_micro_batch(plan):
             return "dp_replicate > 1 is hybrid sharding: engine=torch with zero_stage 2 or 3"
         if layout.dp % plan.dp_replicate or layout.dp == plan.dp_replicate:
             return f"dp_replicate={plan.dp_replicate} leaves no equal shards of dp={layout.dp}"
@@ -102,7 +102,7 @@ def _why_layout_is_illegal(plan: PlanFields, engine: EngineFacts) -> str | None:
     return None
 
 
-def _why_not_in_backward(plan: PlanFields) -> str | None:
+def _why_no_update_in_backward(plan: PlanFields) -> str | None:
     if not plan.optimizer_in_backward:
         return None
     match plan.mechanics:
@@ -137,7 +137,7 @@ def _why_no_expert_parallel(plan: PlanFields) -> str | None:
     if plan.expert_parallel < 1:
         return f"expert_parallel={plan.expert_parallel}: a parallel degree is at least 1"
     layout = plan.layout
-    if not _is_reduced_by_fsdp2(plan):
+    if not _reduces_every_micro_batch(plan):
         return "expert_parallel > 1 is FSDP2's: engine=torch with zero_stage 2 or 3"
     if layout.dp % plan.expert_parallel:
         return f"expert_parallel={plan.expert_parallel} does not divide dp={layout.dp}, whose ranks it spreads over"
@@ -154,7 +154,7 @@ def _why_no_expert_parallel(plan: PlanFields) -> str | None:
     return None
 
 
-def _why_not_in_bf16(plan: PlanFields, engine: EngineFacts) -> str | None:
+def _why_no_bf16_weights(plan: PlanFields, engine: EngineFacts) -> str | None:
     if plan.master_weights is MasterWeights.FP32:
         return None
     if not engine.has_bf16_masters:
@@ -168,13 +168,15 @@ def _why_not_in_bf16(plan: PlanFields, engine: EngineFacts) -> str | None:
     return None
 
 
-def _is_reduced_by_fsdp2(plan: PlanFields) -> bool:
-    """Return whether FSDP2 reduces the gradients of every micro-batch into shards."""
+def _reduces_every_micro_batch(plan: PlanFields) -> bool:
+    """Return whether FSDP2 reduces the gradients after every micro-batch, into shards."""
     return isinstance(plan.mechanics, Fsdp2) and not plan.mechanics.once_a_step
 
 
 def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
-    """Return text on why so few micro-batches leave pipeline stages idle; None where they do not."""
+    """Return text on why so few micro-batches leave pipeline stages idle; None where no stage is
+    idle.
+    """
     if micro_batches < pp:
         return f"{micro_batches} micro-batches cannot fill a pipeline of {pp} ranks: gradient_accumulation_steps >= pp"
     if stages_per_rank > 1 and micro_batches % (micro_batches // pp):

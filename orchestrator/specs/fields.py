@@ -47,7 +47,7 @@ Seconds = Annotated[
 ]
 
 
-def _speed_pairs(speeds: object) -> object:
+def _parse_speeds(speeds: object) -> object:
     return (
         tuple((int(str(count)), step_s) for count, step_s in speeds.items())
         if isinstance(speeds, dict)
@@ -57,7 +57,7 @@ def _speed_pairs(speeds: object) -> object:
 
 Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
     tuple[tuple[Annotated[int, Field(ge=1, le=DEVICES_MAX)], Seconds], ...],
-    BeforeValidator(_speed_pairs),
+    BeforeValidator(_parse_speeds),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
         lambda speeds: {str(count): f"{_format_all_digits(step_s)}s" for count, step_s in speeds},

@@ -16,8 +16,8 @@ _MATCHES_NOTHING = fnmatch.translate("[b-a]")
 
 
 def parse_glob(pattern: str) -> tuple[str, ...]:
-    """Return the parts of a pattern between its slashes; the first part is `/` for an absolute
-    pattern.
+    """Return the parts of a shell pattern between its slashes; the first part is `/` for an
+    absolute pattern.
 
     Raises ValueError for a pattern that no file can match.
     """

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The job's name across home folders; ids alone start from 1 in each home."""
+        """The job's name across home folders; its id alone counts from 1 in each home."""
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def ran_s(self) -> float:
-        """Seconds that all ended attempts took."""
+        """Seconds of all ended attempts together."""
         return sum(
             attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s
             for attempt in self.attempts

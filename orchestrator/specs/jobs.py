@@ -57,9 +57,11 @@ class Jobs(Mapping[str, "Job"]):
         chunk = self._chunks.get(number, {})
         chunks = {**self._chunks, number: {**chunk, job.id: job}}
         if job.id in chunk:
-            return _jobs(chunks, self._orders, self._count)
+            return _make_jobs(chunks, self._orders, self._count)
         assert job.id not in self, f"{job.id} has another order"
-        return _jobs(chunks, self._indexed(job.id, {job.id: job.order}), self._count + 1)
+        return _make_jobs(
+            chunks, self._make_index_with(job.id, {job.id: job.order}), self._count + 1
+        )
 
     def without(self, job_id: str) -> Jobs:
         """Return a copy without this job."""
@@ -68,23 +70,25 @@ class Jobs(Mapping[str, "Job"]):
         chunks = {**self._chunks, number: chunk}
         if not chunk:
             del chunks[number]
-        return _jobs(chunks, self._indexed(job_id, {}), self._count - 1)
+        return _make_jobs(chunks, self._make_index_with(job_id, {}), self._count - 1)
 
-    def changed_since(self, earlier: Jobs) -> Iterator[Job]:
-        """Yield each job that is not the same object in `earlier`; chunks shared by both are
+    def changed_since(self, earlier_jobs: Jobs) -> Iterator[Job]:
+        """Yield each job that is not the same object in `earlier_jobs`; chunks shared by both are
         skipped.
         """
         for number, chunk in self._chunks.items():
-            before = earlier._chunks.get(number, {})
+            before = earlier_jobs._chunks.get(number, {})
             if chunk is not before:
                 yield from (job for job_id, job in chunk.items() if before.get(job_id) is not job)
 
-    def _indexed(self, job_id: str, entry: dict[str, int]) -> tuple[dict[str, int], ...]:
-        """Return a copy of the index in which `entry` replaces the earlier entry of this job id."""
+    def _make_index_with(
+        self, job_id: str, chunk_of_id: dict[str, int]
+    ) -> tuple[dict[str, int], ...]:
+        """Return a copy of the index in which this entry replaces the earlier entry of the job id."""
         number = hash(job_id) % BUCKETS
         bucket = {
             other: order for other, order in self._orders[number].items() if other != job_id
-        } | entry
+        } | chunk_of_id
         return (*self._orders[:number], bucket, *self._orders[number + 1 :])
 
 
@@ -102,11 +106,11 @@ class _Items(ItemsView[str, "Job"]):
         return (item for chunk in self._mapping._chunks.values() for item in chunk.items())
 
 
-def _jobs(
-    chunks: dict[int, dict[str, Job]], orders: tuple[dict[str, int], ...], count: int
+def _make_jobs(
+    chunks: dict[int, dict[str, Job]], orders: tuple[dict[str, int], ...], job_count: int
 ) -> Jobs:
     jobs = Jobs.__new__(Jobs)
     jobs._chunks = chunks
     jobs._orders = orders
-    jobs._count = count
+    jobs._count = job_count
     return jobs

@@ -31,10 +31,10 @@ class KeepSpec(SpecModel):
     results: Seconds | None = Field(default=None, ge=86_400)
     budget: Bytes | None = None
 
-    def format_setting(self, name: str) -> str:
+    def format_setting(self, setting_name: str) -> str:
         """Return one setting as text of the cluster file, such as `keep.logs: 90d`."""
-        pattern = units.SIZE_PATTERN if name == "budget" else units.DURATION_PATTERN
-        return f"keep.{name}: {units.format_in_largest_unit(getattr(self, name), pattern)}"
+        pattern = units.SIZE_PATTERN if setting_name == "budget" else units.DURATION_PATTERN
+        return f"keep.{setting_name}: {units.format_in_largest_unit(getattr(self, setting_name), pattern)}"
 
 
 UNLIMITED = KeepSpec()

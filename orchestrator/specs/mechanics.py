@@ -94,32 +94,32 @@ def find_mechanics(
     engine: Engine,
     zero_stage: ZeroStage,
     sharding: Sharding,
-    ranks: int,
+    sharing_ranks: int,
     copies: int,
     is_pipelined: bool,
 ) -> Mechanics:
     """Return how these settings shard the state, even if illegal. Raises AssertionError for an
     unknown engine.
 
-    `ranks` is the number of ranks that would hold the same parameters without sharding.
+    `sharing_ranks` is the number of ranks that would hold the same parameters without sharding.
     """
     is_whole = zero_stage is ZeroStage.NONE
     match engine:
         case Engine.TORCH:
             return (
-                Replicated(ranks, True)
+                Replicated(sharing_ranks, True)
                 if is_whole
-                else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
+                else Fsdp2(sharing_ranks // copies, zero_stage, copies, is_pipelined)
             )
         case Engine.DEEPSPEED:
-            return Zero(1 if is_whole else ranks, zero_stage)
+            return Zero(1 if is_whole else sharing_ranks, zero_stage)
         case Engine.SCRIPT:
             if is_whole:
-                return Replicated(ranks, False)
+                return Replicated(sharing_ranks, False)
             return (
-                ScriptFsdp(ranks, zero_stage)
+                ScriptFsdp(sharing_ranks, zero_stage)
                 if sharding is Sharding.FSDP
-                else Zero(ranks, zero_stage)
+                else Zero(sharing_ranks, zero_stage)
             )
         case _:
             refuse_unknown(engine)

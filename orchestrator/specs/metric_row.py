@@ -29,17 +29,17 @@ def parse_metric_row(line: str) -> Mapping[str, int | float]:
         return {}
     if not isinstance(row, dict) or len(row) > NAMES_MAX:
         return {}
-    return {name: value for name, value in row.items() if _is_kept(name, value)}
+    return {name: value for name, value in row.items() if _is_storable_metric(name, value)}
 
 
-def _is_kept(name: str, value: object) -> bool:
+def _is_storable_metric(name: str, value: object) -> bool:
     has_diverged = isinstance(value, float) and not isfinite(value) and not name.endswith("_s")
     return has_diverged or is_bounded_number(name, value)
 
 
 def is_bounded_number(name: str, value: object) -> bool:
-    """Return whether a value is a finite number within the bounds of the unit in its name's last
-    part.
+    """Return whether a value is a finite number within the bounds of the unit with which `name`
+    ends.
     """
     if type(value) is int:
         maximum: float = SECONDS_MAX if name.endswith("_s") else INTEGER_MAX

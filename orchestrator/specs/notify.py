@@ -75,7 +75,7 @@ class TargetSpec(SpecModel):
     kinds: tuple[NoticeKind, ...] = Field(default=tuple(NoticeKind), min_length=1)
 
     @model_validator(mode="after")
-    def _one_way(self) -> TargetSpec:
+    def _check_one_kind_of_target(self) -> TargetSpec:
         if (self.apprise is None) == (self.webhook is None):
             raise ValueError("a target has one of `apprise` and `webhook`")
         if (self.webhook is None) != (self.signed_with is None):
@@ -91,7 +91,7 @@ class NotifySpec(SpecModel):
     allow_hosts: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _distinct(self) -> NotifySpec:
+    def _check_distinct_names(self) -> NotifySpec:
         names = [target.name for target in self.targets]
         if len(set(names)) < len(names):
             raise ValueError("a target is named once")

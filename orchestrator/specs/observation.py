@@ -9,7 +9,9 @@ from orchestrator.specs.profile import MomentBytes, OwnSettings
 
 @frozen
 class Observation:
-    """Predicted and measured memory and speed of one attempt. Calibration learns from them."""
+    """Predicted and measured memory and speed of one attempt, from which later predictions are
+    calibrated.
+    """
 
     job: str  # Job.key
     number: int  # of the attempt

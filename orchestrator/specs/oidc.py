@@ -44,7 +44,12 @@ class OidcSpec(SpecModel):
     def highest_role(self, claims: Mapping[str, Any]) -> Role | None:
         """Return the highest role that the claims grant; None where they grant none."""
         claim = claims.get(self.roles_claim) if self.roles_claim else None
-        groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+        if isinstance(claim, str):
+            groups = [claim]
+        elif isinstance(claim, list):
+            groups = claim
+        else:
+            groups = []
         roles = [
             self.roles[word] for word in groups if isinstance(word, str) and word in self.roles
         ]

@@ -8,8 +8,10 @@ from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.yaml_text import read_document
 
 
-def load_table(package: str | None, name: str) -> JsonObject:
-    """Return the content of the file `NAME.yaml` in a package; each call reads it anew."""
+def load_table(package: str | None, table_name: str) -> JsonObject:
+    """Return the content of the YAML file `TABLE_NAME.yaml` in a package; each call reads the file
+    anew.
+    """
     assert package is not None, "a script, not a module of a package"
-    path = files(package) / f"{name}.yaml"
+    path = files(package) / f"{table_name}.yaml"
     return read_document(path.read_text(), str(path)).data

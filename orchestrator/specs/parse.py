@@ -25,9 +25,9 @@ from orchestrator.specs.job.array import (
     fill_placeholders,
     list_placeholders,
     read_max_concurrent,
-    with_array_family,
+    with_array_name_as_family,
 )
-from orchestrator.specs.job.frameworks import remove_flag
+from orchestrator.specs.job.frameworks import take_flag_from
 from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.sections import Remedy
@@ -98,7 +98,9 @@ def parse_jobs(
     text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
 ) -> list[JobSpec]:
     """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = with_preset_file(_override_values(read_document(text, source), overrides), read_text)
+    document = with_preset_file(
+        _apply_override_values(read_document(text, source), overrides), read_text
+    )
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
             what = (
@@ -106,7 +108,7 @@ def parse_jobs(
             )
             raise SpecError(what, source=source, path=name, hint=f"say `{section}`")
     if "sweep" in document.data:
-        return [_first_trial(document)]
+        return [_make_first_trial(document)]
     if "array" not in document.data:
         return [validate_document(JobSpec, document)]
     return [
@@ -141,12 +143,12 @@ def parse_job_data(data: Mapping[str, Any], source: str) -> JobSpec:
 
 
 def apply_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
-    """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises
-    SpecError.
+    """Return the job with `--set key=value` overrides applied, parsed and validated like a job
+    file. Raises SpecError.
     """
     return validate_document(
         JobSpec,
-        _override_values(
+        _apply_override_values(
             Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides
         ),
     )
@@ -164,7 +166,7 @@ def apply_remedy(spec: JobSpec, remedy: Remedy) -> JobSpec:
     for word in remedy.arguments:
         name, equals, _ = word.partition("=")
         if word.startswith("-"):
-            _, command = remove_flag(command, name)
+            _, command = take_flag_from(command, name)
         elif equals:
             command = tuple(argument for argument in command if not argument.startswith(f"{name}="))
     return changed.model_copy(update={"command": (*command, *remedy.arguments)})
@@ -176,9 +178,9 @@ class _WithSweep(SpecModel):
     sweep: Sweep
 
 
-def _first_trial(document: Document) -> JobSpec:
+def _make_first_trial(document: Document) -> JobSpec:
     """Return the first trial of a sweep. Raises SpecError if the job is illegal with an extreme
-    parameter.
+    value of a parameter.
     """
     source = document.source
     data = document.data
@@ -190,7 +192,7 @@ def _first_trial(document: Document) -> JobSpec:
             path="array",
             hint="put it in `parameters`",
         )
-    rest = with_array_family(
+    rest = with_array_name_as_family(
         {key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")}
     )
     names = {name for name, _ in sweep.parameters}
@@ -210,7 +212,7 @@ def _first_trial(document: Document) -> JobSpec:
         validate_document(
             JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row}))
         )
-        for row in sweep.to_check()
+        for row in sweep.list_parameters_to_check()
     ]
     trial = {
         "sweep": sweep,
@@ -223,29 +225,29 @@ def _first_trial(document: Document) -> JobSpec:
 
 
 def make_trial(
-    first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]
+    first_trial: JobSpec, sweep_id: str | None, trial_number: int, parameters: Mapping[str, Value]
 ) -> JobSpec:
-    """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal
+    """Return this trial of the sweep, built from its first trial. Raises SpecError for illegal
     parameters.
     """
-    assert first.trial is not None, first.name
-    data: JsonObject = first.model_dump(mode="json")
-    row = {INDEX: number, **parameters}
-    for keys, text in first.trial.template:
+    assert first_trial.trial is not None, first_trial.name
+    data: JsonObject = first_trial.model_dump(mode="json")
+    row = {INDEX: trial_number, **parameters}
+    for keys, text in first_trial.trial.template:
         place = data
         for key in keys[:-1]:
             place[key] = place = dict(place.get(key) or {})
         place[keys[-1]] = fill_placeholders(json.loads(text), row)
-    data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
+    data["trial"] |= {"of": sweep_id, "number": trial_number, "parameters": dict(parameters)}
     return validate_document(
-        JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={})
+        JobSpec, Document(source=f"trial {trial_number} of {first_trial.name}", data=data, lines={})
     )
 
 
-def join_problems(problems: Sequence[SpecError], source: str, unexplained: int = 0) -> SpecError:
+def join_problems(problems: Sequence[SpecError], source: str, further_count: int = 0) -> SpecError:
     """Return one SpecError that lists all `problems`; equal lists of allowed values appear once.
 
-    `unexplained` is the number of further problems.
+    `further_count` is the number of problems beyond these.
     """
     assert problems, "an error without a problem"
     if len(problems) == 1:
@@ -257,13 +259,15 @@ def join_problems(problems: Sequence[SpecError], source: str, unexplained: int =
         lists.add(problem.allowed)
     listed = "\n".join(shown)
     left = len(problems) - PROBLEMS_MAX if len(problems) > PROBLEMS_MAX else 0
-    if left + unexplained:
-        listed += f"\n  and {left + unexplained} more"
-    return SpecError(f"{len(problems) + unexplained} problems\n{listed}", source=source)
+    if left + further_count:
+        listed += f"\n  and {left + further_count} more"
+    return SpecError(f"{len(problems) + further_count} problems\n{listed}", source=source)
 
 
-def _override_values(document: Document, overrides: Sequence[Override]) -> Document:
-    """Return the document with the value at each dotted path of `--set key=value` replaced."""
+def _apply_override_values(document: Document, overrides: Sequence[Override]) -> Document:
+    """Return a copy of the document in which each `--set key=value` has replaced the value at its
+    dotted key.
+    """
     data = dict(document.data)
     lines = dict(document.lines)
     for key, text in overrides:
@@ -290,7 +294,10 @@ def _override_values(document: Document, overrides: Sequence[Override]) -> Docum
 
 
 def check_storable(
-    data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf
+    data: object,
+    source: str,
+    line_by_path: Mapping[Path, int] | None = None,
+    text_length_max: float = inf,
 ) -> None:
     """Raise SpecError at the first value that a journal, a process or a path cannot hold.
 
@@ -306,50 +313,69 @@ def check_storable(
         is_long = isinstance(value, Mapping) and size > KEYS_MAX
         if is_long or visited + len(left) + size > VALUES_MAX or len(path) > DEPTH_MAX:
             sizes = f"{DEPTH_MAX} levels, {VALUES_MAX} values"
-            raise _not_plain("too large or nested too deeply", path, None, sizes, source, lines)
+            raise _make_unstorable_error(
+                "too large or nested too deeply", path, None, sizes, source, line_by_path
+            )
         if isinstance(value, Mapping):
             for key in value:
                 if not isinstance(key, str) or why_unstorable(key):
-                    raise _not_plain(
-                        "the name of a key is no text", path, key, "text in UTF-8", source, lines
+                    raise _make_unstorable_error(
+                        "the name of a key is no text",
+                        path,
+                        key,
+                        "text in UTF-8",
+                        source,
+                        line_by_path,
                     )
             left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             left += [((*path, index), inner) for index, inner in enumerate(value)]
-        elif isinstance(value, str) and (length := length + len(value)) > length_max:
-            raise _not_plain(
-                "too much text", (), None, f"{length_max:,} characters in all", source, lines
+        elif isinstance(value, str) and (length := length + len(value)) > text_length_max:
+            raise _make_unstorable_error(
+                "too much text",
+                (),
+                None,
+                f"{text_length_max:,} characters in all",
+                source,
+                line_by_path,
             )
         elif isinstance(value, str) and (why := why_unstorable(value)):
             got = value[:GIVEN_LENGTH_MAX]
-            raise _not_plain(
+            raise _make_unstorable_error(
                 why,
                 path,
                 got,
                 f"{VALUE_LENGTH_MAX:,} characters of UTF-8, none of them NUL",
                 source,
-                lines,
+                line_by_path,
             )
         elif isinstance(value, float) and not isfinite(value):
-            raise _not_plain("not a finite number", path, value, "a finite number", source, lines)
+            raise _make_unstorable_error(
+                "not a finite number", path, value, "a finite number", source, line_by_path
+            )
         elif isinstance(value, int) and abs(value) > EXACT_MAX:
             got = (
                 str(value)
                 if value.bit_length() < BITS_SHOWN_MAX
                 else f"a number of {value.bit_length()} bits"
             )
-            raise _not_plain(
-                "the number is too large", path, got, f"at most {EXACT_MAX}", source, lines
+            raise _make_unstorable_error(
+                "the number is too large", path, got, f"at most {EXACT_MAX}", source, line_by_path
             )
 
 
-def _not_plain(
-    what: str, path: Path, got: object, allowed: str, source: str, lines: Mapping[Path, int] | None
+def _make_unstorable_error(
+    what: str,
+    path: Path,
+    got: object,
+    allowed: str,
+    source: str,
+    line_by_path: Mapping[Path, int] | None,
 ) -> SpecError:
     where = (
         source
-        if lines is None
-        else _describe_position(Document(source=source, data={}, lines=lines), path)
+        if line_by_path is None
+        else _describe_position(Document(source=source, data={}, lines=line_by_path), path)
     )
     return SpecError(
         what, source=where, path=escape_unprintable(format_key_path(path)), got=got, allowed=allowed
@@ -357,7 +383,7 @@ def _not_plain(
 
 
 def escape_unprintable(text: str) -> str:
-    """Return the text with unprintable characters escaped."""
+    """Return the text with each unprintable character replaced by its escape, such as `\\x1b`."""
     return (
         text
         if text.isprintable()
@@ -365,23 +391,23 @@ def escape_unprintable(text: str) -> str:
     )
 
 
-def validate_document(noun: type[AnyNoun], document: Document) -> AnyNoun:
-    """Return an object of the class `noun` from a document. Raises one SpecError that lists every
-    problem.
+def validate_document(spec_class: type[AnyNoun], document: Document) -> AnyNoun:
+    """Return an object of the class `spec_class` from a document. Raises one SpecError that lists
+    every problem.
     """
     check_storable(document.data, document.source, document.lines, TEXT_LENGTH_MAX)
     try:
-        return noun.model_validate(document.data)
+        return spec_class.model_validate(document.data)
     except ValidationError as error:
         problems: dict[tuple[str, str], SpecError] = {}
-        places = _KeyPaths(noun)
+        places = _KeyPaths(spec_class)
         details = error.errors(include_url=False)
         for number, detail in enumerate(details):
             if len(problems) == PROBLEMS_MAX:  # each explanation takes a millisecond
                 raise join_problems(
                     list(problems.values()), document.source, len(details) - number
                 ) from None
-            problem = _make_problem(noun, detail, document, places)
+            problem = _make_problem(spec_class, detail, document, places)
             problems.setdefault((problem.path, problem.what), problem)
         raise join_problems(list(problems.values()), document.source) from None
 
@@ -391,8 +417,8 @@ class _KeyPaths:
     them.
     """
 
-    def __init__(self, noun: type[BaseModel]) -> None:
-        self._noun = noun
+    def __init__(self, spec_class: type[BaseModel]) -> None:
+        self._noun = spec_class
         self._paths: tuple[Path, ...] = ()
 
     def list_paths(self) -> tuple[Path, ...]:
@@ -402,15 +428,15 @@ class _KeyPaths:
 
 
 def _make_problem(
-    noun: type[BaseModel], detail: Any, document: Document, places: _KeyPaths
+    spec_class: type[BaseModel], pydantic_error: Any, document: Document, key_paths: _KeyPaths
 ) -> SpecError:
-    kind = detail["type"]
-    got = detail["input"]
-    context = detail.get("ctx", {})
-    path, place = _locate_error(noun, detail["loc"], document.data)
+    kind = pydantic_error["type"]
+    got = pydantic_error["input"]
+    context = pydantic_error.get("ctx", {})
+    path, place = _find_key_path_and_class(spec_class, pydantic_error["loc"], document.data)
     source = _describe_position(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown_key(places.list_paths(), place, path, source)
+        return _make_unknown_key_error(key_paths.list_paths(), place, path, source)
     if kind in ("missing", "missing_keyword_only_argument", "missing_argument"):
         return SpecError(
             "this key is required, and missing", source=source, path=format_key_path(path)
@@ -433,7 +459,7 @@ def _make_problem(
     what, allowed = (
         (str(cause), "")
         if kind == "value_error"
-        else _what_and_allowed(kind, detail["msg"], context)
+        else _describe_problem_and_allowed(kind, pydantic_error["msg"], context)
     )
     return SpecError(
         what,
@@ -455,7 +481,9 @@ def _describe_position(document: Document, path: Path) -> str:
     return f"{document.source}:{line}" if line else f"{document.source} with --set"
 
 
-def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tuple[str, str]:
+def _describe_problem_and_allowed(
+    kind: str, message: str, context: Mapping[str, Any]
+) -> tuple[str, str]:
     if kind == "none_required" or kind.endswith(("_parsing", "_type")):
         section = kind in ("model_type", "dataclass_type", "dict_type", "model_attributes_type")
         allowed = (
@@ -485,17 +513,19 @@ def _make_hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
+def _make_unknown_key_error(
+    key_paths: Sequence[Path], section_class: type, path: Path, source: str
+) -> SpecError:
     key = str(path[-1])
-    fields = _list_keys_of(place)
-    if place is JobSpec:
+    fields = _list_keys_of(section_class)
+    if section_class is JobSpec:
         fields |= {
             "array": str,
             "sweep": str,
             "max_concurrent": str,
         }  # a file's, which is many jobs
     by_name = {
-        str(where[-1]): where for where in reversed(places)
+        str(where[-1]): where for where in reversed(key_paths)
     }  # of equal names the shortest path stays
     elsewhere = by_name.get(key)
     is_short = len(key) <= KEY_CHARACTERS_MAX
@@ -504,11 +534,11 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
     distant = None
     if is_short and elsewhere is None and near is None:
         distant = next(iter(difflib.get_close_matches(key, by_name, n=1, cutoff=0.8)), None)
-    if place is JobSpec and key in PLAN_SETTINGS:
+    if section_class is JobSpec and key in PLAN_SETTINGS:
         hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
-    elif place is JobSpec and key == "max_concurrent":
+    elif section_class is JobSpec and key == "max_concurrent":
         hint = "it belongs to an `array` or a `sweep`, and this file has none"
-    elif place is JobSpec and (instead := advise_key(key)):
+    elif section_class is JobSpec and (instead := advise_key(key)):
         hint = f"instead write {instead}"
     elif elsewhere:
         section = format_key_path(elsewhere[:-1])
@@ -536,14 +566,16 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
 # ------------------------------------------------------------------------------------------------ the tree of nouns
 
 
-def _locate_error(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
-    """Return (key path in the file, class that has the last key) for a location in pydantic's
-    error.
+def _find_key_path_and_class(
+    spec_class: type, error_location: Sequence[str | int], data: Any
+) -> tuple[Path, type]:
+    """Return (key path in the file, class that has the path's last key) for a location in
+    pydantic's error.
     """
     path: list[str | int] = []
-    place = noun
-    kind = noun
-    for part in loc:
+    place = spec_class
+    kind = spec_class
+    for part in error_location:
         fields = _list_keys_of(kind)
         if isinstance(part, int) and isinstance(
             data, dict
@@ -562,40 +594,46 @@ def _locate_error(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path
     return tuple(path), place
 
 
-def _list_key_paths(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterator[Path]:
-    """Yield every key path that a file of this class may have, shortest first; a recursive class
-    comes once.
+def _list_key_paths(
+    spec_class: type, path: Path = (), outer_classes: tuple[type, ...] = ()
+) -> Iterator[Path]:
+    """Yield every key path that a file of this class may have, shortest first; a recursive class is
+    listed once.
     """
     fields = {
-        name: kind for name, kind in _list_keys_of(noun).items() if kind not in (*above, noun)
+        name: kind
+        for name, kind in _list_keys_of(spec_class).items()
+        if kind not in (*outer_classes, spec_class)
     }
     yield from ((*path, name) for name in fields)
     for name, kind in fields.items():
-        yield from _list_key_paths(kind, (*path, name), (*above, noun))
+        yield from _list_key_paths(kind, (*path, name), (*outer_classes, spec_class))
 
 
-def _list_keys_of(noun: type) -> dict[str, type]:
+def _list_keys_of(spec_class: type) -> dict[str, type]:
     """Return {key: type} of the keys that a file may have for a class; {} for a type without keys."""
-    if issubclass(noun, BaseModel):
+    if issubclass(spec_class, BaseModel):
         fields = {
             field.alias or name: field
-            for name, field in noun.model_fields.items()
+            for name, field in spec_class.model_fields.items()
             if IN_NO_SCHEMA not in field.metadata
         }
-        return {name: _noun_of(field.annotation) for name, field in fields.items()}
-    if dataclasses.is_dataclass(noun):
-        hints = get_type_hints(noun)
-        return {field.name: _noun_of(hints[field.name]) for field in dataclasses.fields(noun)}
+        return {name: _class_inside(field.annotation) for name, field in fields.items()}
+    if dataclasses.is_dataclass(spec_class):
+        hints = get_type_hints(spec_class)
+        return {
+            field.name: _class_inside(hints[field.name]) for field in dataclasses.fields(spec_class)
+        }
     return {}
 
 
-def _noun_of(annotation: Any) -> type:
+def _class_inside(annotation: Any) -> type:
     """Return the class inside `Annotated`, `X | None` or `tuple[X, ...]`; str where there is none."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
-        inner = (_noun_of(part) for part in get_args(annotation) if part is not Ellipsis)
-        return next((noun for noun in inner if _is_noun(noun)), str)
-    return annotation if isinstance(annotation, type) and _is_noun(annotation) else str
+        inner = (_class_inside(part) for part in get_args(annotation) if part is not Ellipsis)
+        return next((noun for noun in inner if _is_spec_class(noun)), str)
+    return annotation if isinstance(annotation, type) and _is_spec_class(annotation) else str
 
 
-def _is_noun(kind: type) -> bool:
+def _is_spec_class(kind: type) -> bool:
     return issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)

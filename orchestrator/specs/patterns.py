@@ -60,7 +60,7 @@ class LinePattern:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the number that ASCII digits write; None for another text or more than
+    """Return the whole number in a text of ASCII digits; None for another text or more than
     COUNT_DIGITS_MAX digits.
     """
     is_count = text.isascii() and text.isdecimal() and len(text) <= COUNT_DIGITS_MAX

@@ -20,7 +20,7 @@ def why_unstorable(text: str) -> str:
     return ""
 
 
-def join_first(words: Iterable[str], count: int) -> str:
+def join_first_words(words: Iterable[str], count: int) -> str:
     """Return the first words with commas between them, and how many more there are: `a, b and 3 more`."""
     shown = list(words)
     more = len(shown) - count

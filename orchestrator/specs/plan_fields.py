@@ -35,7 +35,7 @@ from orchestrator.specs.mechanics import (
 )
 
 
-def _declare(
+def _declare_setting(
     degradation: Degradation,
     *,
     short: Callable[[PlanFields], Sequence[str]] | None = None,
@@ -66,8 +66,8 @@ def _declare(
     }  # under a key of its own, since pydantic reads keys such as `alias` as its own
 
 
-def _list_if(text: str, is_said: bool) -> list[str]:
-    return [text] if is_said else []
+def _list_if(text: str, is_included: bool) -> list[str]:
+    return [text] if is_included else []
 
 
 def _layout_in_short(plan: PlanFields) -> list[str]:
@@ -84,8 +84,8 @@ def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
     return {"gpus": str(plan.world_size)} | rows
 
 
-def _end_in_short(layers: int, end: str) -> list[str]:
-    return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
+def _end_in_short(layers: int, end_name: str) -> list[str]:
+    return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end_name}", layers > 0)
 
 
 def _partial_in_short(plan: PlanFields) -> list[str]:
@@ -124,22 +124,22 @@ class PlanFields:
     Each field's metadata declares its setting. Planning, `orc estimate --set`, records and job files read SETTINGS.
     """
 
-    engine: Engine = field(metadata=_declare(Degradation.EXACT))
+    engine: Engine = field(metadata=_declare_setting(Degradation.EXACT))
     layout: ParallelLayout = field(
         default=ParallelLayout(),
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=_layout_in_short,
             rows=_layout_in_rows,
         ),
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
-    dp_replicate: int = field(default=1, metadata=_declare(Degradation.EXACT))
+    dp_replicate: int = field(default=1, metadata=_declare_setting(Degradation.EXACT))
     # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no
     # ranks.
     expert_parallel: int = field(
         default=1,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _list_if(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
             hides_default=True,
@@ -149,7 +149,7 @@ class PlanFields:
     # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2).
     pipeline_stages_per_rank: int = field(
         default=1,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _list_if(
                 f"{plan.pipeline_stages_per_rank} stages a rank", plan.pipeline_stages_per_rank > 1
@@ -160,7 +160,7 @@ class PlanFields:
     # an even share.
     first_stage_layers: int = field(
         default=0,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.first_stage_layers, "first"),
             hides_default=True,
@@ -169,7 +169,7 @@ class PlanFields:
     )
     last_stage_layers: int = field(
         default=0,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.last_stage_layers, "last"),
             hides_default=True,
@@ -178,10 +178,10 @@ class PlanFields:
     )
     zero_stage: ZeroStage = field(
         default=ZeroStage.NONE,
-        metadata=_declare(Degradation.EXACT, short=_sharding_in_short),
+        metadata=_declare_setting(Degradation.EXACT, short=_sharding_in_short),
     )
     micro_batch_size: int = field(
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: [
                 f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"
@@ -190,11 +190,11 @@ class PlanFields:
         )
     )
     gradient_accumulation_steps: int = field(
-        default=1, metadata=_declare(Degradation.EXACT, alias="gradient_accumulation")
+        default=1, metadata=_declare_setting(Degradation.EXACT, alias="gradient_accumulation")
     )
     activation_checkpointing: ActivationCheckpointing = field(
         default=ActivationCheckpointing.NONE,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: {
                 ActivationCheckpointing.NONE: [],
@@ -208,7 +208,7 @@ class PlanFields:
     # script's layers that keep everything else.
     full_checkpointing_layers: int = field(
         default=0,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=_partial_in_short,
             hides_default=True,
@@ -218,7 +218,7 @@ class PlanFields:
     # Whether what full checkpointing keeps, the layers' inputs, waits in host memory.
     activation_offload: bool = field(
         default=False,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _list_if("layers' inputs on host", plan.activation_offload),
             hides_default=True,
@@ -226,7 +226,7 @@ class PlanFields:
     )
     offload: Offload = field(
         default=Offload.NONE,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _list_if(
                 f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}",
@@ -235,11 +235,11 @@ class PlanFields:
         ),
     )
     offload_target: OffloadTarget = field(
-        default=OffloadTarget.CPU, metadata=_declare(Degradation.EXACT)
+        default=OffloadTarget.CPU, metadata=_declare_setting(Degradation.EXACT)
     )
     precision: Precision = field(
         default=Precision.FP32,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.NUMERIC,
             short=lambda plan: _list_if(plan.precision, plan.precision is not Precision.FP32),
             cheaper=(Precision.BF16, Precision.FP16),
@@ -247,7 +247,7 @@ class PlanFields:
     )
     optimizer: Optimizer = field(
         default=Optimizer.ADAMW,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.NUMERIC,
             short=lambda plan: _list_if(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
             cheaper=(Optimizer.ADAMW_8BIT,),
@@ -256,7 +256,7 @@ class PlanFields:
     )
     master_weights: MasterWeights = field(
         default=MasterWeights.FP32,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.NUMERIC,
             short=lambda plan: _list_if(
                 "master weights in bf16", plan.master_weights is MasterWeights.BF16
@@ -268,7 +268,7 @@ class PlanFields:
     # Whether each parameter is updated, and its gradient let go, as soon as that is whole.
     optimizer_in_backward: bool = field(
         default=False,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: _list_if("optimizer in backward", plan.optimizer_in_backward),
             hides_default=True,
@@ -277,7 +277,7 @@ class PlanFields:
     # Whether torch.compile compiles each layer: other kernels round otherwise.
     compiled: bool = field(
         default=False,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.NUMERIC,
             short=lambda plan: _list_if("compiled", plan.compiled),
             hides_default=True,
@@ -286,7 +286,7 @@ class PlanFields:
     # Of a script's ZeRO stages; ours follow from the engine.
     sharding: Sharding = field(
         default=Sharding.DEEPSPEED,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             hides_default=True,
             is_given=False,
@@ -295,7 +295,7 @@ class PlanFields:
     # Of a script: (phase, samples) of the phases outside training whose batch size was lowered.
     phase_batch_sizes: tuple[tuple[str, int], ...] = field(
         default=(),
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.EXACT,
             short=lambda plan: [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes],
             rows=lambda plan: {
@@ -307,7 +307,7 @@ class PlanFields:
     # Tokens per sample; None where a script keeps its own.
     sequence_length: int | None = field(
         default=None,
-        metadata=_declare(
+        metadata=_declare_setting(
             Degradation.SEMANTIC,
             hides_default=True,
         ),

@@ -34,7 +34,7 @@ class TeamSpec(SpecModel):
     max_time_limit: Seconds | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _default_is_allowed(self) -> TeamSpec:
+    def _check_default_is_allowed(self) -> TeamSpec:
         if self.time_limit is not None and self.time_limit > (
             self.max_time_limit or self.time_limit
         ):
@@ -53,7 +53,7 @@ class PolicySpec(SpecModel):
 
     @field_validator("order", mode="before")
     @classmethod
-    def _refuse_removed(cls, order: object) -> object:
+    def _refuse_removed_order(cls, order: object) -> object:
         if order in REMOVED:
             raise ValueError(f"order {order!r} was removed: take 'adaptive' or 'fifo'")
         return order
@@ -91,14 +91,16 @@ class PolicySpec(SpecModel):
         return self
 
     def team_of(self, user: str) -> TeamSpec:
-        """Return the user's team; OTHERS, with one share unless the policy sets more, for users
-        without one.
+        """Return the user's team; for users without one the team OTHERS, with one share unless the
+        policy sets more.
         """
         return self._teams.get(user, self._others)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the policy names teams; without teams, users share the cluster equally."""
+    def has_teams(self) -> bool:
+        """Whether the policy names teams, among which devices are shared by weight; else users
+        share the cluster equally.
+        """
         return bool(self.teams)
 
     @property

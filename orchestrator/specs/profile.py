@@ -141,12 +141,12 @@ class Segment:
         """Elements of the largest trained tensor."""
         return max(self.tensors, default=min(self.largest_parameter, self.trained_parameters))
 
-    def weight_bytes(self, width: int) -> int:
-        """Return the bytes of the weights at `width` bytes each; frozen ones in a narrower format
-        count as stored.
+    def weight_bytes(self, bytes_per_weight: int) -> int:
+        """Return the bytes of one part's weights at `bytes_per_weight` each; frozen ones in a
+        narrower format count as stored.
         """
-        frozen = width * (self.parameters - self.trained_parameters)
-        return width * self.trained_parameters + (
+        frozen = bytes_per_weight * (self.parameters - self.trained_parameters)
+        return bytes_per_weight * self.trained_parameters + (
             min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen
         )
 
@@ -257,17 +257,17 @@ class ModelProfile:
     def __hash__(self) -> int:
         return self._hash
 
-    def fragmentation_of(self, mode: ActivationCheckpointing | None) -> float:
+    def fragmentation_of(self, checkpointing: ActivationCheckpointing | None) -> float:
         """Return the allocator's fragmentation factor under this kind of checkpointing; 1.0 where
         unknown.
 
-        None as `mode` returns the least factor over all kinds.
+        None as `checkpointing` returns the minimum over all kinds.
         """
         return min(
             (
                 factor
                 for measured_mode, factor in self.fragmentation
-                if mode in (measured_mode, None)
+                if checkpointing in (measured_mode, None)
             ),
             default=1.0,
         )
@@ -287,13 +287,13 @@ class ModelProfile:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
     def count_gathered_parameters(self, segment: Segment) -> int:
-        """Return the parameters of one part with which a rank computes; experts of other ranks do
-        not count.
+        """Return the number of parameters of one part with which a rank computes; experts of other
+        ranks do not count.
         """
         return segment.parameters - segment.experts + segment.experts // self.expert_parallel
 
     def count_gradient_parameters(self, segment: Segment) -> int:
-        """Return the trained parameters of one part for which a rank makes gradients."""
+        """Return the number of trained parameters of one part for which a rank makes gradients."""
         return (
             segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
         )
@@ -310,9 +310,13 @@ class ModelProfile:
         """Elements of the largest trained tensor of the model."""
         return max(segment.largest_gradient for segment in self.segments)
 
-    def weight_bytes(self, width: int) -> int:
-        """Return the bytes of all weights at `width` bytes each. Frozen weights in narrower formats count as stored."""
-        return sum(segment.count * segment.weight_bytes(width) for segment in self.segments)
+    def weight_bytes(self, bytes_per_weight: int) -> int:
+        """Return the bytes of all weights at `bytes_per_weight` each; frozen ones in a narrower
+        format count as stored.
+        """
+        return sum(
+            segment.count * segment.weight_bytes(bytes_per_weight) for segment in self.segments
+        )
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -336,7 +340,9 @@ class ModelProfile:
 
 @frozen
 class TracedProfile:
-    """A traced profile, with the settings it was traced at: tokens per sample, autocast or not, CUDA or not."""
+    """A traced profile, with the settings under which it was traced: tokens per sample, autocast or
+    not, CUDA or not.
+    """
 
     sequence_length: int
     autocast: bool

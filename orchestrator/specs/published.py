@@ -70,7 +70,7 @@ def find_nearest_models(name: str) -> list[str]:
     return sorted(models, key=lambda entry: -likeness[entry])[:3]
 
 
-def find_published_config(name: str) -> JsonObject:
+def load_published_config(name: str) -> JsonObject:
     """Return the stored configuration of a hub repository; {} where the table has none.
 
     The lookup ignores case and the endings -Instruct, -it and -hf.
@@ -82,7 +82,7 @@ def find_published_config(name: str) -> JsonObject:
 
 def list_smaller_siblings(name: str) -> list[str]:
     """Return the names of smaller models of the same model line, largest first."""
-    line = _model_line(name)
+    line = _name_without_size(name)
     parameters = next(
         (
             model.parameters
@@ -94,14 +94,14 @@ def list_smaller_siblings(name: str) -> list[str]:
     siblings = {
         entry: model.parameters
         for entry, model in load_published().items()
-        if _model_line(entry) == line
+        if _name_without_size(entry) == line
     }
     smaller = [entry for entry, count in siblings.items() if count < parameters]
     return sorted(smaller, key=lambda entry: -siblings[entry])
 
 
-def _model_line(name: str) -> str:
-    """Return the model's name without its size, such as google/gemma-2."""
+def _name_without_size(name: str) -> str:
+    """Return the model's name without its size, such as google/gemma-2: the name of its model line."""
     return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _strip_name_endings(name))
 
 

@@ -11,21 +11,23 @@ if TYPE_CHECKING:
     from dataclasses import replace  # so that mypy knows the fields of each noun
 else:
 
-    def replace(noun: Any, /, **changes: Any) -> Any:
-        """Return what `dataclasses.replace` returns: the copy is judged by `__post_init__` where its kind has one.
+    def replace(object_to_copy: Any, /, **changes: Any) -> Any:
+        """Return a copy with these fields changed, as `dataclasses.replace` does; the copy's
+        `__post_init__` runs, if any.
 
-        Deciding on an event makes some ten such copies. A noun with slots is copied slot by slot. `dataclasses` hands
-        all fields to an `__init__` that sets each by `object.__setattr__`. An Attempt takes 3.0 us instead of 8.6, a
-        Job 2.1 instead of 3.5, a State 1.7 instead of 3.1 (python 3.11, one Xeon core, 2026-11).
+        Deciding on an event makes some ten such copies. An object with slots is copied slot by
+        slot. `dataclasses` hands all fields to an `__init__` that sets each by
+        `object.__setattr__`. An Attempt takes 3.0 us instead of 8.6, a Job 2.1 instead of 3.5, a
+        State 1.7 instead of 3.1 (python 3.11, one Xeon core, 2026-11).
         """
-        kind = type(noun)
-        access = _slots_of(kind)
+        kind = type(object_to_copy)
+        access = _find_slots(kind)
         if access is None:
-            return dataclasses.replace(noun, **changes)
+            return dataclasses.replace(object_to_copy, **changes)
         copy, slots, judge = access
         new = object.__new__(kind)
         for read, write in copy:
-            write(new, read(noun))
+            write(new, read(object_to_copy))
         for name, value in changes.items():
             slots[name](new, value)
         if judge is not None:
@@ -41,7 +43,7 @@ Judge = Callable[[object], None]
 
 
 @cache
-def _slots_of(
+def _find_slots(
     kind: type,
 ) -> tuple[Sequence[tuple[Read, Write]], dict[str, Write], Judge | None] | None:
     """Return how to copy a class with slots, or None for a class without slots.

@@ -43,12 +43,12 @@ def split_bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[Json
             value = None
             problem = f"{name} has a wrong type"
         if isinstance(value, tuple):
-            value = tuple(cut_text(name, entry) for entry in value[:TEXTS_MAX])
+            value = tuple(cut_report_text(name, entry) for entry in value[:TEXTS_MAX])
         elif not problem and not isinstance(value, str) and not is_in_range(name, value):
             value = None
             problem = f"{name} is out of range"
         if not problem:
-            values[name] = cut_text(name, value) if isinstance(value, str) else value
+            values[name] = cut_report_text(name, value) if isinstance(value, str) else value
         elif name in OPTIONAL:
             values[name] = None
         if problem and not (name == "loss" and isinstance(data[name], float)):
@@ -56,28 +56,30 @@ def split_bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[Json
     return values, reasons
 
 
-def is_in_range(name: str, value: object) -> bool:
-    """Return whether a report's value is in the range that its unit allows; only a loss may be
-    negative.
+def is_in_range(field_name: str, value: object) -> bool:
+    """Return whether a report's value is in the range that the unit in the field's name allows;
+    only a loss may be negative.
     """
     if value is None or isinstance(value, bool):
         return True
-    if not is_bounded_number(name, value) or not isinstance(value, int | float):
+    if not is_bounded_number(field_name, value) or not isinstance(value, int | float):
         return False
-    smallest = 1 if name == "capacity_bytes" else 0
-    if name == "pass_done":
+    smallest = 1 if field_name == "capacity_bytes" else 0
+    if field_name == "pass_done":
         return 0 <= value <= 1
-    if name.endswith("_bytes") and value > BYTES_MAX:
+    if field_name.endswith("_bytes") and value > BYTES_MAX:
         return False
-    return name == "loss" or value >= smallest
+    return field_name == "loss" or value >= smallest
 
 
-def cut_text(name: str, text: str) -> str:
-    """Return the part of a report's text that is kept: the end of a long field, the beginning of a
-    short one.
+def cut_report_text(field_name: str, text: str) -> str:
+    """Return the part of a report's text that is stored: the end of a long field, the beginning of
+    a short one.
     """
     text = text.encode(errors="replace").decode()
-    return text[-LONG_TEXTS[name] :] if name in LONG_TEXTS else text[:TEXT_CHARACTERS_MAX]
+    return (
+        text[-LONG_TEXTS[field_name] :] if field_name in LONG_TEXTS else text[:TEXT_CHARACTERS_MAX]
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,8 +91,8 @@ def make_field_validators(kind: Any) -> Mapping[str, TypeAdapter[Any]]:
 
 
 def bound_report(report: Report) -> Report:
-    """Return a report that an earlier version stored, within today's bounds; a required number
-    becomes 0.
+    """Return the report, which an earlier version may have stored, with values cut to today's
+    bounds; a required number becomes 0.
     """
     kind = type(report)
     stored = {entry.name: getattr(report, entry.name) for entry in fields(kind)}  # type: ignore[arg-type]

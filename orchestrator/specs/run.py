@@ -79,7 +79,8 @@ def uploads_folder(home: str | Path) -> Path:
 
 
 def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
-    """Return (root of the upload, path below it) for a path inside an upload of this home; None for other paths.
+    """Return (root of the upload, path below that root) for a path inside an upload of this home;
+    None for other paths.
 
     An upload is recognised by its digest, so a home that was restored elsewhere still finds it.
     """
@@ -131,7 +132,9 @@ class AttemptFolder:
 
 @frozen
 class GuardSettings:
-    """Settings of the guard (our hook inside each rank's process), the same for all ranks of an attempt."""
+    """Settings of the guard (our hook inside each rank's process) that are the same for all ranks
+    of an attempt.
+    """
 
     attempt_folder: str
     virtual_capacity_bytes: int | None  # cap to enforce on a virtual device; None on a real one

@@ -42,8 +42,12 @@ class Setting:
     def choices(self) -> JsonObject:
         """Allowed values by their text; {} where the setting is a number."""
         if self.kind is bool:
-            return {format_value(value): value for value in (False, True)}
-        return {format_value(value): value for value in self.kind} if _is_enum(self.kind) else {}
+            return {format_setting_value(value): value for value in (False, True)}
+        return (
+            {format_setting_value(value): value for value in self.kind}
+            if _is_enum(self.kind)
+            else {}
+        )
 
 
 def _is_enum(kind: Any) -> bool:
@@ -78,7 +82,7 @@ class Change:
         return f"{self.setting} {self.before} -> {self.after}"
 
 
-def settings(plan: Plan) -> dict[str, str]:
+def settings_as_text(plan: Plan) -> dict[str, str]:
     """Return {name: value as text} of the plan's settings, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
@@ -86,11 +90,11 @@ def settings(plan: Plan) -> dict[str, str]:
         if setting.rows is not None:
             flat |= setting.rows(plan)
         elif not (setting.hides_default and value == setting.usual):
-            flat[setting.name] = format_value(value)
+            flat[setting.name] = format_setting_value(value)
     return flat | {"global_batch_size": str(plan.global_batch_size)}
 
 
-def format_value(value: Any) -> str:
+def format_setting_value(value: Any) -> str:
     """Return a setting's value as one word of text."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -99,8 +103,8 @@ def format_value(value: Any) -> str:
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return each setting in which two plans differ, with both values; () for equal plans."""
-    old = settings(before)
-    new = settings(after)
+    old = settings_as_text(before)
+    new = settings_as_text(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
         for name in dict.fromkeys((*old, *new))
@@ -108,14 +112,15 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     )
 
 
-def strongest_degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
-    """Return the strongest class of the plan's changes against `request` ({setting: value}); EXACT
-    for none.
+def strongest_degradation(requested_values: Mapping[str, Any], plan: Plan) -> Degradation:
+    """Return the strongest class of changes of the plan against the requested `{setting: value}`;
+    EXACT for none.
     """
     changed = (
         setting
         for setting in SETTINGS
-        if setting.name in request and request[setting.name] != getattr(plan, setting.name)
+        if setting.name in requested_values
+        and requested_values[setting.name] != getattr(plan, setting.name)
     )
     return max((setting.degradation for setting in changed), default=Degradation.EXACT)
 

@@ -76,7 +76,7 @@ VARIABLE = r"^[^=\s]{1,255}$"
 Variable = Annotated[str, Field(pattern=VARIABLE)]  # name of an environment variable
 
 
-def _check_variables(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+def _check_variable_names(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     for name, _ in variables:
         if re.fullmatch(VARIABLE, name) is None:
             raise ValueError(
@@ -85,7 +85,7 @@ def _check_variables(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str,
     return variables
 
 
-Environment = Annotated[StringMap, AfterValidator(_check_variables)]
+Environment = Annotated[StringMap, AfterValidator(_check_variable_names)]
 
 
 def _check_pattern(pattern: str) -> str:
@@ -93,7 +93,7 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-def _check_counter(pattern: str) -> str:
+def _check_counter_pattern(pattern: str) -> str:
     if compile_pattern(pattern).groups != 1:
         raise ValueError(
             r"the pattern needs one group, around the number that counts up: 'epoch (\d+)'"
@@ -101,7 +101,7 @@ def _check_counter(pattern: str) -> str:
     return pattern
 
 
-def _check_number(pattern: str) -> str:
+def _check_number_pattern(pattern: str) -> str:
     if compile_pattern(pattern).groups != 1:
         raise ValueError(r"the pattern needs one group, around the value: 'eval_loss=(\S+)'")
     return pattern
@@ -117,19 +117,25 @@ Pattern = Annotated[
     str, AfterValidator(_check_pattern), WithJsonSchema({"type": "string", "format": "regex"})
 ]
 Counter = Annotated[
-    str, AfterValidator(_check_counter), WithJsonSchema({"type": "string", "format": "regex"})
+    str,
+    AfterValidator(_check_counter_pattern),
+    WithJsonSchema({"type": "string", "format": "regex"}),
 ]
 
 Number = Annotated[
-    str, AfterValidator(_check_number), WithJsonSchema({"type": "string", "format": "regex"})
+    str,
+    AfterValidator(_check_number_pattern),
+    WithJsonSchema({"type": "string", "format": "regex"}),
 ]
 
 
-def json_schema_of(noun: type[SpecModel]) -> JsonObject:
+def json_schema_of(spec_class: type[SpecModel]) -> JsonObject:
     """Return the JSON Schema (2020-12) of a file of this type; defaults appear as in a file
     (`10min`, not 600.0).
     """
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema"
+    } | spec_class.model_json_schema()
     for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():
             if "default" in key:

@@ -7,18 +7,26 @@ from itertools import accumulate, pairwise, starmap
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage; 0 or less in a stage where there are too few layers.
+def count_stage_layers(
+    layer_count: int, stage_count: int, first_layers: int = 0, last_layers: int = 0
+) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage; 0 or less in a stage where there are too
+    few layers.
 
-    `first` and `last` set the layers of the end stages; 0 leaves them open. The others divide the rest as evenly as
-    possible. Later stages get the remainder, since fewer micro-batches are in flight there.
+    `first_layers` and `last_layers` set the layers of the end stages; 0 leaves them open. The
+    others divide the rest as evenly as possible. Later stages get the remainder, since fewer
+    micro-batches are in flight there.
     """
-    ends = {stage: count for stage, count in ((0, first), (stages - 1, last)) if count}
-    others = stages - len(ends)
-    share, more = divmod(layers - sum(ends.values()), others) if others else (0, 0)
+    ends = {
+        stage: count
+        for stage, count in ((0, first_layers), (stage_count - 1, last_layers))
+        if count
+    }
+    others = stage_count - len(ends)
+    share, more = divmod(layer_count - sum(ends.values()), others) if others else (0, 0)
     sizes = []
     position = 0
-    for stage in range(stages):
+    for stage in range(stage_count):
         if stage in ends:
             sizes.append(ends[stage])
             continue
@@ -27,11 +35,13 @@ def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tup
     return tuple(sizes)
 
 
-def layer_ranges(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[range, ...]:
+def list_stage_layer_ranges(
+    layer_count: int, stage_count: int, first_layers: int = 0, last_layers: int = 0
+) -> tuple[range, ...]:
     """Return the layer indices of each pipeline stage. Raises ValueError for an empty stage or a leftover layer."""
-    sizes = stage_layers(layers, stages, first, last)
-    if min(sizes) < 1 or sum(sizes) != layers:
+    sizes = count_stage_layers(layer_count, stage_count, first_layers, last_layers)
+    if min(sizes) < 1 or sum(sizes) != layer_count:
         raise ValueError(
-            f"{stages} stages of {', '.join(map(str, sizes))} layers are no cut of {layers}"
+            f"{stage_count} stages of {', '.join(map(str, sizes))} layers are no cut of {layer_count}"
         )
     return tuple(starmap(range, pairwise(accumulate(sizes, initial=0))))

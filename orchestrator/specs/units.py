@@ -57,30 +57,30 @@ _UNITS_OF = {
 }
 
 
-def format_in_largest_unit(number: float, pattern: str) -> str | float:
+def format_in_largest_unit(number: float, unit_pattern: str) -> str | float:
     """Return the number in the largest unit that needs at most one decimal, such as `12.5GB/s`.
 
     A number whose pattern has no known unit is returned unchanged.
     """
-    if pattern not in _UNITS_OF:
+    if unit_pattern not in _UNITS_OF:
         return number
     sizes = [
         (unit, size)
-        for unit, size in _UNITS_OF[pattern].items()
+        for unit, size in _UNITS_OF[unit_pattern].items()
         if number >= size and 10 * number % size == 0
     ]
-    unit, size = sizes[-1] if sizes else next(iter(_UNITS_OF[pattern].items()))
+    unit, size = sizes[-1] if sizes else next(iter(_UNITS_OF[unit_pattern].items()))
     return f"{number / size:g}{unit}"
 
 
-def _split_unit(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
+def _split_unit(text: object, example: str, factor_by_unit: dict[str, int]) -> tuple[float, str]:
     match = (
         re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip())
         if isinstance(text, str)
         else None
     )
     if match is None:
-        raise ValueError(f"expected {example} with one of {', '.join(units)}")
+        raise ValueError(f"expected {example} with one of {', '.join(factor_by_unit)}")
     number = float(match[1])
     if number > NUMBER_MAX:
         raise ValueError(f"the number is too large: at most {NUMBER_MAX:g}")

@@ -31,8 +31,8 @@ from orchestrator.training.models.decoder import make_decoder_recipe
 
 
 def build_recipe(run: TrainingRun) -> Recipe:
-    """Return the model, loss and data of a run. Raises SpecError where the job names nothing that
-    can be built.
+    """Return the recipe of a run: its model, loss and data. Raises SpecError where the job names
+    nothing that can be built.
     """
     if run.model.decoder is not None:
         dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
@@ -59,12 +59,14 @@ def build_engine(
     """Return the plan's engine on this rank, with the state of the checkpoint `resume_from`, if
     any. Collective.
 
-    Its optimizer is the plan's: a restart may use another one than the job's. It trains the
+    Its optimizer is the plan's: a restart may use another one than the job's. The engine trains the
     parameters that are unfrozen at that checkpoint's step. Where more unfreeze later, the next
     engine is built then.
     """
     recipes = (recipe, *recipe.then)
-    norms = [layer for part in recipes for layer in list_batch_norms(part.module)]
+    norms = []
+    for part in recipes:
+        norms.extend(list_batch_norms(part.module))
     prepare_batch_norms(norms, run.plan, run.training)
     plan = run.plan
     for part in recipes:

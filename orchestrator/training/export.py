@@ -35,9 +35,9 @@ ADAPTER = ".default"  # peft's name of the only adapter; its files omit it
 
 def export_model(run: TrainingRun) -> None:
     """Write the trained transformers model, or its adapters, to the job's output folder,
-    atomically.
+    atomically; do nothing if that exists.
 
-    One process calls it. It does nothing if the output exists already.
+    One process calls it.
     """
     output = Path(run.job_folder) / "output"
     saved = checkpoint_folder.find_latest_complete(Path(run.job_folder) / "checkpoints")
@@ -56,12 +56,12 @@ def export_model(run: TrainingRun) -> None:
     writing.replace(output)
 
 
-def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
+def _write_adapters(folder: Path, run: TrainingRun, checkpoint_folder: Path) -> None:
     lora = run.model.lora
     hf = run.model.hf
     assert lora is not None, "called for adapters only"
     assert hf is not None, "adapters stand beside a transformers model"
-    stored = FileSystemReader(saved).read_metadata().state_dict_metadata
+    stored = FileSystemReader(checkpoint_folder).read_metadata().state_dict_metadata
     sizes = {
         name.removeprefix("model."): about.size
         for name, about in stored.items()
@@ -69,21 +69,23 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
         and ".lora_" in name
         and isinstance(about, TensorStorageMetadata)
     }
-    values = _fill_from_checkpoint(saved, {name: torch.empty(size) for name, size in sizes.items()})
+    values = _fill_from_checkpoint(
+        checkpoint_folder, {name: torch.empty(size) for name, size in sizes.items()}
+    )
     files = {
         f"base_model.model.{name.replace(ADAPTER, '')}": tensor for name, tensor in values.items()
     }
     save_file(files, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = make_lora_config(
         lora,
-        encoder_decoder=read_config(hf).is_encoder_decoder,
-        base=hf if isinstance(hf, str) else None,
+        is_encoder_decoder=read_config(hf).is_encoder_decoder,
+        base_model_name=hf if isinstance(hf, str) else None,
     )
     config.inference_mode = True
     config.save_pretrained(str(folder))
 
 
-def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
+def _write_model(folder: Path, run: TrainingRun, checkpoint_folder: Path) -> None:
     built = build_module(run)
     config = built.module.config
     config.dtype = built.stored_dtype
@@ -93,7 +95,11 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(_load_shard_values(shard, built, saved), folder / file, metadata={"format": "pt"})
+        save_file(
+            _load_shard_values(shard, built, checkpoint_folder),
+            folder / file,
+            metadata={"format": "pt"},
+        )
         places |= dict.fromkeys(shard, file)
     total = (
         sum(tensor.numel() for shard in shards for tensor in shard.values())
@@ -130,18 +136,18 @@ def _group_into_shards(built: BuiltModule) -> Iterator[dict[str, Tensor]]:
 
 
 def _load_shard_values(
-    shard: Mapping[str, Tensor], built: BuiltModule, saved: Path
+    shard: Mapping[str, Tensor], built: BuiltModule, checkpoint_folder: Path
 ) -> dict[str, Tensor]:
-    """Return the values of a shard: from the checkpoint, and untrained ones from the model's
-    source.
+    """Return the values of a shard: trained ones from the checkpoint, untrained ones from the
+    model's source.
     """
-    stored = FileSystemReader(saved).read_metadata().state_dict_metadata
+    stored = FileSystemReader(checkpoint_folder).read_metadata().state_dict_metadata
     values = {
         name: torch.empty(tensor.shape)
         for name, tensor in shard.items()
         if f"model.{name}" in stored
     }
-    _fill_from_checkpoint(saved, values)
+    _fill_from_checkpoint(checkpoint_folder, values)
     for name, tensor in shard.items():
         if name not in values:
             values[name] = torch.empty(tensor.shape)
@@ -149,8 +155,12 @@ def _load_shard_values(
     return {name: tensor.to(built.stored_dtype).contiguous() for name, tensor in values.items()}
 
 
-def _fill_from_checkpoint(saved: Path, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Fill tensors by whole-model name from a checkpoint, and return them; not collective."""
+def _fill_from_checkpoint(
+    checkpoint_folder: Path, values: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Fill these tensors, by whole-model name, from a checkpoint in place, and return them; not
+    collective.
+    """
     tree = {f"model.{name}": tensor for name, tensor in values.items()}
-    state_dict_loader.load(tree, storage_reader=FileSystemReader(saved), no_dist=True)
+    state_dict_loader.load(tree, storage_reader=FileSystemReader(checkpoint_folder), no_dist=True)
     return values

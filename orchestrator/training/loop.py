@@ -45,12 +45,13 @@ class RankContext:
 
 
 def run_training(run: TrainingRun, ranks: RankContext) -> bool:
-    """Train from the newest intact checkpoint to the last step; False if SIGTERM ended it early,
-    after a save.
+    """Train from the newest intact checkpoint to the last step; return False if SIGTERM ended it
+    early, after a save.
 
-    Raises StaleAttempt on every rank if a newer attempt exists when a checkpoint is published.
+    Raises StaleAttempt on every rank if a newer attempt (launch of the job) exists when a
+    checkpoint is published.
     """
-    stop = _listen_for_stop()
+    stop = _collect_stop_signals()
     checkpoints = Path(run.job_folder) / "checkpoints"
     if ranks.rank == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def run_training(run: TrainingRun, ranks: RankContext) -> bool:
     stopped = False
     while cursor.step < run.training.max_steps and not stopped:
         try:
-            cursor, stopped = _train_until_thaw(run, ranks, saver, saved, stop)
+            cursor, stopped = _train_until_unfreezing(run, ranks, saver, saved, stop)
         except Exception:  # the next attempt resumes from the save in flight
             saver.wait_at_most(LAST_SAVE_S)
             raise
@@ -74,27 +75,27 @@ def run_training(run: TrainingRun, ranks: RankContext) -> bool:
     return cursor.step >= run.training.max_steps
 
 
-def _train_until_thaw(
+def _train_until_unfreezing(
     run: TrainingRun,
     ranks: RankContext,
     saver: CheckpointSaver,
-    saved: SavedCheckpoint | None,
-    stop: list[int],
+    resume_from: SavedCheckpoint | None,
+    stop_signals: list[int],
 ) -> tuple[TrainingProgress, bool]:
-    """Train to the next thaw step or the end, and save; return (progress, whether any rank received
-    SIGTERM).
+    """Train until more parameters unfreeze or to the end, and save; return (progress, whether any
+    rank received SIGTERM).
     """
-    cursor = saved.cursor if saved else TrainingProgress()
+    cursor = resume_from.cursor if resume_from else TrainingProgress()
     stopping = False
     thaw = freezing.next_thaw_step(cursor.step, run.training.freeze)
     last = run.training.max_steps
     if thaw is not None:
         last = min(thaw, last)
     recipe = build_recipe(run)
-    engine = build_engine(run, recipe, ranks.device, saved)
+    engine = build_engine(run, recipe, ranks.device, resume_from)
     saver.prepare(engine.state())
     while cursor.step < last and not stopping:
-        cursor, stopping = _run_step(run, ranks, recipe, engine, saver, cursor, stop)
+        cursor, stopping = _run_step(run, ranks, recipe, engine, saver, cursor, stop_signals)
         if (
             stopping
             or cursor.step == last
@@ -105,8 +106,8 @@ def _train_until_thaw(
     return cursor, stopping
 
 
-def _listen_for_stop() -> list[int]:
-    """Return a list that becomes non-empty on SIGTERM."""
+def _collect_stop_signals() -> list[int]:
+    """Return a list to which each SIGTERM that this process receives is added."""
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
@@ -123,11 +124,12 @@ def _run_step(
     engine: Engine,
     saver: CheckpointSaver,
     cursor: TrainingProgress,
-    stop: list[int],
+    stop_signals: list[int],
 ) -> tuple[TrainingProgress, bool]:
     """Run an optimizer step; return (progress after it, whether any rank received SIGTERM).
 
-    Raises on every rank if any rank failed to save a checkpoint.
+    `cursor` is the progress before the step. Raises on every rank if any rank failed to save a
+    checkpoint.
     """
     began_s = time.monotonic()
     plan = run.plan
@@ -136,7 +138,7 @@ def _run_step(
         cursor.samples, plan.global_batch_size, len(dataset), run.training.seed
     )
     tokens = sum(dataset.token_count(sample) for sample in samples)
-    dp_rank = plan.layout.dp_rank(ranks.rank)
+    dp_rank = plan.layout.data_parallel_index_of(ranks.rank)
     together = plan.layout.dp if run.training.sync_batch_norm else 1
     mine = split_micro_batches(
         samples,
@@ -146,7 +148,7 @@ def _run_step(
         normalised_ranks=together,
     )
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
-    status = [result.loss, float(bool(stop)), float(saver.failed)]
+    status = [result.loss, float(bool(stop_signals)), float(saver.failed)]
     shared = torch.tensor(status, dtype=torch.float64, device=ranks.device)
     if ranks.world_size > 1:
         dist.all_reduce(shared)

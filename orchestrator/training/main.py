@@ -25,8 +25,8 @@ COLLECTIVE_TIMEOUT = timedelta(
 
 
 def main(arguments: list[str]) -> int:
-    """Run this rank; return 0 (finished) or STALE_EXIT_CODE. After SIGTERM the process ends by that
-    signal.
+    """Run this rank; return 0 (finished) or STALE_EXIT_CODE (a newer attempt exists). After SIGTERM
+    the process ends by it.
     """
     run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
     ranks = _join_process_group(run)
@@ -49,7 +49,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _join_process_group(run: TrainingRun) -> loop.RankContext:
-    """Join the process group that the environment describes, and return this process's place in it."""
+    """Join the process group that the environment describes, and return this process's rank, ranks
+    and device.
+    """
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )

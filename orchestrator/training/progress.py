@@ -12,18 +12,24 @@ _meters: list[Meter] = []
 
 
 def listen(listener: Listener) -> None:
-    """Register `listener(step, loss)`, called after every optimizer step that this process reports."""
+    """Register `listener(step, loss)`, which is called after every optimizer step that this process
+    reports.
+    """
     _listeners.append(listener)
 
 
 def step_completed(step: int, loss: float | None = None) -> None:
-    """Report that optimizer step `step` (counted from 1 over all attempts) is complete, with its loss."""
+    """Report that optimizer step `step` is complete, with its loss; steps are counted from 1 over
+    all attempts.
+    """
     for listener in _listeners:
         listener(step, loss)
 
 
 def measure(meter: Meter) -> None:
-    """Register `meter`, which returns the peak bytes of this rank's device since its last call."""
+    """Register the function that `peak_bytes` calls: it returns the peak bytes of this rank's
+    device since its last call.
+    """
     _meters.append(meter)
 
 

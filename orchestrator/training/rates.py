@@ -69,14 +69,14 @@ def _measure_rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
     }
 
 
-def _best_time_s(work: Callable[[], object]) -> float:
-    """Return the least processor seconds of all threads over several repetitions, after one
-    warm-up.
+def _best_time_s(function: Callable[[], object]) -> float:
+    """Return the minimum processor seconds of a call, over several repetitions after one warm-up;
+    all threads count.
     """
     taken_s = []
     for _ in range(REPETITIONS + 1):
         began_s = time.process_time()
-        work()
+        function()
         taken_s.append(time.process_time() - began_s)
     return min(taken_s[1:])
 

@@ -22,7 +22,7 @@ from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence
-from orchestrator.backends.attempts.leftovers import clean_up, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.scheduling.failures.classify import classify_end
@@ -209,7 +209,7 @@ def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
     try:
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
-        clean_up(mark, str(tmp_path))
+        end_leftover_processes(mark, str(tmp_path))
         assert left.wait(10.0) == -signal.SIGKILL
     finally:
         left.kill()

@@ -22,7 +22,7 @@ from orchestrator.backends.attempts.forks import (
     begins_with_torch,
 )
 from orchestrator.backends.attempts.launcher import RUN_AS, Launcher, LauncherStatus
-from orchestrator.backends.attempts.leftovers import clean_up
+from orchestrator.backends.attempts.leftovers import end_leftover_processes
 from orchestrator.backends.attempts.process_census import iterate_marked_processes
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.environment import base_variables, select_matching
@@ -39,7 +39,7 @@ WAIT_S = 60.0
 class PlainLauncher(Launcher):
     """A launcher of fresh processes."""
 
-    def _fork_rank(self, *_: Any) -> str:
+    def _fork_rank_or_explain(self, *_: Any) -> str:
         return "told to"
 
 
@@ -255,7 +255,7 @@ def test_a_forked_rank_ends_with_its_launcher_and_what_it_left_is_found(tmp_path
         process.kill()
     assert until(lambda: not alive([rank]), "the rank is gone", 10)
     assert alive([daemon]) == [daemon]
-    clean_up(mark_of(tmp_path), str(tmp_path / "attempts" / "1"))
+    end_leftover_processes(mark_of(tmp_path), str(tmp_path / "attempts" / "1"))
     assert until(lambda: not alive([daemon]), "its daemon is gone", 10)
 
 

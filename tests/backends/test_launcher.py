@@ -19,7 +19,11 @@ from orchestrator.backends.attempts.launcher import (
     count_oom_kills,
     find_free_port,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, process_mark
+from orchestrator.backends.attempts.leftovers import (
+    end_leftover_processes,
+    kill_marked_processes,
+    process_mark,
+)
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
@@ -219,7 +223,7 @@ def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
         )
         for mark in (name, f"{name}-other")
     )
-    assert kill_marked(name) == 1
+    assert kill_marked_processes(name) == 1
     assert marked.wait(10) == -signal.SIGKILL
     assert other.poll() is None
     other.kill()
@@ -268,8 +272,10 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
     os.kill(launcher.status()["pids"][0], signal.SIGKILL)
     await_end(launcher)
     assert (mine.exists(), newer.exists(), foreign.exists()) == (False, True, True)
-    clean_up("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
-    clean_up("nobody", str(second.path))
+    end_leftover_processes(
+        "nobody", str(second.path)
+    )  # as a node that lives is told when the launcher is gone
+    end_leftover_processes("nobody", str(second.path))
     assert [path.name for path in (tmp_path / "nvme").iterdir()] == [
         foreign.relative_to(tmp_path / "nvme").parts[0]
     ]

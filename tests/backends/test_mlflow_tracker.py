@@ -21,7 +21,12 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow import contact as mlflow_contact
 from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow.contact import EXPERIMENT
-from orchestrator.backends.mlflow.content import compare_url, job_run_content, parse_curves, run_key
+from orchestrator.backends.mlflow.content import (
+    compare_url,
+    job_run_content,
+    parse_curves_and_elapsed_ms,
+    run_key,
+)
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
 from orchestrator.backends.mlflow.tracker import MlflowTracker, find_comparison_url, find_job_url
@@ -650,9 +655,9 @@ def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:
         json.dumps({"step": n, "loss": float("nan") if n == 2 else n, "step_s": 0.5}) + "\n"
         for n in range(1, 5)
     ]
-    whole, total_ms = parse_curves("".join(lines), 0.0)
-    head, middle_ms = parse_curves("".join(lines[:2]), 0.0)
-    tail, end_ms = parse_curves("".join(lines[2:]), middle_ms)
+    whole, total_ms = parse_curves_and_elapsed_ms("".join(lines), 0.0)
+    head, middle_ms = parse_curves_and_elapsed_ms("".join(lines[:2]), 0.0)
+    tail, end_ms = parse_curves_and_elapsed_ms("".join(lines[2:]), middle_ms)
     assert repr(head + tail) == repr(whole)
     assert end_ms == total_ms == 2000
     assert [(ms, step) for name, _, ms, step in whole if name == "loss"] == [
@@ -675,7 +680,9 @@ def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:
     ],
 )
 def test_lines_that_say_no_number_of_a_step_are_passed_over(bad: str) -> None:
-    points, elapsed_ms = parse_curves(f'{bad}\n{{"step": 7, "loss": 2, "step_s": Infinity}}\n', 0.0)
+    points, elapsed_ms = parse_curves_and_elapsed_ms(
+        f'{bad}\n{{"step": 7, "loss": 2, "step_s": Infinity}}\n', 0.0
+    )
     assert points[0] == ("loss", 2.0, 0, 7)
     assert elapsed_ms == 0
 

@@ -58,7 +58,7 @@ def test_a_ray_without_one_of_the_functions_is_left_as_it_is_and_says_which(
 ) -> None:
     before = services.start_ray_process
     monkeypatch.delattr(_raylet, "persist_port")
-    assert lean.patch_ray() == "Ray has no persist_port"
+    assert lean.patch_ray_or_explain() == "Ray has no persist_port"
     assert services.start_ray_process is before
 
 

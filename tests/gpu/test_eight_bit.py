@@ -74,7 +74,7 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
     size = 16 * 2**20
     weight = torch.nn.Parameter(torch.ones(4096, size // 4096, device=cuda))
     updates = OptimizerUpdates(
-        [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0
+        [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, steps_done=0
     )
     updates.allocate()
     peaks_bytes = []
@@ -86,4 +86,4 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
         updates.update()
         peaks_bytes.append(torch.cuda.max_memory_allocated() - before_bytes)
     print(f"bytes of an element: {[peak_bytes / size for peak_bytes in peaks_bytes]}")
-    assert peaks_bytes[-1] <= 1.05 * update_temporary_bytes(EIGHT_BIT, size, cuda=True)
+    assert peaks_bytes[-1] <= 1.05 * update_temporary_bytes(EIGHT_BIT, size, is_cuda=True)

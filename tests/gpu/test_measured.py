@@ -17,7 +17,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import catalogue_device
+from orchestrator.specs.cluster import find_catalogue_device
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.settings import in_short
@@ -137,7 +137,7 @@ def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(
 
 
 H200_HARDWARE = Hardware(
-    device=catalogue_device("h200-141gb"),
+    device=find_catalogue_device("h200-141gb"),
     devices_per_node=1,
     nodes=1,
     network_bandwidth=1,

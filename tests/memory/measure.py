@@ -187,7 +187,7 @@ def _peak_bytes(request: Run, folder: Path) -> int:
                 step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0
             )
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
-            dp_rank = plan.layout.dp_rank(dist.get_rank())
+            dp_rank = plan.layout.data_parallel_index_of(dist.get_rank())
             mine = split_micro_batches(
                 samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps
             )

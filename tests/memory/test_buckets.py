@@ -95,7 +95,7 @@ def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_wer
 ):
     layer = replace(model([(2, [3, 20, 30, 4, 5])]).segments[0], leaf=(4, 30, 20), leaf_until=57)
     profile = replace(model([]), segments=(layer,))
-    assert simulate_bucket(profile, 40, leaves=True).reduced == {
+    assert simulate_bucket(profile, 40, waits_for_leaves=True).reduced == {
         (0, 0): (BucketReduction(56, 37, waiting=20, is_first=True),),
         (0, 1): (BucketReduction(56, 32, waiting=50), BucketReduction(56, 30, waiting=20)),
     }

@@ -23,11 +23,11 @@ from orchestrator.memory.calibration.calibrate import (
     _student_cdf,
     _student_quantile,
     calibrate,
-    correction_of_step_time,
     plan_fit_probability,
     plan_needed_bytes,
     select_observations_to_keep,
     step_kind_of,
+    step_time_correction_of,
 )
 from orchestrator.memory.calibration.correction import (
     corrected_device_bytes,
@@ -72,7 +72,9 @@ def estimate(
 
 
 def learn(stored: list[Observation], job: str = "") -> Calibration:
-    return calibrate(select_observations_to_keep(stored), device=DEVICE.name, family="lm", job=job)
+    return calibrate(
+        select_observations_to_keep(stored), device=DEVICE.name, family="lm", job_key=job
+    )
 
 
 def margin_of(stored: list[Observation]) -> float:
@@ -434,8 +436,8 @@ def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
 def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
     offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
     factors = learn([observation(plan=offloaded, step_ratio=3.0)]).step_factors
-    assert correction_of_step_time(replace(offloaded, micro_batch_size=2), factors) == 3.0
-    assert correction_of_step_time(replace(offloaded, offload=Offload.NONE), factors) == 1.0
+    assert step_time_correction_of(replace(offloaded, micro_batch_size=2), factors) == 3.0
+    assert step_time_correction_of(replace(offloaded, offload=Offload.NONE), factors) == 1.0
 
 
 def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> (
@@ -453,17 +455,17 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
         ]
     )
     factors = family.step_factors
-    assert [correction_of_step_time(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [
+    assert [step_time_correction_of(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [
         1.2,
         1.6,
         pytest.approx(1.4),
     ]
-    assert correction_of_step_time(SHARDED, {step_kind_of(whole): 0.9}, factors) == 0.9
-    assert correction_of_step_time(OTHER_ENGINE, {step_kind_of(whole): 0.9}, factors) == 5.0
-    assert correction_of_step_time(OTHER_ENGINE, {step_kind_of(whole): 0.9}) == 0.9, (
+    assert step_time_correction_of(SHARDED, {step_kind_of(whole): 0.9}, factors) == 0.9
+    assert step_time_correction_of(OTHER_ENGINE, {step_kind_of(whole): 0.9}, factors) == 5.0
+    assert step_time_correction_of(OTHER_ENGINE, {step_kind_of(whole): 0.9}) == 0.9, (
         "no engine is faster for not being measured"
     )
-    assert correction_of_step_time(PLAN, {}) == 1.0
+    assert step_time_correction_of(PLAN, {}) == 1.0
 
 
 @given(outcomes, st.integers(0, 2**32))

@@ -236,7 +236,9 @@ def test_an_adapter_moves_what_is_said_beside_its_base(
     adapted = counted_projection(sizes, dtype, adapted=True, autocast=autocast)
     for number in range(2):
         moved_bytes = adapted[number] - plain[number]
-        assert TOKENS * layer.moved_bytes[number] == pytest.approx(moved_bytes, rel=TOLERANCE)
+        assert TOKENS * layer.forward_and_backward_traffic_bytes[number] == pytest.approx(
+            moved_bytes, rel=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from orchestrator.planning.collectives import find_ring, send_s
 from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.planning.kernels import (
+    matmul_rates,
     matmul_s,
-    predict_micro_batch,
-    product_flops,
-    product_rates,
+    peak_matmul_flops,
+    predict_micro_batch_seconds,
 )
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
@@ -163,8 +163,8 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
     """The best shape is near the measured rate; shapes that leave a wave mostly empty are below it."""
 
     def share(rows: int, inner: int, columns: int) -> float:
-        taken_s = matmul_s(rows, inner, columns, *product_rates(device(), Precision.BF16))
-        return 2 * rows * inner * columns / taken_s / product_flops(device(), Precision.BF16)
+        taken_s = matmul_s(rows, inner, columns, *matmul_rates(device(), Precision.BF16))
+        return 2 * rows * inner * columns / taken_s / peak_matmul_flops(device(), Precision.BF16)
 
     assert 0.95 < share(6912, 2048, 16384) <= 1  # the fastest on A100 (mag-/gpu_benchmark)
     assert share(512, 1024, 512) < 0.5
@@ -188,10 +188,10 @@ def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
         device(name, **({} if tiled else {"multiprocessors": None})),
         shape,
     )
-    rates = product_rates(card, precision)
+    rates = matmul_rates(card, precision)
     taken_s = matmul_s(rows, inner, columns, *rates)
     width = 4 if precision is Precision.FP32 else 2
-    assert taken_s >= 2 * rows * inner * columns / product_flops(card, precision)
+    assert taken_s >= 2 * rows * inner * columns / peak_matmul_flops(card, precision)
     assert (
         taken_s >= width * (rows * inner + inner * columns + rows * columns) / card.memory_bandwidth
     )
@@ -325,7 +325,7 @@ def test_rings_between_the_same_nodes_share_the_network() -> None:
 
 def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one() -> None:
     cut = find_profile(read_plan_request(job()), machine(), plan(tp=8))
-    assert predict_micro_batch(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
+    assert predict_micro_batch_seconds(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
 
 
 def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_would_do() -> None:

@@ -110,7 +110,7 @@ def test_a_plans_file_has_every_key_of_the_script_and_its_own_settings(
 ) -> None:
     spec = script(deepspeed=keys)
     plan = script_plan(stage)
-    config = render_deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
+    config = render_deepspeed_config(plan, clip_norm=None, job_keys_json=spec.deepspeed)
     plain = render_deepspeed_config(plan, clip_norm=None)
     for name, value in keys.items():
         assert config[name] == value

@@ -22,7 +22,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 from tests.planning.test_cost import job, machine
 
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -86,7 +86,7 @@ def test_no_other_numbers_of_layers_at_the_ends_make_a_step_faster(
         even = plan(pp, per_rank, mode)
         chosen = cut_pipeline(spec, even)
         for first, last in product(range(layers), range(layers)):
-            sizes = stage_layers(layers, pp * per_rank, first, last)
+            sizes = count_stage_layers(layers, pp * per_rank, first, last)
             if min(sizes) > 0 and sum(sizes) == layers:
                 other = replace(even, first_stage_layers=first, last_stage_layers=last)
                 assert seconds(spec, chosen) <= EQUAL * seconds(spec, other), (chosen, other)

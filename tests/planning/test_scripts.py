@@ -20,7 +20,11 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.planning.cost import predict_step_s
-from orchestrator.planning.explain import find_nearest, list_bytes_by_cause, why_nothing_fits
+from orchestrator.planning.explain import (
+    find_lightest_untried,
+    list_bytes_by_cause,
+    why_nothing_fits,
+)
 from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.render import (
@@ -211,7 +215,9 @@ def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
     assert {plan.zero_stage for plan in list_plans(read_plan_request(sharded), machine())} == set(
         ZeroStage
     )
-    closest = find_nearest(find_frontier(read_plan_request(sharded), machine()), UNMEASURED)
+    closest = find_lightest_untried(
+        find_frontier(read_plan_request(sharded), machine()), UNMEASURED
+    )
     assert closest is not None
     assert closest.plan.zero_stage is not ZeroStage.NONE, "what a stage saves is on the frontier"
 
@@ -385,7 +391,7 @@ def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> Non
     spec = script(knobs=knobs, launch="self", global_batch_size=8)
     (plan,) = list_plans(read_plan_request(spec), machine())
     assert (plan.micro_batch_size, plan.layout.dp) == (4, 2)
-    assert plan_arguments(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
+    assert plan_arguments(spec, plan, node_devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
     with pytest.raises(SpecError):
         find_frontier(
             read_plan_request(script(knobs=knobs, launch="self", global_batch_size=6)), machine()
@@ -409,7 +415,7 @@ def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
         }
     )
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=3)
-    assert plan_arguments(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
+    assert plan_arguments(spec, plan, node_devices=(0, 1)) == ("-b", "6", "-n", "2")
 
 
 def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> None:
@@ -629,10 +635,13 @@ def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correct
 
 def test_the_nearest_plan_needs_the_least() -> None:
     front = find_frontier(read_plan_request(decoder_job()), machine())
-    closest = find_nearest(front, UNMEASURED)
+    closest = find_lightest_untried(front, UNMEASURED)
     assert closest is not None
     assert closest.estimate.device_bytes == min(c.estimate.device_bytes for c in front.candidates)
-    assert find_nearest(front, UNMEASURED, frozenset(c.plan for c in front.candidates)) is None
+    assert (
+        find_lightest_untried(front, UNMEASURED, frozenset(c.plan for c in front.candidates))
+        is None
+    )
 
 
 def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> (

@@ -39,7 +39,7 @@ from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import TracedProfile
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 from orchestrator.specs.units import format_bytes, parse_bytes
 
 SIZES = {
@@ -286,7 +286,7 @@ def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None
     assert {plan.pipeline_stages_per_rank for plan in piped} == {1, 2}
     for candidate in piped:
         stages = candidate.layout.pp * candidate.pipeline_stages_per_rank
-        sizes = stage_layers(
+        sizes = count_stage_layers(
             SIZES["num_hidden_layers"],
             stages,
             candidate.first_stage_layers,

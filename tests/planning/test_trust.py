@@ -89,7 +89,7 @@ def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_thei
     drawn: list[Choice],
 ) -> None:
     taken, fastest = (
-        drawn[ChoiceRule().choose_plan(drawn)],
+        drawn[ChoiceRule().choose_plan_index(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
     assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
@@ -100,7 +100,7 @@ def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_ta
     drawn: list[Choice],
 ) -> None:
     taken, fastest = (
-        drawn[ChoiceRule().choose_plan(drawn)],
+        drawn[ChoiceRule().choose_plan_index(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
     for choice in drawn:
@@ -117,8 +117,8 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
         assert (
-            shuffled[ChoiceRule().choose_plan(shuffled)].plan
-            == drawn[ChoiceRule().choose_plan(drawn)].plan
+            shuffled[ChoiceRule().choose_plan_index(shuffled)].plan
+            == drawn[ChoiceRule().choose_plan_index(drawn)].plan
         )
 
 
@@ -126,8 +126,8 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
 def test_a_first_plan_leaves_room_where_that_costs_little_and_moves_nothing_to_the_host(
     drawn: list[Choice], room: float
 ) -> None:
-    taken = drawn[ChoiceRule(room=room).choose_plan(drawn)]
-    tight = drawn[ChoiceRule().choose_plan(drawn)]
+    taken = drawn[ChoiceRule(room=room).choose_plan_index(drawn)]
+    tight = drawn[ChoiceRule().choose_plan_index(drawn)]
     limit_s = min(choice.seconds for choice in drawn) * math.exp(RECOVERY_SPREAD)
     roomy = [
         choice
@@ -150,9 +150,9 @@ def test_no_plan_that_ran_here_leaves_for_more_room(
     drawn: list[Choice], room: float, data: st.DataObject
 ) -> None:
     ran = frozenset({data.draw(st.sampled_from(drawn)).plan})
-    tight = drawn[ChoiceRule(incumbents=ran).choose_plan(drawn)]
+    tight = drawn[ChoiceRule(incumbents=ran).choose_plan_index(drawn)]
     if tight.plan in ran:
-        assert drawn[ChoiceRule(incumbents=ran, room=room).choose_plan(drawn)] == tight
+        assert drawn[ChoiceRule(incumbents=ran, room=room).choose_plan_index(drawn)] == tight
 
 
 FINETUNE = Path(__file__).parents[2] / "jobs" / "finetune" / "llama3_8b_lora.yaml"
@@ -198,7 +198,7 @@ def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
 ) -> None:
     ran = data.draw(st.sampled_from(drawn))
     taken, fastest = (
-        drawn[ChoiceRule(incumbents=frozenset({ran.plan})).choose_plan(drawn)],
+        drawn[ChoiceRule(incumbents=frozenset({ran.plan})).choose_plan_index(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
     stays = math.log(ran.seconds / fastest.seconds) <= step_ratio_spread(ran.plan, fastest.plan)
@@ -210,7 +210,7 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
     drawn: list[Choice], before: Plan
 ) -> None:
     fastest = min(drawn, key=lambda choice: choice.seconds)
-    taken = drawn[ChoiceRule(before=before).choose_plan(drawn)]
+    taken = drawn[ChoiceRule(before=before).choose_plan_index(drawn)]
     alike = [choice for choice in drawn if plan_kind_of(choice.plan) == plan_kind_of(before)]
     if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
         assert plan_kind_of(taken.plan) == plan_kind_of(before)
@@ -218,7 +218,7 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
 
 @given(choices)
 def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
-    taken = drawn[ChoiceRule(is_fastest=True).choose_plan(drawn)]
+    taken = drawn[ChoiceRule(is_fastest=True).choose_plan_index(drawn)]
     assert taken.seconds == min(choice.seconds for choice in drawn)
 
 
@@ -226,7 +226,7 @@ def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
 def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
     crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
     taken, fastest = (
-        crossing[ChoiceRule().choose_plan(crossing)],
+        crossing[ChoiceRule().choose_plan_index(crossing)],
         min(crossing, key=lambda choice: choice.seconds),
     )
     assert (
@@ -245,7 +245,7 @@ def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(
         )
         for index, choice_s in enumerate(seconds)
     ]
-    indices = ChoiceRule().choose_device_counts(widths)
+    indices = ChoiceRule().choose_indices_worth_devices(widths)
     assert indices[0] == 0
     for narrow, wide in pairwise(indices):
         spread = step_ratio_spread(widths[wide].plan, widths[narrow].plan)

@@ -39,7 +39,7 @@ def cards(text: str) -> Hardware:
 
 
 def fits(spec: JobSpec, hardware: Hardware) -> bool:
-    front = find_frontier(read_plan_request(spec), hardware, within_reach=True)
+    front = find_frontier(read_plan_request(spec), hardware, skips_oversized=True)
     return next(list_fitting(front, hardware.device.memory, UNMEASURED), None) is not None
 
 
@@ -178,7 +178,7 @@ def test_a_remedy_of_the_job_file_is_offered_as_a_job_that_fits_with_one_word_of
     assert way.label == "its small variant"
     assert not way.options, "no `--set` says words of a command"
     assert way.job is not None
-    (tmp_path / "other.yaml").write_text(as_yaml(way.job.file_content()))
+    (tmp_path / "other.yaml").write_text(as_yaml(way.job.as_job_file()))
     again = read_job(tmp_path / "other.yaml", to_run=False)
     assert again.command is not None
     assert again.command[2:] == ("--ema-device", "cuda", "--size", "small", "key.a=2")

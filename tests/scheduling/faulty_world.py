@@ -413,7 +413,7 @@ class FaultyBackend(PacedBackend):
 
     _symptoms = staticmethod(evidence_of)  # tests show other symptoms
 
-    def _release_s(self, process: SimulatedProcess) -> float:
+    def _seconds_until_release(self, process: SimulatedProcess) -> float:
         return self._stream("release", process.attempt.name).uniform(*self.release_s)
 
     def _release_devices(self, process: SimulatedProcess) -> None:

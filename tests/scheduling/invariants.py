@@ -69,7 +69,7 @@ def _budgets(job: Job) -> Iterator[str]:
 def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
     """Everybody has used what the attempts of their jobs held, from launch to release, less what is forgotten."""
     policy = transitions[-1].after.policy
-    if not policy.is_shared or any(
+    if not policy.has_teams or any(
         t.after.policy != policy for t in transitions if any(attempts(t.after))
     ):
         return

@@ -71,7 +71,10 @@ def _hours_end(job: Job, at_s: float) -> bool:
     saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
     if window is None or spec.stays or not saves:
         return False
-    return window.span(at_s)[0] > at_s or window.span(at_s)[1] <= at_s + MOVE_GRACE_S
+    return (
+        window.find_first_opening(at_s)[0] > at_s
+        or window.find_first_opening(at_s)[1] <= at_s + MOVE_GRACE_S
+    )
 
 
 def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
@@ -110,7 +113,7 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
         if attempt.stop_cause is StopCause.OWNER:
             yield from _not_owed(t, job, other)
-        elif urgent[0] == urgent[1] and t.after.policy.is_shared:
+        elif urgent[0] == urgent[1] and t.after.policy.has_teams:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"

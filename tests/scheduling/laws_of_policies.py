@@ -129,7 +129,7 @@ def _eligible(state: State) -> list[Job]:
         and waiting.job.not_before_s <= at_s
         and (
             waiting.job.spec.start_window is None
-            or waiting.job.spec.start_window.span(at_s)[0] <= at_s
+            or waiting.job.spec.start_window.find_first_opening(at_s)[0] <= at_s
         )
         and find_array_wait(index, waiting.job, promised) is None
     ]

@@ -75,7 +75,7 @@ def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
     policy = t.after.policy
     team_devices = _held_by_teams(t)
     for launch in of(Launch, t.actions):
-        team = policy.team_of(launch.job.user) if policy.is_shared else None
+        team = policy.team_of(launch.job.user) if policy.has_teams else None
         if team is None:
             yield launch, 0, -1
         else:
@@ -88,7 +88,7 @@ def _held_by_teams(t: Transition) -> Counter[str]:
     team_devices: Counter[str] = Counter()
     launched = {launch.attempt.name for launch in of(Launch, t.actions)}
     for attempt in attempts(t.after):
-        if t.after.policy.is_shared and not attempt.released and attempt.name not in launched:
+        if t.after.policy.has_teams and not attempt.released and attempt.name not in launched:
             team_devices[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(
                 devices(attempt)
             )
@@ -101,7 +101,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
     Only jobs without a choice are held to it: one with a choice may wait for more of its own devices.
     """
     policy = t.after.policy
-    if not policy.is_shared:
+    if not policy.has_teams:
         return
     promised: Counter[str] = Counter()
     for reservation in t.after.reservations:
@@ -204,7 +204,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         job = waiting.job
         closed = (
             job.spec.start_window is not None
-            and job.spec.start_window.span(t.after.at_s)[0] > t.after.at_s
+            and job.spec.start_window.find_first_opening(t.after.at_s)[0] > t.after.at_s
         )
         bound = (
             closed
@@ -325,7 +325,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         if not _shows(window, local):
             yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
         seconds = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt) - begin_s
-        spans = [window.span(begin_s + day * 86400) for day in range(7)]
+        spans = [window.find_first_opening(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
         if (
             has_end

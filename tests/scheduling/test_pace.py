@@ -104,7 +104,7 @@ def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
         pace = progress.changed_pace(5.0, at_s=90.0)
         return None if pace is None else pace.peak_bytes
 
-    progress = Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True)
+    progress = Progress(script_spec(), folder, 1, [0], tmp_path, includes_peak=True)
     assert [peak_of(progress, steps) for steps in (learned - 1, learned, learned + 1)] == [
         None,
         7,
@@ -113,5 +113,6 @@ def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
     assert peak_of(Progress(script_spec(), folder, 1, [0], tmp_path), learned) is None
     folder.caught(0).write_text("{}")
     assert (
-        peak_of(Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True), learned) is None
+        peak_of(Progress(script_spec(), folder, 1, [0], tmp_path, includes_peak=True), learned)
+        is None
     )

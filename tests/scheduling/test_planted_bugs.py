@@ -266,7 +266,7 @@ def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def the_clock_is_utc(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(clock, "_load_zone", lambda _: ZoneInfo("UTC"))
-    patch.setattr(clock, "_list_openings", clock._list_openings.__wrapped__)  # which remembers
+    patch.setattr(clock, "_list_spans", clock._list_spans.__wrapped__)  # which remembers
 
 
 def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         clock, "_load_zone", lambda name: timezone(timedelta(hours=winter[name or "UTC"]))
     )
-    patch.setattr(clock, "_list_openings", clock._list_openings.__wrapped__)
+    patch.setattr(clock, "_list_spans", clock._list_spans.__wrapped__)
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:

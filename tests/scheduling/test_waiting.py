@@ -17,7 +17,7 @@ from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduling_pass.decide import fits_no_idle_devices
-from orchestrator.specs.clock import local_text
+from orchestrator.specs.clock import format_local_time
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.order import Order
@@ -112,7 +112,7 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
         }
         if (
             not idle - {*job_id_by_held_device(state)}
-            or local_text(promised[0].start_s, "UTC") != text
+            or format_local_time(promised[0].start_s, "UTC") != text
         ):
             yield f"nothing free is kept for {job_id} from {text}"
     if named and not any(
@@ -181,7 +181,7 @@ def test_a_reservation_is_named_with_its_job_and_time() -> None:
     assert (
         WaitExplainer(state).explain_wait(state.jobs["job-2"]) == "waits for 3 free virtual-256mib"
     )
-    start = local_text(state.reservations[0].start_s, "UTC")
+    start = format_local_time(state.reservations[0].start_s, "UTC")
     assert WaitExplainer(state).explain_wait(state.jobs["job-3"]) == (
         f"2 virtual-256mib are free and kept for job-2, which starts about {start}"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from orchestrator.backends.ports import Submission, Totals, format_decisions
+from orchestrator.backends.ports import EventAndDecisionText, Submission, Totals, format_decisions
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
@@ -47,7 +47,7 @@ class MemoryJournal:
     kill_before: set[int] = field(default_factory=set)
     kill_after: set[int] = field(default_factory=set)
 
-    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[EventAndDecisionText]]:
         state, count = self.newest or (None, 0)
         return state, list(zip(self.events, self.decided, strict=True))[count:]
 

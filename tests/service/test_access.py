@@ -53,7 +53,7 @@ def test_every_role_is_admitted_where_it_is_named_or_above_and_nowhere_else(worl
         )
         answer = clients[role].request(method, url)
         needed = ROLES.get((method, path), Role.ADMIN)
-        assert (answer.status_code == 403) == (not role.may(needed)), (
+        assert (answer.status_code == 403) == (not role.includes(needed)), (
             role,
             method,
             path,

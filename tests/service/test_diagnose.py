@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import left_files
-from orchestrator.backends.attempts.evidence import Ending, collect_evidence, rank_end, write_ending
+from orchestrator.backends.attempts.evidence import (
+    Ending,
+    collect_evidence,
+    make_rank_end,
+    write_ending,
+)
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan
 from orchestrator.scheduling.failures.verdict import add_verdict
@@ -171,7 +176,7 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
     scan = LogScan(log_name=path.name)
     for offset, line in left_files.iterate_log_lines(path):
         scan.read_line(line, offset)
-    expected = rank_end(path, 0, 1, scan, scan.findings)
+    expected = make_rank_end(path, 0, 1, scan, scan.findings)
     for block_bytes in (2000, 5000, 16384):
         monkeypatch.setattr(left_files, "BLOCK_BYTES", block_bytes)
         assert work._read_rank_end(path, 0, 1) == expected

@@ -119,7 +119,7 @@ def test_logs_of_another_team_are_refused_as_its_output_is(
         log = folder.attempt(1).log(0)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("the secret of ada\n")
-        of_team = 200 if policy.is_shared else 403
+        of_team = 200 if policy.has_teams else 403
         readers = {
             ("ada", Role.MEMBER): 200,
             ("bob", Role.MEMBER): of_team,

@@ -540,7 +540,7 @@ def test_every_page_is_of_its_role_and_has_the_headers_that_keep_foreign_code_ou
             continue
         for role, client in clients.items():
             answer = client.request(method, filled(path), headers=SAME_SITE)
-            assert (answer.status_code == 403) == (not role.may(needed)), (role, path)
+            assert (answer.status_code == 403) == (not role.includes(needed)), (role, path)
             policy = answer.headers["content-security-policy"]
             assert "unsafe" not in policy
             assert "frame-ancestors 'none'" in policy

@@ -295,7 +295,7 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
     return render_script_command(
         read_script_request(spec), plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json",
         config_path="COPY",
-        devices=tuple(range(dp)),
+        node_devices=tuple(range(dp)),
     )  # fmt: skip
 
 

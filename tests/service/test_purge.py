@@ -20,7 +20,7 @@ from orchestrator.backends.attempts.ended_files import (
     Part,
     Removal,
     describe_removals,
-    empty_trash,
+    empty_trash_and_list_errors,
     list_removable_parts,
     move_to_trash,
 )
@@ -195,7 +195,7 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
         ]
         assert {part.kind for part in rest if part.job != "lm-4"} <= {"results"}
         assert not [part for part in rest if part.job == "lm-4"]
-    assert empty_trash(home, 10_000) == []
+    assert empty_trash_and_list_errors(home, 10_000) == []
     assert not [*(home / TRASH).iterdir()] if real.goes else not (home / TRASH).exists()
 
 
@@ -275,7 +275,7 @@ def remove_all(home: Path) -> None:
             part,
             Removal(at_s=0.0, why="keep.logs: 0s", by="keep", size_bytes=part.size_bytes),
         )
-    empty_trash(home, 100)
+    empty_trash_and_list_errors(home, 100)
 
 
 def test_a_kill_at_any_step_leaves_a_home_that_the_next_pass_completes(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_job_whose_folder_is_a_link_keeps_all_of_it(night: World) -> None:
 def test_files_in_the_trash_that_are_not_its_own_stay(tmp_path: Path) -> None:
     home = make(tmp_path / "home", {})
     file(home / TRASH / "somebodys")
-    assert empty_trash(home, 100) == []
+    assert empty_trash_and_list_errors(home, 100) == []
     assert (home / TRASH / "somebodys").is_file()
 
 

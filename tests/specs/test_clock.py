@@ -14,7 +14,7 @@ from orchestrator.specs.clock import (
     Deadline,
     Window,
     deadline_at,
-    local_text,
+    format_local_time,
     parse_deadline,
     parse_window,
 )
@@ -74,8 +74,8 @@ def shows(window: Window, at_s: float) -> bool:
 @QUICK
 @given(WINDOWS, MOMENTS)
 def test_it_is_open_exactly_while_clocks_show_its_hours(window: Window, at_s: float) -> None:
-    opens_s, closes_s = window.span(at_s)
-    assert (opens_s <= at_s < closes_s) == shows(window, at_s) == window.holds(at_s)
+    opens_s, closes_s = window.find_first_opening(at_s)
+    assert (opens_s <= at_s < closes_s) == shows(window, at_s) == window.is_open_at(at_s)
     assert shows(window, opens_s)
     assert shows(window, closes_s - 1)
     assert not shows(window, opens_s - 1) or opens_s <= at_s - 7 * 86400
@@ -87,7 +87,7 @@ def test_it_is_open_exactly_while_clocks_show_its_hours(window: Window, at_s: fl
 def test_nothing_of_it_is_missed_between_now_and_the_next_opening(
     window: Window, at_s: float
 ) -> None:
-    opens_s, _ = window.span(at_s)
+    opens_s, _ = window.find_first_opening(at_s)
     step_s = max(60.0, (opens_s - at_s) / 200)
     moments = (at_s + number * step_s for number in range(200))
     assert not any(shows(window, moment) for moment in moments if moment < opens_s)
@@ -100,7 +100,9 @@ def test_hours_counted_from_a_moment_are_the_same_hours(
 ) -> None:
     """The law needs clocks that do not change: in July those of Cairo, New York and Lord Howe do not."""
     begin_s = CHANGES[-1].timestamp() + days * 86400
-    assert window.counted_from(begin_s).holds(later_s) == window.holds(begin_s + later_s)
+    assert window.shifted_to_start_at(begin_s).is_open_at(later_s) == window.is_open_at(
+        begin_s + later_s
+    )
 
 
 @QUICK
@@ -119,20 +121,20 @@ def test_a_night_is_as_long_as_it_is(day: str, hours: int) -> None:
     evening = (
         datetime.fromisoformat(f"{day}T20:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
     )
-    opens_s, closes_s = parse_window("22:00-08:00 Europe/Berlin").span(evening)
+    opens_s, closes_s = parse_window("22:00-08:00 Europe/Berlin").find_first_opening(evening)
     assert (opens_s, closes_s) == (evening + 2 * 3600, evening + (2 + hours) * 3600)
 
 
 def test_days_are_those_on_which_it_begins() -> None:
     window = parse_window("fri 22:00-08:00 Europe/Berlin")
     monday = datetime(2026, 6, 1, 12, tzinfo=UTC).timestamp()
-    opens_s, closes_s = window.span(monday)
-    assert local_text(opens_s, window.zone) == "Fri 22:00 Europe/Berlin"
-    assert local_text(closes_s, window.zone) == "Sat 08:00 Europe/Berlin"
+    opens_s, closes_s = window.find_first_opening(monday)
+    assert format_local_time(opens_s, window.zone) == "Fri 22:00 Europe/Berlin"
+    assert format_local_time(closes_s, window.zone) == "Sat 08:00 Europe/Berlin"
 
 
 def test_a_weekend_is_one_span() -> None:
-    opens_s, closes_s = parse_window("00:00-24:00 sat,sun UTC").span(0.0)
+    opens_s, closes_s = parse_window("00:00-24:00 sat,sun UTC").find_first_opening(0.0)
     assert (opens_s, closes_s) == (2 * 86400.0, 4 * 86400.0)  # 1970 began on a Thursday
 
 

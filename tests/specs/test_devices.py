@@ -60,11 +60,11 @@ def test_newer_devices_of_a_line_are_faster() -> None:
 @pytest.mark.parametrize("name", ["t4-16gb", "v100-16gb", "v100-32gb", "rtx2080ti-11gb"])
 def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -> None:
     card = device(name)
-    assert not card.has(Precision.BF16)
-    assert card.has(Precision.FP16)
+    assert not card.supports(Precision.BF16)
+    assert card.supports(Precision.FP16)
     assert card.peak_flops(Precision.BF16) == card.peak_flops(Precision.FP32)
     assert all(
-        device(other).has(Precision.BF16)
+        device(other).supports(Precision.BF16)
         for other in load_devices()
         if not other.startswith(("t4", "v100", "rtx20"))
     )

@@ -56,7 +56,7 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
         resume_from="CKPT",
         deepspeed_config_path=None,
         config_path="CONFIG",
-        devices=(0,),
+        node_devices=(0,),
     )
     return (*command.arguments[2:], *(f"{key}={word}" for key, word in command.keys.items()))
 

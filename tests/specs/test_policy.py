@@ -37,11 +37,11 @@ def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
 
 
 def test_a_cluster_is_shared_where_teams_are_named() -> None:
-    assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.is_shared
-    assert not parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy.is_shared
+    assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.has_teams
+    assert not parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy.has_teams
     assert not parse_cluster(
         EMBEDDED_CLUSTER + "\npolicy: {objective: makespan}\n", "c.yaml"
-    ).policy.is_shared
+    ).policy.has_teams
 
 
 def test_the_queue_aims_at_the_mean_completion_unless_the_file_says_the_makespan() -> None:

@@ -46,7 +46,7 @@ def _held_values(run: TrainingRun) -> dict[str, list[float]]:
         )
         shares = split_micro_batches(
             samples,
-            plan.layout.dp_rank(rank),
+            plan.layout.data_parallel_index_of(rank),
             plan.micro_batch_size,
             plan.gradient_accumulation_steps,
         )

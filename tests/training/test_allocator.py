@@ -36,26 +36,26 @@ UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}
 )
 def test_a_segment_is_as_large_as_pytorch_makes_it(requested: int, reserved: int) -> None:
     allocator = CachingAllocator()
-    allocator.take(requested)
+    allocator.allocate(requested)
     assert allocator.reserved_bytes == reserved * MIB
 
 
 def test_the_rest_of_a_large_block_serves_another_request_from_one_mebibyte_on() -> None:
     allocator = CachingAllocator()
-    first = allocator.take(12 * MIB)
-    allocator.give(first)
-    assert allocator.take(11 * MIB).size == 12 * MIB, "a mebibyte is not split off"
-    allocator.take(5 * MIB)
-    second = allocator.take(15 * MIB - 512)
+    first = allocator.allocate(12 * MIB)
+    allocator.free(first)
+    assert allocator.allocate(11 * MIB).size == 12 * MIB, "a mebibyte is not split off"
+    allocator.allocate(5 * MIB)
+    second = allocator.allocate(15 * MIB - 512)
     assert (second.size, allocator.reserved_bytes) == (15 * MIB, 32 * MIB)
 
 
 def test_whole_segments_that_are_free_go_back_before_anything_fails() -> None:
     allocator = CachingAllocator(30 * MIB)
-    allocator.give(allocator.take(20 * MIB))
-    assert allocator.take(26 * MIB).size == 26 * MIB
+    allocator.free(allocator.allocate(20 * MIB))
+    assert allocator.allocate(26 * MIB).size == 26 * MIB
     with pytest.raises(Exhausted):
-        allocator.take(6 * MIB)
+        allocator.allocate(6 * MIB)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,13 +64,13 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
     allocator, live = CachingAllocator(capacity), list[tuple[Block, int]]()
     for _ in range(600):
         if live and chance.random() < 0.5:
-            allocator.give(live.pop(chance.randrange(len(live)))[0])
+            allocator.free(live.pop(chance.randrange(len(live)))[0])
         else:
             size = round(2 ** chance.uniform(0, 25))
             try:
-                live.append((allocator.take(size), size))
+                live.append((allocator.allocate(size), size))
             except Exhausted:
-                allocator.give(live.pop()[0])
+                allocator.free(live.pop()[0])
         assert allocator.reserved_bytes <= capacity
         ends = 0
         for block in sorted(
@@ -80,7 +80,7 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
             ends = block.address + block.size
         assert all(block.size >= size for block, size in live)
     for block, _ in live:
-        allocator.give(block)
+        allocator.free(block)
     free = [block for *_, block in allocator._small + allocator._large]
     assert sum(block.size for block in free) == allocator.reserved_bytes
     assert all(block.before is block.after is None for block in free)
@@ -89,12 +89,12 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
 def ledger(*requests: int) -> AllocationLedger:
     """Positive: MiB to allocate, numbered from 1 on; negative: the number of the block to free."""
     recorder = AllocationLedger()
-    recorder.begin()
+    recorder.begin_step()
     for request in requests:
         if request > 0:
-            recorder.take(request * MIB)
+            recorder.record_allocation(request * MIB)
         else:
-            recorder.give(-request - 1)
+            recorder.record_free(-request - 1)
     return recorder
 
 
@@ -121,9 +121,9 @@ def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() ->
         try:
             for request in 2 * step.requests:
                 if request >= 0:
-                    blocks[request] = allocator.take(step.sizes[request])
+                    blocks[request] = allocator.allocate(step.sizes[request])
                 else:
-                    allocator.give(blocks[-request - 1])
+                    allocator.free(blocks[-request - 1])
             ran = True
         except Exhausted:
             ran = False
@@ -146,7 +146,7 @@ def unet() -> StepRecorder:
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRecorder) -> None:
     (_, few), (_, many), (_, eight) = (
-        unet._record_step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
+        unet._record_step(samples, [], is_sharded=False) for samples in (*SAMPLES, 8)
     )
     extrapolated = extrapolate_ledgers(few, many, SAMPLES)[8]
     assert extrapolated.sizes == eight.sizes
@@ -154,6 +154,6 @@ def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRec
 
 
 def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: StepRecorder) -> None:
-    ratios = dict(unet.profile(None, 0).fragmentation)
+    ratios = dict(unet.make_model_profile(None, 0).fragmentation)
     assert set(ratios) == set(ActivationCheckpointing)
     assert max(ratios.values()) > 1.08, "more than transformers do, of which all layers are alike"

@@ -201,7 +201,7 @@ def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
 def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _written(tmp_path, epoch=1, step=step)
-        checkpoint_folder.publish_checkpoint(tmp_path, 1, step, keep=2)
+        checkpoint_folder.publish_checkpoint(tmp_path, 1, step, keep_count=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
@@ -210,7 +210,7 @@ def test_no_checkpoint_is_removed_if_the_new_one_is_damaged(tmp_path: Path) -> N
         _complete(tmp_path, step)
     os.truncate(_written(tmp_path, epoch=1, step=3) / "data", 99)
     with pytest.raises(OSError, match="data: 99 bytes instead of 100"):
-        checkpoint_folder.publish_checkpoint(tmp_path, 1, 3, keep=1)
+        checkpoint_folder.publish_checkpoint(tmp_path, 1, 3, keep_count=1)
     assert [
         checkpoint_folder.step_of_checkpoint(path)
         for path in checkpoint_folder.list_complete(tmp_path)
@@ -225,7 +225,7 @@ def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> 
         _complete(tmp_path, step)
     (tmp_path / "step-00000003" / "data").unlink()
     _written(tmp_path, epoch=1, step=4)
-    checkpoint_folder.publish_checkpoint(tmp_path, 1, 4, keep=2)
+    checkpoint_folder.publish_checkpoint(tmp_path, 1, 4, keep_count=2)
     assert [
         checkpoint_folder.step_of_checkpoint(path)
         for path in checkpoint_folder.list_complete(tmp_path)
@@ -250,7 +250,7 @@ def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     _complete(tmp_path, 5)
     (_written(tmp_path, epoch=2, step=5) / "new").touch()
-    checkpoint_folder.publish_checkpoint(tmp_path, 2, 5, keep=2)
+    checkpoint_folder.publish_checkpoint(tmp_path, 2, 5, keep_count=2)
     assert (tmp_path / "step-00000005" / "new").exists()
 
 
@@ -259,7 +259,7 @@ def test_only_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
     newer = _written(tmp_path, epoch=3, step=5)
     _complete(tmp_path, 4)
     (tmp_path / ".removing-step-00000001").mkdir()
-    checkpoint_folder.remove_unfinished(tmp_path, epoch=2)
+    checkpoint_folder.remove_unfinished(tmp_path, attempt_number=2)
     assert sorted(tmp_path.iterdir()) == sorted([newer, tmp_path / "step-00000004"])
 
 
@@ -269,7 +269,7 @@ def test_an_attempt_is_stale_if_a_newer_one_exists(
 ) -> None:
     if newest is not None:
         (tmp_path / "epoch").write_text(f"{newest}\n")
-    assert checkpoint_folder.has_newer_attempt(tmp_path / "epoch", epoch=2) == stale
+    assert checkpoint_folder.has_newer_attempt(tmp_path / "epoch", attempt_number=2) == stale
 
 
 def test_asking_for_checkpoints_imports_no_torch() -> None:

@@ -258,7 +258,7 @@ def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
     for plan in plans:
         config = make_deepspeed_settings(plan, gang.TRAINING, torch.device(device))
         theirs = render_deepspeed_config(
-            plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu"
+            plan, clip_norm=gang.TRAINING.clip_norm, is_virtual_device=device == "cpu"
         )
         if plan.zero_stage is ZeroStage.NONE:
             assert (

@@ -156,7 +156,7 @@ def ledger(*, cuda: bool) -> AllocationLedger:
     here = as_on_cuda() if cuda else contextlib.nullcontext()
     with here, FakeTensorMode(), recorder.step(1), recorder.turn(0):
         loss = module(torch.zeros(1024, requires_grad=True)).sum()
-        recorder.turn_back()
+        recorder.mark_backward_start()
         loss.backward()
     return recorder.ledger
 

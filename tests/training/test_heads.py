@@ -59,7 +59,10 @@ def trains(config: dict[str, Any], home: Path) -> None:
         recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
         data = DataSpec(tensors=(str(home / "samples.safetensors"),))
         save_file(
-            {name: tensor.clone().contiguous() for name, tensor in recipe.dataset.named(2).items()},
+            {
+                name: tensor.clone().contiguous()
+                for name, tensor in recipe.dataset.make_named_tensors(2).items()
+            },
             data.tensors[0],
         )
     run = gang.training_run(

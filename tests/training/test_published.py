@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from orchestrator.specs.published import (
-    find_published_config,
     list_smaller_siblings,
     load_published,
+    load_published_config,
 )
 
 FIT = "from orchestrator.cli import main; import sys; main(sys.argv[1:])"
@@ -35,13 +35,13 @@ def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str)
 
 
 def test_tuned_versions_have_the_sizes_of_their_base_and_other_names_have_none() -> None:
-    assert find_published_config("qwen/qwen2.5-7b-INSTRUCT") == dict(
+    assert load_published_config("qwen/qwen2.5-7b-INSTRUCT") == dict(
         load_published()["Qwen/Qwen2.5-7B"].config
     )
-    assert find_published_config("google/gemma-2-9b-it") == dict(
+    assert load_published_config("google/gemma-2-9b-it") == dict(
         load_published()["google/gemma-2-9b"].config
     )
-    assert find_published_config("somebody/Qwen2.5-7B") == {}
+    assert load_published_config("somebody/Qwen2.5-7B") == {}
 
 
 def test_a_refusal_names_the_largest_smaller_model_of_the_line_that_fits(tmp_path: Path) -> None:

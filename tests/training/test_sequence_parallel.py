@@ -74,7 +74,7 @@ def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(
         gang.SEQUENCE_LENGTH,
     )
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), cut.place)
-    cut.spread(recipe.layers)
+    cut.spread_tokens(recipe.layers)
     shapes = []
     for layer in recipe.layers:
         layer.input_layernorm.register_forward_hook(
@@ -117,7 +117,7 @@ def test_a_gathered_module_with_a_part_that_is_not_cut_is_refused(tmp_path: Path
 def test_every_ranks_tokens_are_dropped_by_draws_of_their_own(tmp_path: Path) -> None:
     def mask(part: int) -> list[float]:
         recipe = dataclasses.replace(_recipe(tmp_path), layers=(nn.Dropout(0.5),))
-        Randomness(recipe, seed=0, part=part).begin(step=0, micro_batch=0)
+        Randomness(recipe, seed=0, token_part=part).begin(steps_done=0, micro_batch_index=0)
         return recipe.layers[0](torch.ones(64)).tolist()
 
     assert mask(1) == mask(1)

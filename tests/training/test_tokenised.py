@@ -39,7 +39,7 @@ def dataset(
     tiny_hf.tokenizer(template).save_pretrained(home / "tokenizer")
     model = ModelSpec(hf=str(home / "tokenizer"))
     run = gang.training_run(home, job, gang.torch_plan(), (), model=model, data=data)
-    return load_dataset(run, **{"vocabulary": tiny_hf.VOCABULARY, "padding": None, **where})
+    return load_dataset(run, **{"vocab_size": tiny_hf.VOCABULARY, "padding_token": None, **where})
 
 
 def texts(home: Path, *contents: str) -> DataSpec:
@@ -117,7 +117,7 @@ def test_an_encoder_decoder_has_a_pair_for_every_answer(tmp_path: Path) -> None:
     data = DataSpec(
         chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH
     )
-    samples = dataset(tmp_path, data, padding=2)
+    samples = dataset(tmp_path, data, padding_token=2)
     tokens, labels = samples.batch(range(len(samples)))
     tokenizer = tiny_hf.tokenizer()
     assert tokens.shape == labels.shape == (5, LENGTH)
@@ -255,7 +255,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 def test_an_encoder_decoder_takes_conversations_only(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="running text has none"):
-        dataset(tmp_path, texts(tmp_path, "a b c"), padding=2)
+        dataset(tmp_path, texts(tmp_path, "a b c"), padding_token=2)
 
 
 def test_a_chat_template_that_hides_a_message_is_refused(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(
         optimizer=optimizer, learning_rate=0.1, clip_norm=0.5, schedule=Schedule.LINEAR
     )
     tuned, plain = _twins()
-    updates = OptimizerUpdates(tuned.named_parameters(), training, CPU, step=0)
+    updates = OptimizerUpdates(tuned.named_parameters(), training, CPU, steps_done=0)
     updates.allocate()
     reference = {
         Optimizer.ADAMW: lambda p: torch.optim.AdamW(
@@ -185,7 +185,11 @@ def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:
     training = TrainingSpec(optimizer=Optimizer.ADAMW_8BIT, learning_rate=1e-3, weight_decay=0.0)
     seeds = itertools.count()
     updates = OptimizerUpdates(
-        [("weight", weight)], training, CPU, step=0, seed=lambda _: torch.manual_seed(next(seeds))
+        [("weight", weight)],
+        training,
+        CPU,
+        steps_done=0,
+        seed_update=lambda _: torch.manual_seed(next(seeds)),
     )
     updates.allocate()
     for _ in range(20):
@@ -223,9 +227,9 @@ def _advance(
     freeze_parameters(module, training.freeze, start)
     updates = OptimizerUpdates(module.named_parameters(), training, CPU, start)
     updates.allocate()
-    for name, value in updates.state(unfrozen_before=start).items():
+    for name, value in updates.state(only_unfrozen_before_step=start).items():
         value.copy_((saved or {}).get(name, value))
-    updates.set_steps()
+    updates.copy_steps_to_optimizer()
     for step in range(start, start + steps):
         (module(torch.ones(3, 4)) ** 2).sum().backward()
         updates.prepare(step)
@@ -274,10 +278,10 @@ def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(
         )
         torch.rand(prelude)
         x = torch.ones(2, 8, requires_grad=True)
-        randomness.begin(step=4, micro_batch=1)
+        randomness.begin(steps_done=4, micro_batch_index=1)
         module(x).square().sum().backward()
         gradients[name] = x.grad
-        randomness.begin(step=4, micro_batch=2)
+        randomness.begin(steps_done=4, micro_batch_index=2)
         other = torch.autograd.grad(module(x).square().sum(), x)[0]
         assert not torch.equal(other, gradients[name])
     assert torch.equal(gradients["alone"], gradients["after others"])

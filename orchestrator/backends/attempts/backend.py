@@ -50,7 +50,7 @@ class ProcessBackend:
         clock: Callable[[], float] = time.time,
         serving: threading.Event | None = None,
     ) -> None:
-        """Make the backend and start the thread that refreshes the nodes.
+        """Make the backend, and start the thread that refreshes the nodes.
 
         A cluster that does not answer now is asked again later. Attempts are watched once the event
         `serving` is set; with None, at once.
@@ -108,8 +108,8 @@ class ProcessBackend:
             self._watches[name][0].stop(action.grace_s)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Return the events since the last call; wait at most `timeout_s` seconds for the first.
-        Empty without an event.
+        """Return the events since the last call, () without one; wait at most `timeout_s` seconds
+        for the first event.
         """
         try:
             events = [self._events.get(timeout=timeout_s)]
@@ -124,7 +124,7 @@ class ProcessBackend:
         self._events.put(None)
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Use this cluster description from the next refresh of nodes on. Running attempts
+        """Replace the cluster description, from the next refresh of nodes on. Running attempts
         continue.
         """
         self._world.nodes.set_cluster(cluster)

@@ -121,9 +121,9 @@ def move_to_trash(home: Path, part: Part, removal: Removal) -> None:
         os.rename(name, f"{part.job}.{secrets.token_hex(8)}", src_dir_fd=source, dst_dir_fd=trash)
 
 
-def empty_trash(home: Path, parts_max: int) -> list[str]:
-    """Delete at most `parts_max` parts in the trash. Return an error text for each part that cannot
-    be deleted.
+def empty_trash_and_list_errors(home: Path, parts_max: int) -> list[str]:
+    """Delete at most `parts_max` parts in the trash. Return one error text for each part that
+    cannot be deleted.
     """
     problems = list[str]()
     deleted = 0
@@ -145,8 +145,8 @@ def empty_trash(home: Path, parts_max: int) -> list[str]:
 
 
 def describe_removals(home: Path, job_id: str, part_path: str | None = None) -> list[str]:
-    """Return one sentence for each removed part of the job: when and why. With `part_path`, only for the
-    part at that path.
+    """Return one sentence for each removed part of the job's folder: when and why. With
+    `part_path`, only for the part at that path.
     """
     folder = JobFolder(home, job_id).path
     return [

@@ -197,7 +197,7 @@ def collect_evidence(
     )
     if began:
         unwatched = parts.read_part(
-            "unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched
+            "unwatched", lambda: _describe_unwatched_processes(folder, beats, ending), unwatched
         )
     return Evidence(
         ranks=tuple(ranks),
@@ -237,7 +237,7 @@ def collect_folder_evidence(folder: AttemptFolder) -> Evidence:
         if folder.log(rank).exists() or folder.exit_code(rank).exists():
             scan = scan_log(spec, folder.log(rank))
             code = read_exit_code(folder, rank)
-            ends.append(rank_end(folder.log(rank), rank, code, scan, scan.findings, beats))
+            ends.append(make_rank_end(folder.log(rank), rank, code, scan, scan.findings, beats))
     ending = read_ending(folder) or Ending()
     return Evidence(
         ranks=tuple(ends),
@@ -282,8 +282,8 @@ class Parts:
     problems: Problems = field(default_factory=Problems)
 
     def read_part(self, part_name: str, read: Callable[[], Part], default: Part) -> Part:
-        """Return the result of `read`. Where it raises, log the error under `part_name`, and return
-        `default`.
+        """Return the result of `read`. Where `read` raises, log the error under `part_name`, and
+        return `default`.
         """
         try:
             return read()
@@ -297,8 +297,8 @@ class Parts:
             return default
 
 
-def _list_unwatched(
-    folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending
+def _describe_unwatched_processes(
+    folder: AttemptFolder, heartbeats: tuple[Heartbeat, ...], ending: Ending
 ) -> tuple[str, ...]:
     """Return a text for each process that trained without our guard, with the reason.
 
@@ -308,7 +308,7 @@ def _list_unwatched(
     processes = tuple(
         line[:UNWATCHED_CHARACTERS_MAX] for line in read_log_tail(folder.unwatched).splitlines()
     )
-    if processes or ending.counts is None or any(beat.torch_version for beat in beats):
+    if processes or ending.counts is None or any(beat.torch_version for beat in heartbeats):
         return processes[:UNWATCHED_MAX]
     return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
 
@@ -326,22 +326,22 @@ def _read_rank_end(
     findings = scan.findings
     if rank == 0 and spec.launch == "dora":
         findings = _add_worker_findings(spec, attempt, job_folder, findings, file_access)
-    return rank_end(
+    return make_rank_end(
         folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, heartbeats
     )
 
 
-def rank_end(
+def make_rank_end(
     log_path: Path,
     rank: int,
     exit_code: int | None,
-    scan: LogScan,
+    log_scan: LogScan,
     findings: tuple[Finding, ...],
     heartbeats: tuple[Heartbeat, ...] = (),
 ) -> RankEnd:
     """Return how a rank ended, from its exit code and the analysis of its log.
 
-    `scan` has already read the whole log at `log_path`.
+    `log_scan` has already read the whole log at `log_path`.
     """
     return RankEnd(
         rank=rank,
@@ -350,8 +350,8 @@ def rank_end(
         findings=tuple(
             _add_oom_report(finding, rank, heartbeats) for finding in findings[:FINDINGS_MAX]
         ),
-        root_rank=scan.root_rank,
-        root_exit_code=scan.root_exit_code,
+        root_rank=log_scan.root_rank,
+        root_exit_code=log_scan.root_exit_code,
     )
 
 
@@ -361,19 +361,19 @@ def scan_log(spec: JobSpec, log_path: Path) -> LogScan:
     """
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log_name=log_path.name, command=spec.command or (), pattern_by_phase=markers)
-    feed_log(scan, log_path)
+    scan_lines_of(scan, log_path)
     return scan
 
 
-def feed_log(scan: LogScan, log_path: Path) -> None:
-    """Pass a whole log to its analysis: ordinary lines block by block, lines of interest one by
-    one.
+def scan_lines_of(log_scan: LogScan, log_path: Path) -> None:
+    """Pass the lines of a whole log to its analysis: ordinary lines block by block, lines of
+    interest one by one.
     """
     for offset, block in iterate_log_blocks(log_path):
-        if scan.skip_ordinary_lines(block.decode("utf-8", errors="replace")):
+        if log_scan.skip_ordinary_lines(block.decode("utf-8", errors="replace")):
             continue
         for line in block[:-1].split(b"\n"):
-            scan.read_line(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
+            log_scan.read_line(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
             offset += len(line) + 1
 
 
@@ -436,7 +436,7 @@ def _add_oom_report(finding: Finding, rank: int, heartbeats: tuple[Heartbeat, ..
 def first_failed_rank(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
     """Return the rank whose failing exit code was written first; None where no rank failed.
 
-    It is used where no launcher reported which rank ended first.
+    This order is used where no launcher reported which rank ended first.
     """
     failed = [rank for rank in ranks if read_exit_code(folder, rank)]
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
@@ -448,7 +448,7 @@ def _list_lost_state(
     """Return the names of the state (such as the optimizer) that the script did not restore from
     its checkpoint.
 
-    Earlier attempts tell the highest step that the script had reached.
+    The highest step of earlier attempts shows how far the script had come.
     """
     checkpoint = _read_json_or_empty(folder.resume).get("checkpoint")
     earlier = [read_ending(job_folder.attempt(number)) for number in range(1, attempt.number)]

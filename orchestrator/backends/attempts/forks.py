@@ -73,17 +73,18 @@ class ForkedRank:
         return self.returncode
 
 
-def fork_rank(
+def fork_rank_or_explain(
     argv: Sequence[str],
     env: Env,
     workdir: str,
     log: BinaryIO,
     until_s: float,
 ) -> ForkedRank | str:
-    """Fork a rank from the fork server, and return its process.
+    """Fork a rank from the fork server, and return its process; a reason (text) where that is not
+    possible.
 
-    Returns the reason as text where the rank must be started as a new interpreter instead. Waits
-    until `until_s` of the monotonic clock.
+    Such a rank must be started as a new interpreter instead. Waits until `until_s` of the monotonic
+    clock.
     """
     why = _why_not_forked(argv, env, workdir)
     if why:
@@ -94,7 +95,7 @@ def fork_rank(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(START_S)
     try:
-        why = _connect_to_server(connection, argv[0], early)
+        why = _connect_to_server_or_explain(connection, argv[0], early)
         if why:
             connection.close()
             return why
@@ -173,31 +174,34 @@ def begins_with_torch(script: bytes) -> bool:
     return False
 
 
-def _connect_to_server(connection: socket.socket, interpreter: str, env: Env) -> str:
-    """Connect the socket to the fork server of this interpreter and these variables, and start the
-    server if there is none.
+def _connect_to_server_or_explain(connection: socket.socket, interpreter: str, env: Env) -> str:
+    """Connect the socket to the fork server of this interpreter and these variables, started if
+    needed; return "" then.
 
-    Returns why there can be no server, or "". Raises OSError.
+    Returns the reason where there can be no server. Raises OSError.
     """
-    prefix = f"orc-forks-{_sha256_digest(_list_inherited_state())}-"
-    name = prefix + _sha256_digest([interpreter, *sorted(env.items())])
+    prefix = f"orc-forks-{_digest_of_parts(_list_inherited_state())}-"
+    name = prefix + _digest_of_parts([interpreter, *sorted(env.items())])
     try:
         connection.connect("\0" + name)
     except ConnectionRefusedError:
-        why = _start_server(name, prefix, interpreter, env)
+        why = _start_server_or_explain(name, prefix, interpreter, env)
         if why:
             return why
         connection.connect("\0" + name)
     return "" if peer_user_id(connection) == os.geteuid() else "another user has its name"
 
 
-def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> str:
-    """Start a fork server, and wait until it can be reached. Returns why there can be none, or "".
+def _start_server_or_explain(
+    socket_name: str, socket_prefix: str, interpreter: str, env: Env
+) -> str:
+    """Start a fork server, wait until it can be reached, and return ""; or return the reason where
+    there can be none.
 
-    `prefix` begins the socket names of all servers for the same inherited process state.
+    `socket_prefix` begins the socket names of all servers for the same inherited process state.
     """
     listed = Path("/proc/net/unix").read_text().split()
-    if len({word for word in listed if word.startswith(f"@{prefix}")}) >= SERVERS_MAX:
+    if len({word for word in listed if word.startswith(f"@{socket_prefix}")}) >= SERVERS_MAX:
         return f"{SERVERS_MAX} servers stand already"
     total, available = read_total_and_available_bytes()
     if available < AVAILABLE_MIN * total:
@@ -217,7 +221,7 @@ def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> 
     return f"the server ended with code {ended.returncode}" if ended.returncode else ""
 
 
-def _sha256_digest(parts: list[Any]) -> str:
+def _digest_of_parts(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

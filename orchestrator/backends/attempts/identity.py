@@ -53,7 +53,9 @@ class Identity:
         }
 
     def final_variables(self, home: Path) -> dict[str, str]:
-        """Return the variables of the user's processes that win over those of the job and the service."""
+        """Return environment variables of the user's processes that override those of the job and
+        the service.
+        """
         extensions = str(home / USERS / self.name / "torch_extensions")
         return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
 
@@ -64,7 +66,7 @@ def find_identity(
     """Return the system user (uid and gid) for a user's processes; None where they run as the
     service's own system user.
 
-    Raises SpecError, which names the job's source, for a user without a user id.
+    Raises SpecError, which names `job_source` (the job's file), for a user without a user id.
     """
     if not users or user_name in ("", _service_user_name()):
         return None
@@ -82,7 +84,7 @@ def find_identity(
 
 def file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
     """Return the rights (interpreter, uid and gid) with which a job's files are searched: those of
-    its user.
+    the job's user.
 
     A user who is no longer in the cluster file gets the rights of the system user nobody.
     """

@@ -209,7 +209,9 @@ def _find_interpreter(spec: JobSpec, default: str) -> str:
 
 
 def _last_step(job: Job, attempt: Attempt) -> int:
-    """Return the number of the training's last step in the attempt's own count; 0 where unknown."""
+    """Return the training's last step, in the number by which the attempt counts steps; 0 where
+    unknown.
+    """
     before = count_steps_before_attempt(job, attempt)
     steps = job.spec.optimizer_steps
     return 0 if before is None or steps is None else steps - before
@@ -250,8 +252,8 @@ def list_attempt_files(
         config = render_deepspeed_config(
             attempt.plan,
             clip_norm=job.spec.training.clip_norm,
-            keys=job.spec.deepspeed,
-            virtual=bool(virtual),
+            job_keys_json=job.spec.deepspeed,
+            is_virtual_device=bool(virtual),
         )
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
@@ -306,7 +308,7 @@ def _output_argument(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
 
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     """Return the path of the attempt's copy of the config file: beside its logs, or where the
-    script reads it.
+    script reads its own.
     """
     assert spec.config is not None, "only a job with a config file has a copy of it"
     return (
@@ -334,7 +336,7 @@ def _render_command(
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
         config_path=None if spec.config is None else str(_config_path(spec, paths)),
-        devices=attempt.placement[0].devices,
+        node_devices=attempt.placement[0].devices,
     )
 
 
@@ -354,7 +356,7 @@ def add_guard(argv: Argv, guard_settings: str, python: str) -> Argv:
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
-def _guard_self_start(argv: Argv, guard_settings: str, python: str) -> Argv:
+def _guard_self_starting_command(argv: Argv, guard_settings: str, python: str) -> Argv:
     """Return the guarded command of a program that starts its ranks itself: they inherit the guard
     by an environment variable.
 
@@ -387,12 +389,12 @@ def _launcher_processes(
     nodes: Mapping[str, LaunchNode],
     paths: AttemptFolder,
     argv: Argv,
-    common: Mapping[str, str],
+    common_variables: Mapping[str, str],
     master_port: int,
     python: str,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """Yield (node name, process to start) for each node, whose process starts the node's ranks
-    (torchrun and others).
+    """Yield (node name, its one process to start) for each node; the process (torchrun and others)
+    starts the node's ranks.
 
     The script is run under the guard, or inherits it.
     """
@@ -402,12 +404,12 @@ def _launcher_processes(
         node = nodes[part.node]
         env = {
             **_default_variables(node),
-            **common,
+            **common_variables,
             **gang,
             **_device_variables(node, part.devices),
         }
         if spec.launch == "self":
-            program = _guard_self_start(argv, str(paths.guard), python)
+            program = _guard_self_starting_command(argv, str(paths.guard), python)
         elif spec.launch == "dora":
             workers = (
                 ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
@@ -421,7 +423,11 @@ def _launcher_processes(
 
 
 def _launcher_arguments(
-    spec: JobSpec, attempt: Attempt, node_index: int, gang: Mapping[str, str], paths: AttemptFolder
+    spec: JobSpec,
+    attempt: Attempt,
+    node_index: int,
+    rendezvous: Mapping[str, str],
+    paths: AttemptFolder,
 ) -> Argv:
     """Return the arguments between interpreter and script: the module that starts the ranks, and
     its rendezvous.
@@ -431,8 +437,8 @@ def _launcher_arguments(
     and it needs no ssh.
     """
     counts = [len(part.devices) for part in attempt.placement]
-    where = gang["MASTER_ADDR"]
-    port = gang["MASTER_PORT"]
+    where = rendezvous["MASTER_ADDR"]
+    port = rendezvous["MASTER_PORT"]
     if spec.launch == "torchrun":
         return (
             *(
@@ -486,11 +492,11 @@ def _rank_processes(
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
     argv: Argv,
-    common: Mapping[str, str],
+    common_variables: Mapping[str, str],
     master_port: int,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """Yield (node name, its ranks' processes). Ranks are numbered in the placement's order as by
-    torchrun.
+    """Yield (node name, processes of its ranks) for each node. Ranks are numbered in the
+    placement's order as by torchrun.
 
     Source: torch/distributed/run.py. A script on one device gets no variables of a process group:
     with RANK set, some scripts turn to distributed training (nanoGPT's train.py).
@@ -511,7 +517,7 @@ def _rank_processes(
             group = {} if spec.is_script and world_size == 1 else {**gang, **numbers}
             env = {
                 **_default_variables(node),
-                **common,
+                **common_variables,
                 **group,
                 **devices,
                 GUARDED_RANK: str(rank),

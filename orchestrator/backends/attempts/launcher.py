@@ -27,11 +27,16 @@ from orchestrator.backends.attempts.durable import (
     read_attempt_number,
     write_durably,
 )
-from orchestrator.backends.attempts.forks import HOOKS, ForkedRank, fork_rank, restore_signals
+from orchestrator.backends.attempts.forks import (
+    HOOKS,
+    ForkedRank,
+    fork_rank_or_explain,
+    restore_signals,
+)
 from orchestrator.backends.attempts.interface import gloo_interface_variables
-from orchestrator.backends.attempts.leftovers import clean_up
+from orchestrator.backends.attempts.leftovers import end_leftover_processes
 from orchestrator.backends.attempts.process_census import MARK, Census
-from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
+from orchestrator.backends.attempts.program import EXEC_ERRORS, find_start_problem
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
 from orchestrator.backends.environment import base_variables
 from orchestrator.specs.command_line import Argv, Env
@@ -102,12 +107,17 @@ class Launcher:
     """Starts and watches the ranks of one attempt on one node."""
 
     def __init__(
-        self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched
+        self,
+        attempt_folder: str,
+        attempt_number_path: str,
+        attempt_number: int,
+        process_mark: str,
+        watched: Watched,
     ) -> None:
         self._folder = AttemptFolder(attempt_folder)
-        self._epoch_path = Path(epoch_path)
-        self._epoch = epoch
-        self._mark = mark
+        self._epoch_path = Path(attempt_number_path)
+        self._epoch = attempt_number
+        self._mark = process_mark
         self._changed = threading.Condition()
         self._version = 0
         self._ranks: dict[int, Rank] = {}
@@ -123,25 +133,29 @@ class Launcher:
         self._fork_until_s = 0.0  # by the monotonic clock
         self._ended = threading.Event()
         self._sampler = Sampler(self._folder, watched)
-        self._census = Census(mark, self._folder.guard, self._folder.unwatched)
+        self._census = Census(process_mark, self._folder.guard, self._folder.unwatched)
 
     def free_port(self) -> int:
         """Return a free TCP port of this node."""
         return find_free_port()
 
     def start(
-        self, ranks: Sequence[RankStart], workdir: str, count: int = 1, fence: Fence | None = None
+        self,
+        ranks: Sequence[RankStart],
+        workdir: str,
+        ranks_per_process: int = 1,
+        fence: Fence | None = None,
     ) -> LauncherStatus:
         """Start the processes from (rank, argv, env), and return the status. A second call changes
         nothing.
 
         A call whose `fence` is outdated also changes nothing: another service owns the journal now.
-        Each process may start `count` ranks itself; its `rank` is the first of them.
+        Each process may start `ranks_per_process` ranks itself; its `rank` is the first of them.
         """
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
                 self._state = "starting"
-                self._ranks_each = count
+                self._ranks_each = ranks_per_process
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the
                 # ranks do.
                 threading.Thread(
@@ -163,7 +177,7 @@ class Launcher:
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                **user_arguments(env.pop(RUN_AS, None)),
+                **popen_user_arguments(env.pop(RUN_AS, None)),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -177,12 +191,12 @@ class Launcher:
         with self._changed:
             return self._make_status()
 
-    def wait(self, version: int, timeout_s: float) -> LauncherStatus:
-        """Return the status once its version is greater than `version`, or after `timeout_s`
+    def wait(self, known_version: int, timeout_s: float) -> LauncherStatus:
+        """Return the status once its version is greater than `known_version`, or after `timeout_s`
         seconds.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
+            self._changed.wait_for(lambda: self._version > known_version, timeout=timeout_s)
             return self._make_status()
 
     def stop(self, grace_s: float) -> None:
@@ -197,8 +211,8 @@ class Launcher:
             self._kill_within(grace_s)
 
     def abort(self, grace_s: float) -> None:
-        """Send SIGKILL to all ranks after `grace_s` seconds. It is called when other ranks failed
-        or the attempt hangs.
+        """Send SIGKILL to all ranks after `grace_s` seconds. The caller does so when other ranks
+        failed or the attempt hangs.
         """
         self._kill_within(grace_s)
 
@@ -234,9 +248,9 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._announce_change()
-        numbers = [
-            rank for number in self._ranks for rank in range(number, number + self._ranks_each)
-        ]
+        numbers: list[int] = []
+        for number in self._ranks:
+            numbers.extend(range(number, number + self._ranks_each))
         threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
         # ends: the watchdog stops hung ranks
         while any(rank.exit_code is None for rank in self._ranks.values()):
@@ -248,7 +262,7 @@ class Launcher:
                 traceback.print_exc()
         self._ended.set()
         try:
-            clean_up(
+            end_leftover_processes(
                 self._mark,
                 str(self._folder.path),
                 [rank.process.pid for rank in self._ranks.values()],
@@ -289,9 +303,13 @@ class Launcher:
         """Start and return a rank's process. Raises NoProgram where the program can never be
         executed here, OSError otherwise.
         """
-        user = user_arguments(env.pop(RUN_AS, None))
+        user = popen_user_arguments(env.pop(RUN_AS, None))
         with open_to_append(self._folder.log(rank_number)) as log:
-            rank = "it runs as another user" if user else self._fork_rank(argv, env, workdir, log)
+            rank = (
+                "it runs as another user"
+                if user
+                else self._fork_rank_or_explain(argv, env, workdir, log)
+            )
             with contextlib.suppress(OSError), open_to_append(self._folder.starts) as starts:
                 starts.write(f"rank {rank_number}: {rank}\n".encode())
             if isinstance(rank, ForkedRank):
@@ -310,15 +328,18 @@ class Launcher:
                 if error.errno not in EXEC_ERRORS:
                     raise
                 why = (
-                    why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
+                    find_start_problem(argv[0], workdir, env)
+                    or f"{error.strerror}: {error.filename}"
                 )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
-    def _fork_rank(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
+    def _fork_rank_or_explain(
+        self, argv: Argv, env: Env, workdir: str, log: BinaryIO
+    ) -> ForkedRank | str:
         """Return the rank's process, forked by the fork server, or the reason (text) why it must be
         a new interpreter instead.
         """
-        return fork_rank(argv, _add_guard_folder(env), workdir, log, self._fork_until_s)
+        return fork_rank_or_explain(argv, _add_guard_folder(env), workdir, log, self._fork_until_s)
 
     def _inherited_variables(self) -> dict[str, str]:
         """Return the variables that a rank's process has in addition to its own."""
@@ -354,7 +375,7 @@ class Launcher:
             self._announce_change()
 
     def _notice_failure(self) -> None:
-        """Once a rank has failed, schedule SIGKILL for all ranks, soon but after time for the
+        """Schedule SIGKILL for all ranks once a rank has failed: soon, but after time for the
         others' reports.
         """
         for rank in self._ranks.values():
@@ -398,9 +419,9 @@ class Launcher:
         self._changed.notify_all()
 
 
-def user_arguments(uid_gid: str | None) -> Identity:
-    """Return Popen arguments that run a process as the user and group in `uid_gid` ("uid:gid"); for
-    None, as the current user.
+def popen_user_arguments(uid_gid: str | None) -> Identity:
+    """Return Popen arguments that run a process as the user and group in `uid_gid` ("uid:gid");
+    None means the current user.
 
     The process gets no other groups. The child changes its user before `preexec_fn` runs, since
     that change clears the signal for a parent's death (prctl(2)).

@@ -63,7 +63,7 @@ def read_heartbeats(folder: AttemptFolder, world_size: int) -> Reports[Heartbeat
 def read_reports(
     report_type: type[Report], path_of_rank: Callable[[int], Path], ranks: Iterable[int]
 ) -> Reports[Report]:
-    """Return the reports of this type from the files of these ranks, as far as they can be read.
+    """Return the readable reports of this type from the files of these ranks.
 
     A field that has a default and a wrong value gets its default. A report that names another rank
     is left out.

@@ -19,17 +19,20 @@ from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 def process_mark(folder: AttemptFolder, node: str) -> str:
     """Return the text by which all of the attempt's processes on this node are recognised; unique
-    across homes.
+    across home folders.
     """
     return f"{folder.path}@{node}"
 
 
-def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
+def end_leftover_processes(
+    mark_text: str, attempt_folder: str, session_ids: Sequence[int] = ()
+) -> None:
     """End every process that an attempt left on this node, and remove its ranks' swap files here.
 
-    `sessions` are process ids of ranks, each the leader of a session.
+    `mark_text` is what `process_mark` returns. `session_ids` are process ids of ranks, each the
+    leader of a session.
     """
-    kill_marked(mark, sessions)
+    kill_marked_processes(mark_text, session_ids)
     folder = _find_swap_folder(AttemptFolder(attempt_folder).run)
     if folder is None:
         return
@@ -51,8 +54,8 @@ def _find_swap_folder(run_file: Path) -> Path | None:
         return None
 
 
-def kill_marked_below(home: Path) -> None:
-    """SIGKILL every process of this user that a launcher of this home started on this node."""
+def kill_processes_of_home(home: Path) -> None:
+    """SIGKILL every process of this system user that a launcher of this home started on this node."""
     below = f"{MARK}={home}{os.sep}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
@@ -63,15 +66,14 @@ def kill_marked_below(home: Path) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def kill_marked(mark: str, sessions: Sequence[int] = ()) -> int:
-    """SIGKILL every process of this user that has the launcher's mark or is in one of these
+def kill_marked_processes(mark_text: str, session_ids: Sequence[int] = ()) -> int:
+    """SIGKILL every process of this system user that has the launcher's mark or is in one of these
     sessions; return how many.
 
-    It reaches processes that outlived their rank (data loaders, daemons), and never ends the
-    caller.
+    These include processes that outlived their rank (data loaders, daemons), and never the caller.
     """
     ended = 0
-    for entry in iterate_marked_processes(mark, sessions):
+    for entry in iterate_marked_processes(mark_text, session_ids):
         with contextlib.suppress(OSError):  # gone meanwhile
             os.kill(int(entry.name), signal.SIGKILL)
             ended += 1

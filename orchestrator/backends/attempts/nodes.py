@@ -39,7 +39,9 @@ def debounce_free_bytes(reported_bytes: int | None, reading_bytes: int) -> int:
 
 
 def _list_driver_errors(reading: NvmlReading, device_count: int) -> tuple[str, ...]:
-    """Return an error text for each device of a node, why it cannot be read; "" where it can."""
+    """Return, for each device of a node, an error text on why the device cannot be read; "" where
+    it can.
+    """
     missing = f"the driver names {len(reading.devices)} of {device_count} devices"
     errors = [reading.error or missing] * device_count
     for device in reading.devices:
@@ -48,11 +50,11 @@ def _list_driver_errors(reading: NvmlReading, device_count: int) -> tuple[str, .
     return tuple(_clean_error(error) for error in errors)
 
 
-def _differs_in_numbers_only(old: str, new: str) -> bool:
+def _differs_in_numbers_only(old_error: str, new_error: str) -> bool:
     """Return whether two error texts are equal except for words with digits, such as addresses and
     times.
     """
-    return re.sub(r"\w*\d\w*", "0", old) == re.sub(r"\w*\d\w*", "0", new)
+    return re.sub(r"\w*\d\w*", "0", old_error) == re.sub(r"\w*\d\w*", "0", new_error)
 
 
 def _clean_error(error: str) -> str:
@@ -90,7 +92,7 @@ class NodeWatch:
     )  # by node: of each device, as Node.driver_errors
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Use another cluster description, and pass it to the node source."""
+        """Replace the cluster description, here and in the node source."""
         self.source.set_cluster(cluster)
         self.cluster = cluster
 
@@ -129,7 +131,7 @@ class NodeWatch:
 
     def occupy_devices(self, devices: Sequence[tuple[str, int]]) -> None:
         """Mark devices, each a (node name, index), as occupied by an attempt. Their free memory is
-        not updated until release.
+        not updated until they are released.
         """
         with self._lock:
             for part in devices:

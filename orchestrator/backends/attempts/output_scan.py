@@ -78,9 +78,9 @@ def search(
 ) -> SearchResult:
     """Return the files below `root`, or at absolute paths, that match these shell patterns.
 
-    With `checkpoint_files`, the patterns of files that a complete checkpoint has, each match is examined as a
-    checkpoint. The newest checkpoint is examined first. Never raises for what a job left: a pattern
-    that cannot be evaluated is named in the result.
+    With `checkpoint_files`, the patterns of files that a complete checkpoint has, each match is
+    examined as a checkpoint. The newest checkpoint is examined first. Never raises for what a job
+    left: the result names a pattern that cannot be evaluated.
     """
     bounds = SearchBudget()
     by_path = dict[tuple[str, str], FileMatch]()
@@ -185,8 +185,8 @@ def iterate_entries(folder: str, budget: SearchBudget) -> Iterator[os.DirEntry[s
 def examine_checkpoint(
     match: FileMatch, required_files: Sequence[str], budget: SearchBudget
 ) -> FileMatch:
-    """Return the match with the time of its last write, and whether it has all required files, none
-    truncated.
+    """Return the match with the time of its last write, and with whether it is whole: all required
+    files, none truncated.
 
     Raises OSError and OutOfBounds.
     """
@@ -249,8 +249,8 @@ def search_as_user(
     patterns: Sequence[str],
     checkpoint_files: Sequence[str] | None = None,
 ) -> SearchResult:
-    """Search as `search` does, with the rights of `user` (uid, gid), and return the result; None is
-    this process's user.
+    """Return what `search` returns, found with the rights of `user` (uid, gid); None means this
+    process's user.
 
     `python` is the interpreter of the child process that searches as the other user.
     """
@@ -299,8 +299,10 @@ def parse_search_result(raw: Mapping[str, Any]) -> SearchResult:
 
 
 def run_search_child() -> None:
-    """Run the child process: read a request from standard input, become its user, search, and print
-    the result as JSON.
+    """Run the child process of a search as another user.
+
+    It reads a request from standard input, becomes that user, searches, and prints the result as
+    JSON.
     """
     request = json.load(sys.stdin)
     uid, gid = request["user"]

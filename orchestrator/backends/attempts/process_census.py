@@ -20,38 +20,38 @@ TOLD_MAX = 16  # processes without the guard that are written down
 PARTS = 4
 
 
-def iterate_marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
+def iterate_marked_processes(process_mark: str, session_ids: Container[int]) -> Iterator[Path]:
     """Yield the /proc folder of each process of this user that has the launcher's mark or is in a
     session of its ranks.
 
     The caller's own process is left out.
     """
-    carried = f"{MARK}={mark}".encode()
+    carried = f"{MARK}={process_mark}".encode()
     for entry in Path("/proc").iterdir():
         if (
             entry.name.isdigit()
             and int(entry.name) != os.getpid()
-            and _is_marked(entry, carried, sessions)
+            and _is_marked(entry, carried, session_ids)
         ):
             yield entry
 
 
-def _is_marked(proc_folder: Path, mark_variable: bytes, sessions: Container[int]) -> bool:
+def _is_marked(proc_folder: Path, mark_variable: bytes, session_ids: Container[int]) -> bool:
     with suppress(OSError):  # gone meanwhile, or another user's
-        return os.getsid(int(proc_folder.name)) in sessions or mark_variable in (
+        return os.getsid(int(proc_folder.name)) in session_ids or mark_variable in (
             proc_folder / "environ"
         ).read_bytes().split(b"\0")
     return False
 
 
 class Census:
-    """Repeated census of one attempt's processes: their processor time, and PyTorch without the
-    guard.
+    """Repeated census of one attempt's processes: their processor time, and which of them use
+    PyTorch without our guard.
     """
 
-    def __init__(self, mark: str, guard_settings: Path, report: Path) -> None:
-        self._carried = f"{MARK}={mark}".encode()
-        self._told_path = report
+    def __init__(self, process_mark: str, guard_settings: Path, report_path: Path) -> None:
+        self._carried = f"{MARK}={process_mark}".encode()
+        self._told_path = report_path
         self._settings = b"/" + "/".join(guard_settings.parts[-PARTS:]).encode()
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._foreign: set[int] = set()
@@ -67,9 +67,9 @@ class Census:
         """Total processor seconds of the attempt's processes, as of the last census."""
         return self._ended_cpu_s + sum(self._cpu_s.values())
 
-    def take_census(self, sessions: Container[int]) -> None:
+    def take_census(self, session_ids: Container[int]) -> None:
         """Read every process of the attempt. A process that has loaded PyTorch without the guard is
-        recorded once.
+        written once to the report.
         """
         here = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._foreign &= here
@@ -78,7 +78,7 @@ class Census:
             self._judged.pop(pid, None)
         for pid in here - self._foreign - {os.getpid()}:
             entry = Path("/proc") / str(pid)
-            if pid not in self._cpu_s and not _is_marked(entry, self._carried, sessions):
+            if pid not in self._cpu_s and not _is_marked(entry, self._carried, session_ids):
                 self._foreign.add(pid)
                 continue
             with suppress(OSError, ValueError, IndexError):  # gone meanwhile

@@ -34,11 +34,11 @@ class Problem(NamedTuple):
         return f"{self.what}: tried {self.tried}; {self.hint}"
 
 
-def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
+def find_start_problem(program: str, workdir: str, env: Env) -> Problem | None:
     """Return why executing `program` in `workdir` fails, or why its Python cannot start; None where
     it starts.
 
-    Only Python interpreters are run to find out: the program itself, or the one in its first line.
+    Only Python interpreters are run as a test: the program itself, or the one in its first line.
     """
     if not Path(workdir).is_dir():
         return Problem(
@@ -58,7 +58,7 @@ def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
                 what, named.tried, "install the program again in an environment that exists"
             )
         file = named
-    return _why_no_interpreter(file, workdir, env) if PYTHON.fullmatch(file.name) else None
+    return _find_interpreter_problem(file, workdir, env) if PYTHON.fullmatch(file.name) else None
 
 
 def _find_program(program: str, workdir: str, env: Env) -> Path | Problem:
@@ -92,8 +92,8 @@ def _find_program(program: str, workdir: str, env: Env) -> Path | Problem:
 
 
 def read_interpreter(script: Path) -> str | None:
-    """Return the interpreter in a script's first line ("#!"), resolved through `env`; None without
-    such a line.
+    """Return the interpreter in a script's first line ("#!"); None without such a line. `env` in
+    that line is resolved.
     """
     try:
         with script.open("rb") as opened:
@@ -106,7 +106,7 @@ def read_interpreter(script: Path) -> str | None:
     return argv[0] if argv else None
 
 
-def _why_no_interpreter(python: Path, workdir: str, env: Env) -> Problem | None:
+def _find_interpreter_problem(python: Path, workdir: str, env: Env) -> Problem | None:
     hint = "name the interpreter of an environment that works on this machine"
     try:
         ended = subprocess.run(

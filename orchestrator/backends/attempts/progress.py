@@ -80,29 +80,29 @@ class Progress:
         spec: JobSpec,
         folder: AttemptFolder,
         world_size: int,
-        started: Sequence[int],
-        output: Path,
+        started_ranks: Sequence[int],
+        output_path: Path,
         *,
-        tells_peak: bool = False,
-        access: FileAccess = OWN_ACCESS,
+        includes_peak: bool = False,
+        file_access: FileAccess = OWN_ACCESS,
     ) -> None:
-        """Watch an attempt. With `tells_peak`, `changed_pace` includes the peak memory once, after
-        LEARNED_STEPS.
+        """Make the watchdog of an attempt. With `includes_peak`, `changed_pace` includes the peak
+        memory once, after LEARNED_STEPS.
 
-        `started` are the ranks whose processes the orchestrator starts itself; `output` is the
-        script's output folder.
+        `started_ranks` are the ranks whose processes the orchestrator starts itself; `output_path`
+        is the script's output folder.
         """
-        self._access = access
+        self._access = file_access
         self._spec = spec
         self._folder = folder
         self._world_size = world_size
-        self._output = output
-        self._logs = [folder.log(rank) for rank in started]
+        self._output = output_path
+        self._logs = [folder.log(rank) for rank in started_ranks]
         self._counter = None if spec.progress is None else LogCounter(LinePattern(spec.progress))
         self._seen: tuple[object, ...] = ()
         self._beats: Sequence[Heartbeat] = ()
         self._sign_cpu_s = 0.0  # processor time at the last sign of life
-        self._tells_peak = tells_peak
+        self._tells_peak = includes_peak
         self._began_s = self._since_s = time.monotonic()
 
     @property
@@ -136,7 +136,7 @@ class Progress:
 
     def is_probed(self) -> bool:
         """Return whether every rank of a probe (a short measuring run) has measured its step, or
-        the probe's time is over.
+        the time for the probe is over.
         """
         beats = read_heartbeats(self._folder, self._world_size).reports
         trained = len(beats) == self._world_size and all(

@@ -72,16 +72,16 @@ def find_results(
     spec: JobSpec,
     job_folder: JobFolder,
     attempt_folder: AttemptFolder,
-    started: Iterable[int],
+    started_ranks: Iterable[int],
     file_access: FileAccess = OWN_ACCESS,
     last_step_s: float = 0.0,
 ) -> Results:
     """Return how far an attempt meets the job's `success` conditions: files newer than its start,
     and a log line.
 
-    `started` are the ranks whose logs are read. Without a condition on the log, files have to be
-    newer than `last_step_s`, too, in seconds since 1970. A condition that cannot be evaluated counts as met,
-    since the training may have met it; `problems` names it.
+    `started_ranks` are the ranks whose logs are read. Without a condition on the log, files have to
+    be newer than `last_step_s`, too, in seconds since 1970. A condition that cannot be evaluated
+    counts as met, since the training may have met it; `problems` names it.
     """
     absent = list[str]()
     problems = list[str]()
@@ -100,7 +100,7 @@ def find_results(
     pattern = LinePattern(spec.success.log)
     is_reported = any(
         pattern.matches(line)
-        for rank in started
+        for rank in started_ranks
         for _, line in iterate_log_lines(attempt_folder.log(rank))
     )
     if pattern.problem is not None:
@@ -140,8 +140,8 @@ def find_newest_checkpoint(
 
 
 def find_saved_step(spec: JobSpec, job_folder: JobFolder, checkpoints: Checkpoints) -> int | None:
-    """Return the step of the newest of these checkpoints, in the unit of `resume.step`; None if it
-    is unknown.
+    """Return the step of the newest of these checkpoints, in the unit of `resume.step`; None if the
+    step is unknown.
 
     For jobs of our engines, the checkpoint is the newest in the job's own folder.
     """
@@ -160,8 +160,8 @@ def find_saved_step(spec: JobSpec, job_folder: JobFolder, checkpoints: Checkpoin
 
 
 def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...]:
-    """Return the newest files of the script's output folder, oldest first, for a job that has no
-    checkpoint.
+    """Return the newest files of the script's output folder, oldest first, for a job of which no
+    file is a known checkpoint.
 
     The user may then see which pattern is missing. A working directory is not listed, since it has
     the program's files too. No link is followed, since a user's program may have made it.

@@ -59,7 +59,7 @@ def start_ranks(
     """Start every rank through the attempt's launchers. A launcher that has already started its
     ranks changes nothing.
 
-    Ranks get the service's variables that `inherit_env` matches. They run under the uid that
+    Ranks get the service's variables whose names match `inherit_env`. They run under the uid that
     `users` has for the job's user. Raises OrchestratorError for a missing secret, OSError where
     preparation fails, StartFailed where a launcher cannot start.
     """
@@ -157,10 +157,10 @@ def prepare_request(
 
 
 def link_source_checkpoint(job: Job, home: Path) -> None:
-    """Link the newest checkpoint of the job that this one continues into this job's folder, for
-    jobs of our engines.
+    """Link the newest checkpoint of the job that this one continues into this job's folder; only
+    for jobs of our engines.
 
-    A job with a checkpoint of its own keeps it. Nothing is linked where the source was removed
+    A job with a checkpoint of its own keeps that. Nothing is linked where the source was removed
     meanwhile.
     """
     assert job.continues_from is not None, job.id

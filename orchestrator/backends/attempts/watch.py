@@ -43,7 +43,7 @@ from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, devices_in
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, list_devices_of
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
@@ -137,9 +137,7 @@ class Gang:
 
 @dataclass(slots=True)
 class EndingGang:
-    """What is known of the requested end of an attempt on all of its nodes, such as its reason and
-    time.
-    """
+    """State of the requested end of an attempt on all of its nodes, such as its reason and time."""
 
     hung_for_s: float | None = None
     aborted: bool = False
@@ -161,7 +159,7 @@ class AttemptWatch:
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = list_started_ranks(job.spec, attempt.placement)
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
-        self._devices = devices_in(attempt.placement)
+        self._devices = list_devices_of(attempt.placement)
         self._stop_grace_s: float | None = None
         self._has_finished = False  # its end was emitted
         self._free_before_bytes: tuple[
@@ -189,7 +187,7 @@ class AttemptWatch:
             return
         except Exception as error:  # the edge of a thread
             log.exception("attempt %s", self._attempt.name, extra=self._about)
-            self._end_unread(f"{type(error).__name__}: {error}")
+            self._end_without_reading(f"{type(error).__name__}: {error}")
         self._emit_unless_closing(
             Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock())
         )
@@ -199,9 +197,9 @@ class AttemptWatch:
         while not self._world.serving.wait(TICK_S):  # ends with the service at the latest
             self._check_closing()
 
-    def _end_unread(self, error: str) -> None:
-        """End the attempt with this error after a fault of its watcher, without reading any file
-        that it left.
+    def _end_without_reading(self, error: str) -> None:
+        """Report the attempt's end with this error after a fault of its watcher, without reading
+        any file that it left.
         """
         if self._attempt.evidence is None and not self._has_finished:
             evidence = Evidence(
@@ -263,7 +261,7 @@ class AttemptWatch:
         self._has_finished = True
 
     def _file_access(self) -> FileAccess:
-        """Return the rights with which the job's files are searched: those of its user."""
+        """Return the rights with which the job's files are searched: those of the job's user."""
         return file_access(self._job, self._world.users, self._world.python)
 
     def _end_launchers_safely(self) -> None:
@@ -368,8 +366,8 @@ class AttemptWatch:
             self._attempt.plan.world_size,
             self._started,
             output,
-            tells_peak=recovered,
-            access=self._file_access(),
+            includes_peak=recovered,
+            file_access=self._file_access(),
         )
         ending = EndingGang()
         known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
@@ -406,35 +404,37 @@ class AttemptWatch:
                 ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
         return self._make_ending(gang, ending, progress.first_and_last_step)
 
-    def _end_ranks(self, gang: Gang, ending: EndingGang) -> None:
+    def _end_ranks(self, gang: Gang, requested_end: EndingGang) -> None:
         """Ask the launchers to end their ranks if that is due. Raises ClusterAway; the caller then
         asks again.
         """
         self._confirm_ownership()
-        grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
-        if grace_s is not None and not ending.aborted:
+        grace_s = 0.0 if requested_end.hung_for_s is not None else self._failure_grace_s(gang)
+        if grace_s is not None and not requested_end.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that
             # said why
             gang.group.abort(
                 gang.list_open_nodes()
-                if ending.hung_for_s is not None
+                if requested_end.hung_for_s is not None
                 else gang.list_running_nodes(),
                 grace_s,
             )
-            ending.aborted = True
-            ending.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
-        if self._stop_grace_s is not None and not ending.stopped:
+            requested_end.aborted = True
+            requested_end.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
+        if self._stop_grace_s is not None and not requested_end.stopped:
             gang.group.stop(gang.list_open_nodes(), self._stop_grace_s)
-            ending.stopped = True
-            ending.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
-        if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
+            requested_end.stopped = True
+            requested_end.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
+        if (
+            requested_end.aborted or requested_end.stopped
+        ) and time.monotonic() > requested_end.give_up_at_s:
             if self._is_disk_away():  # a launcher tells an end once its exit code is written
-                ending.give_up_at_s = time.monotonic() + END_TIMEOUT_S
+                requested_end.give_up_at_s = time.monotonic() + END_TIMEOUT_S
             else:
                 gang.lost.update(gang.list_open_nodes())
 
     def _is_disk_away(self) -> bool:
-        """Return whether the attempt's folder takes no writes now."""
+        """Return whether the attempt's folder cannot be written to now."""
         probe = self._folder.path / "writable"
         try:
             write_durably(probe, "1")
@@ -463,7 +463,7 @@ class AttemptWatch:
         return GRACE_AFTER_FAILURE_S if failing or gang.lost else None
 
     def _make_ending(
-        self, gang: Gang, ending: EndingGang, logged_steps: tuple[int, int] | None
+        self, gang: Gang, requested_end: EndingGang, logged_steps: tuple[int, int] | None
     ) -> Ending:
         live = self._retry(self._world.nodes.live_nodes)
         for node in sorted(gang.lost & live.keys()):
@@ -486,25 +486,27 @@ class AttemptWatch:
         ]
         return Ending(
             nodes_lost=tuple(
-                sorted(node for node in gang.lost if not self._has_all_exit_codes(node, ending))
+                sorted(
+                    node for node in gang.lost if not self._has_all_exit_codes(node, requested_end)
+                )
             ),
             first_ended_rank=first,
             host_oom_kills=max(
                 (status["host_oom_kills"] for status in gang.statuses.values()), default=0
             ),
-            hung_for_s=ending.hung_for_s,
+            hung_for_s=requested_end.hung_for_s,
             launch_error=errors[0] if errors else None,
             no_program=any(
                 status["no_program"]
                 for status in gang.statuses.values()
                 if status["error"] in errors[:1]
             ),
-            stopped=ending.stopped,
+            stopped=requested_end.stopped,
             counts=logged_steps,
             free_before_bytes=self._free_before_bytes,
         )
 
-    def _has_all_exit_codes(self, node: str, ending: EndingGang) -> bool:
+    def _has_all_exit_codes(self, node: str, requested_end: EndingGang) -> bool:
         """Return whether every rank of `node` wrote its exit code before its launcher disappeared.
 
         An exit by SIGKILL counts only once a launcher was asked to end its ranks. Ray kills a
@@ -523,7 +525,7 @@ class AttemptWatch:
                 ]
         was_killed = {code for code in codes if code} == {
             -signal.SIGKILL
-        } and node in ending.lost_before
+        } and node in requested_end.lost_before
         return None not in codes and not was_killed
 
     def _emit_event(self, event: Event) -> None:

@@ -101,8 +101,8 @@ def link_all_except(source: Path, excluded_file: str, target: Path) -> Path:
 
 
 def relocate_uploads(job: Job, home: Path) -> Job:
-    """Return the job with the paths of its own copy of an uploaded working directory, and of other
-    uploads in this home.
+    """Return the job with paths that point to its own copy of an uploaded working directory, and to
+    other uploads in this home.
     """
 
     def locate(key: str, path: str) -> str:
@@ -116,8 +116,8 @@ def relocate_uploads(job: Job, home: Path) -> Job:
 
 
 def copy_upload(job: Job, home: Path) -> None:
-    """Copy an uploaded working directory into the job's folder; an existing copy stays. Raises
-    OSError.
+    """Copy the job's uploaded working directory into the job's folder; an existing copy stays.
+    Raises OSError.
     """
     upload = find_upload(home, job.spec.workdir or "")
     folder = JobFolder(home, job.id)

@@ -122,7 +122,7 @@ class Accounts:
         if row.used_at is None or row.used_at < now_s - TOUCH_S:
             # where the journal cannot be written, its owner is told by others
             with suppress(StorageError):
-                self._execute(
+                self._execute_and_count_rows(
                     "UPDATE tokens SET used_at = :now_s WHERE id = :id", now_s=now_s, id=row.id
                 )
         principal = Principal(name=row.name, role=role)
@@ -136,7 +136,7 @@ class Accounts:
 
     def set_user(self, user_name: str, role: Role) -> None:
         """Add a user, or change the role of an existing one."""
-        self._execute(
+        self._execute_and_count_rows(
             """INSERT INTO users (name, role, created_at) VALUES (:name, :role, :now_s)
             ON CONFLICT (name) DO UPDATE SET role = excluded.role""",
             name=user_name,
@@ -188,11 +188,11 @@ class Accounts:
 
     def close_session(self, token_number: int) -> None:
         """End a browser session. Records of tokens stay."""
-        self._revoke_token(token_number, "AND shown = :shown", shown=BROWSER)
+        self._revoke_and_count(token_number, "AND shown = :shown", shown=BROWSER)
 
     def revoke_token(self, token_number: int) -> None:
         """Revoke a token. Raises ServiceError without a valid token of this number."""
-        if not self._revoke_token(token_number):
+        if not self._revoke_and_count(token_number):
             raise UnknownError(
                 f"there is no live token {token_number}. `orc token list` shows them"
             )
@@ -210,7 +210,7 @@ class Accounts:
         self, principal: Principal, request_id: str, action: str, status: int
     ) -> None:
         """Add a request and its HTTP status to the audit log."""
-        self._execute(
+        self._execute_and_count_rows(
             """INSERT INTO audit (at, "user", role, request_id, action, status)
             VALUES (:at, :user, :role, :request_id, :action, :status)""",
             at=self._clock(),
@@ -235,12 +235,14 @@ class Accounts:
         )
         return [AuditRow(**row._asdict()) for row in rows]
 
-    def _add_token(self, user: str, secret: str, shown: str, lifetime_s: float | None) -> Token:
+    def _add_token(
+        self, user: str, token_text: str, token_beginning: str, lifetime_s: float | None
+    ) -> Token:
         now_s = self._clock()
         values = {
             "user": user,
-            "digest": _token_digest(secret),
-            "shown": shown,
+            "digest": _token_digest(token_text),
+            "shown": token_beginning,
             "created_at": now_s,
             "expires_at": None if lifetime_s is None else now_s + lifetime_s,
         }
@@ -251,12 +253,14 @@ class Accounts:
             row = connection.execute(sa.text(ADD_TOKEN), values).one()
         return Token(**row._asdict())
 
-    def _revoke_token(self, token_number: int, extra_condition: str = "", **values: object) -> int:
-        """Revoke the token with this number if it is valid; return how many were revoked, 0 or
-        1.
+    def _revoke_and_count(
+        self, token_number: int, extra_condition: str = "", **values: object
+    ) -> int:
+        """Revoke the token with this number if it is valid; return the number of revoked tokens, 0
+        or 1.
         """
         update = "UPDATE tokens SET revoked_at = :now_s WHERE id = :id AND revoked_at IS NULL"
-        count = self._execute(
+        count = self._execute_and_count_rows(
             f"{update} {extra_condition}", id=token_number, now_s=self._clock(), **values
         )
         self._principals.clear()
@@ -266,7 +270,7 @@ class Accounts:
         with self._transaction() as connection:
             return connection.execute(sa.text(query), values).all()
 
-    def _execute(self, statement: str, **values: object) -> int:
+    def _execute_and_count_rows(self, statement: str, **values: object) -> int:
         """Execute an SQL statement with these values, and return how many rows it changed."""
         with self._transaction() as connection:
             return connection.execute(sa.text(statement), values).rowcount

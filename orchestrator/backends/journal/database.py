@@ -121,8 +121,8 @@ class Database:
                 self._owned.close()
 
     def _open_journal(self, stop: threading.Event | None) -> None:
-        """Take ownership, and migrate the tables to SCHEMA, all or nothing. A reader only checks
-        the schema.
+        """Take ownership of the database, and migrate the tables to SCHEMA, all or nothing. A
+        reader only checks the schema.
         """
         if self._owned is None:
             with self.transaction() as connection:
@@ -135,7 +135,7 @@ class Database:
         patience_s = self._owned.patience_s
         while True:
             with self._connect() as connection:
-                left_s = self._take_lease(connection, self._owned)
+                left_s = self._take_lease_or_wait_s(connection, self._owned)
                 holder = self._owned.read_holder(connection)
             if not left_s:
                 break
@@ -153,18 +153,18 @@ class Database:
         log.info("journal %s is owned by this process from now on", self.name)
         start_loop("journal-lease", partial(self._keep_lease, self._owned.beat_s), self._ended)
 
-    def _await_lease(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
+    def _await_lease(self, lease: Lease, stop: threading.Event, wait_s: float) -> None:
         """Wait until the lease of another process has ended, even while the database is away.
 
         Raises ServiceError once `stop` is set.
         """
-        while left_s > 0:
-            if stop.wait(min(left_s, LOOK_EVERY_S)):
+        while wait_s > 0:
+            if stop.wait(min(wait_s, LOOK_EVERY_S)):
                 raise ServiceError(f"journal {self.name}: the wait for its lease was ended.")
             with suppress(ServiceError), self._connect() as connection:
-                left_s = lease.seconds_left(connection)
+                wait_s = lease.seconds_left(connection)
 
-    def _take_lease(self, connection: sa.Connection, lease: Lease) -> float:
+    def _take_lease_or_wait_s(self, connection: sa.Connection, lease: Lease) -> float:
         """Take the lease and migrate the tables. Return 0 on success, else the seconds until the
         other holder's lease expires.
         """
@@ -172,7 +172,7 @@ class Database:
         exists = sa.inspect(connection).has_table("lease")
         if not exists:
             _migrate_tables(connection, self.name)
-        left_s = lease.try_take(connection)
+        left_s = lease.try_take_or_wait_s(connection)
         if exists and not left_s:
             _migrate_tables(connection, self.name)
         return left_s

@@ -18,7 +18,13 @@ from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.backends.journal.tables import make_table
 from orchestrator.backends.notify.notice import derive_notices
-from orchestrator.backends.ports import Decided, Submission, Totals, format_decisions
+from orchestrator.backends.ports import (
+    Decided,
+    EventAndDecisionText,
+    Submission,
+    Totals,
+    format_decisions,
+)
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
@@ -85,7 +91,7 @@ class Journal:
         self._ended = Counter[str]()
         self._counted = 0
 
-    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[EventAndDecisionText]]:
         """Return (newest snapshot of the state, events after it, oldest first). The snapshot is
         None if there is none.
 
@@ -155,15 +161,16 @@ class Journal:
             {"body": self._event.write(event), "decided": format_decisions(actions)}
             for event, actions in decided
         ]
-        records = [
-            action for _, actions in decided for action in actions if isinstance(action, Record)
-        ]
-        ended = [
-            self._ended_row(action.job, event.at_s)
-            for event, actions in decided
-            for action in actions
-            if isinstance(action, Archive)
-        ]
+        records = []
+        for _, actions in decided:
+            for action in actions:
+                if isinstance(action, Record):
+                    records.append(action)
+        ended = []
+        for event, actions in decided:
+            for action in actions:
+                if isinstance(action, Archive):
+                    ended.append(self._make_ended_row(action.job, event.at_s))
         notices = [*derive_notices(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
@@ -271,7 +278,7 @@ class Journal:
                 ended=dict(self._ended),
                 undelivered=self.outbox.count_undelivered(connection),
                 notices=self.notices.count_undelivered(connection),
-                oldest_notices_s=self.notices.oldest_waiting_s(connection),
+                oldest_notices_s=self.notices.oldest_waiting_s_by_target(connection),
             )
 
     def iterate_events(self) -> Iterator[Event]:
@@ -286,7 +293,7 @@ class Journal:
         event = None if row is None else self._read_event(*row)
         return None if event is None else float(event.at_s)
 
-    def iterate_history(self, skipped_rows: int = 0) -> Iterator[tuple[Event, str | None]]:
+    def iterate_history(self, skipped_rows: int = 0) -> Iterator[EventAndDecisionText]:
         """Yield (event, decisions as text, or None) of every readable event, oldest first; skip the
         first `skipped_rows` rows.
         """
@@ -324,12 +331,12 @@ class Journal:
         """Close the journal, so that another process may open it. Every later call is refused."""
         self.database.close()
 
-    def _ended_row(self, job: Job, at_s: float) -> dict[str, object]:
+    def _make_ended_row(self, job: Job, ended_at_s: float) -> dict[str, object]:
         return {
             "id": job.id,
             "status": job.status.value,
             "submitted_at": job.submitted_at_s,
-            "ended_at": at_s,
+            "ended_at": ended_at_s,
             "body": self._job.write(job),
         }
 

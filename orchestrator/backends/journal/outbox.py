@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """The rows that a receiver has: for each value of `ran`, all up to a number, and some single
-    rows after it.
+    """The rows that a receiver has: all up to a number, for urgent rows and for others, and single
+    rows after that number.
     """
 
     passed: dict[bool, int]
@@ -176,18 +176,18 @@ class Outbox(Generic[Body]):
         return self._progress[receiver]
 
     def _select_after(
-        self, progress: _Progress, ran: bool, rows_min: int, *columns: sa.Column[str]
+        self, progress: _Progress, is_urgent: bool, rows_min: int, *columns: sa.Column[str]
     ) -> sa.Select[tuple[int, str]]:
         """Return the query for rows after the delivered ones; at least `rows_min` of its rows are
-        lacking, if so many exist.
+        undelivered, if so many exist.
         """
         rows = sa.select(self._rows.c.id, *columns).where(
-            self._is_beyond(ran, progress.passed[ran])
+            self._is_beyond(is_urgent, progress.passed[is_urgent])
         )
         return rows.order_by(self._rows.c.id).limit(rows_min + len(progress.ahead))
 
-    def _is_beyond(self, ran: bool, passed: int) -> sa.ColumnElement[bool]:
-        return sa.and_(self._rows.c.ran.is_(ran), self._rows.c.id > passed)
+    def _is_beyond(self, is_urgent: bool, row_number: int) -> sa.ColumnElement[bool]:
+        return sa.and_(self._rows.c.ran.is_(is_urgent), self._rows.c.id > row_number)
 
     def _remove_passed(self, connection: sa.Connection) -> None:
         """Remove the rows that every receiver has; without any receiver, every row."""
@@ -233,7 +233,7 @@ class Notices(Outbox[Notice]):
                 dropped,
             )
 
-    def oldest_waiting_s(self, connection: sa.Connection) -> dict[str, float]:
+    def oldest_waiting_s_by_target(self, connection: sa.Connection) -> dict[str, float]:
         """Return {target: time of its oldest waiting notice}, in seconds since 1970, for targets
         that lack a notice.
         """

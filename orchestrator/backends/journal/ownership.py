@@ -61,7 +61,7 @@ class Lease:
 
     def __init__(self, journal_name: str) -> None:
         """Prepare the lease of a journal with this name, which errors mention. Nothing is held
-        before `try_take`.
+        before `try_take_or_wait_s`.
         """
         self._journal = journal_name
         self._fence: int | None = None
@@ -69,7 +69,7 @@ class Lease:
 
     @property
     def fence(self) -> int | None:
-        """Fencing number of this process as the lease's holder; None before `try_take`."""
+        """Fencing number of this process as the lease's holder; None before `try_take_or_wait_s`."""
         return self._fence
 
     @property
@@ -99,7 +99,7 @@ class Lease:
             ).scalar_one()
         )
 
-    def try_take(self, connection: sa.Connection) -> float:
+    def try_take_or_wait_s(self, connection: sa.Connection) -> float:
         """Try to take the lease. Return 0 on success, else the seconds until the other holder's
         lease expires.
         """

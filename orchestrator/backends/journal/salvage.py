@@ -37,12 +37,11 @@ def salvage_job(
     """
     raw = _parse_object(body)
     name, _, order = job_id.rpartition("-")
-    launches = [
-        launch
-        for text in decision_texts
-        for line in text.splitlines()
-        if (launch := _parse_launch(job_id, line))
-    ]
+    launches = []
+    for text in decision_texts:
+        for line in text.splitlines():
+            if launch := _parse_launch(job_id, line):
+                launches.append(launch)
     number, placement = launches[-1] if launches else (0, ())
     is_free = any(_is_release_event(_parse_object(text), job_id, number) for text in release_texts)
     attempts = tuple(

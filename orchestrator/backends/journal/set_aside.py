@@ -51,22 +51,22 @@ class SetAside:
         }
 
     def read_or_set_aside(
-        self, codec: Codec, table_name: str, row: object, body: str
+        self, codec: Codec, table_name: str, row_key: object, body: str
     ) -> Any | None:
-        """Return the object in a row. A row that cannot be read is set aside, and gives None. Call
-        outside transactions.
+        """Return the object in a row; None where the row cannot be read, which is then set aside.
+        Call outside transactions.
         """
         try:
             return codec.read(body)
         except Unreadable as error:
-            self.set_aside_row(table_name, row, body, str(error))
+            self.set_aside_row(table_name, row_key, body, str(error))
             return None
 
-    def set_aside_row(self, table_name: str, row: object, body: str, reason: str) -> None:
+    def set_aside_row(self, table_name: str, row_key: object, body: str, reason: str) -> None:
         """Store an unreadable row with the reason; a row that is set aside already is not stored
         again.
         """
-        key = (table_name, str(row))
+        key = (table_name, str(row_key))
         if key in self._rows:
             return
         entry = UnreadableRow(
@@ -105,25 +105,25 @@ class SetAside:
             "`orc doctor --repair` shows them"
         )
 
-    def delete_row(self, table_name: str, row: str) -> UnreadableRow | None:
+    def delete_row(self, table_name: str, row_key: str) -> UnreadableRow | None:
         """Delete an unreadable row for good, here and in its own table. Return it; None where there
         is no such row.
 
         A row of the table `live` is a job: its cancellation frees its devices, and only its bytes
         are dropped here.
         """
-        entry = self._rows.get((table_name, row))
+        entry = self._rows.get((table_name, row_key))
         if entry is None:
             return None
         with self._database.transaction() as connection:
-            key = (_set_aside.c.table == table_name) & (_set_aside.c.row == row)
+            key = (_set_aside.c.table == table_name) & (_set_aside.c.row == row_key)
             connection.execute(_set_aside.delete().where(key))
             if table_name in OWN_ROWS:
                 connection.execute(
                     sa.text(f"DELETE FROM {table_name} WHERE {OWN_ROWS[table_name]} = :row"),
-                    {"row": int(row)},
+                    {"row": int(row_key)},
                 )
-        del self._rows[(table_name, row)]
+        del self._rows[(table_name, row_key)]
         return entry
 
 

@@ -153,9 +153,16 @@ class Foreground(Launcher):
     """
 
     def __init__(
-        self, folder: AttemptFolder, epoch_path: str, epoch: int, mark: str, watched: Watched
+        self,
+        folder: AttemptFolder,
+        attempt_number_path: str,
+        attempt_number: int,
+        process_mark: str,
+        watched: Watched,
     ) -> None:
-        super().__init__(str(folder.path), epoch_path, epoch, mark, watched)
+        super().__init__(
+            str(folder.path), attempt_number_path, attempt_number, process_mark, watched
+        )
         self.terminal: Terminal | None = None
 
     def use_terminal(self) -> None:
@@ -167,7 +174,7 @@ class Foreground(Launcher):
         """Send this signal to every rank's process group."""
         self._signal_ranks(signal.Signals(signal_number))
 
-    def _fork(self, *_: Any) -> str:
+    def _fork_rank_or_explain(self, *_: Any) -> str:
         return "it shares the caller's streams"
 
     def _inherited_variables(self) -> dict[str, str]:

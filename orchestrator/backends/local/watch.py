@@ -88,7 +88,7 @@ def run_with_options(options: Namespace) -> int:
     try:
         if not options.command:
             raise LaunchRefused("nothing to launch: orc launch python train.py --lr 1e-3")
-        count, number = find_task(os.environ)
+        count, number = find_task_count_and_number(os.environ)
         if count == 1 or options.dry_run:
             return LaunchRun(options).run()
         if number == 0:
@@ -103,7 +103,7 @@ def run_with_options(options: Namespace) -> int:
     return OWN_ERROR
 
 
-def find_task(environment: Env) -> tuple[int, int]:
+def find_task_count_and_number(environment: Env) -> tuple[int, int]:
     """Return (number of processes that a starter such as srun runs side by side, this process's
     number).
 
@@ -118,8 +118,8 @@ def find_task(environment: Env) -> tuple[int, int]:
 
 
 def exec_command(command: Sequence[str]) -> NoReturn:
-    """Replace this process by the command, unchanged. A command that cannot be executed ends it
-    with an error code.
+    """Replace this process by the command, unchanged. Where that cannot be executed, end this
+    process with an error code.
     """
     try:
         os.execvp(command[0], list(command))
@@ -129,7 +129,9 @@ def exec_command(command: Sequence[str]) -> NoReturn:
 
 
 class LaunchRun:
-    """A run of `orc launch`: it asks its core for a plan, runs attempts and passes signals on."""
+    """A run of `orc launch`: it gets plans from its planning process, runs attempts and passes
+    signals on.
+    """
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
@@ -139,14 +141,14 @@ class LaunchRun:
         self._locks: list[BinaryIO] = []  # held as long as this process lives
 
     def run(self) -> int:
-        """Run attempts until the core decides to end, and return the exit code. Raises
+        """Run attempts until the planning process decides to end, and return the exit code. Raises
         LaunchRefused.
         """
         for number in PASSED_ON:
             is_ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup
             if not is_ignored and not self._options.dry_run:
                 signal.signal(number, self._on_signal)
-        with planning_turn():
+        with hold_planning_lock():
             plan = self._ask_core({"request": vars(self._options), "cwd": os.getcwd()})
             for lock in plan.get("locks", ()):
                 self._hold_lock(**lock)
@@ -161,10 +163,11 @@ class LaunchRun:
         return int(plan["exit"])
 
     def _ask_core(self, question: JsonObject) -> JsonObject:
-        """Return the core's answer to this question, and print the answer's lines.
+        """Run the planning process (CORE) with this question, print the lines of its answer, and
+        return the answer.
 
-        If the core fails before any attempt, the command runs without it; later, LaunchRefused is
-        raised.
+        If that process fails before any attempt, the command runs without it; later, LaunchRefused
+        is raised.
         """
         self._core = subprocess.Popen(
             [sys.executable, "-m", CORE],
@@ -191,8 +194,8 @@ class LaunchRun:
     def _hold_lock(self, path: str, content: JsonObject, refuses: str) -> None:
         """Hold a lock until this process ends, and write `content` into its file.
 
-        Where another process has the lock, raise LaunchRefused with the text `refuses`; "" ignores
-        that.
+        Where another process has the lock, raise LaunchRefused with `refuses`; return without
+        the lock if that is "".
         """
         try:
             file = open_lock(path)
@@ -213,8 +216,8 @@ class LaunchRun:
             time.sleep(min(TICK_S, wait_s))
 
     def _run_attempt(self, plan: JsonObject) -> int | None:
-        """Run an attempt. Return the exit code where the core need not judge the attempt; else
-        store it, and return None.
+        """Run an attempt. Return the exit code where the planning process need not judge the
+        attempt; else store the attempt, and return None.
         """
         if self._signals:
             return self._exit_code_after(0)
@@ -319,15 +322,15 @@ def find_first_failed_rank_and_code(status: LauncherStatus) -> tuple[int | None,
     return rank, 128 - code if code < 0 else code
 
 
-def has_evidence(folder: AttemptFolder, code: int) -> bool:
+def has_evidence(folder: AttemptFolder, exit_code: int) -> bool:
     """Return whether an attempt left anything to judge.
 
-    After a success that is a caught error, after a failure any trace.
+    After a success that is a caught error, after a failure any report or log line.
     """
-    if code == 0:
+    if exit_code == 0:
         return any(folder.path.glob("rank*.caught.json"))
     log = folder.log(0)
-    is_killed = code == 128 + signal.SIGKILL
+    is_killed = exit_code == 128 + signal.SIGKILL
     has_log = log.exists() and log.stat().st_size > 0
     return is_killed or has_log or any(folder.path.glob("rank*.json"))
 
@@ -340,7 +343,7 @@ def has_lost_reader() -> bool:
 
 
 @contextlib.contextmanager
-def planning_turn() -> Iterator[None]:
+def hold_planning_lock() -> Iterator[None]:
     """Hold a lock of this machine, so that only one `orc launch` at a time plans on the free bytes.
     The wait is bounded.
     """

@@ -254,13 +254,15 @@ class MetricPoint(NamedTuple):
     step: int
 
 
-def parse_curves(metric_lines: str, elapsed_ms: float) -> tuple[list[MetricPoint], float]:
+def parse_curves_and_elapsed_ms(
+    metric_lines: str, elapsed_ms: float
+) -> tuple[list[MetricPoint], float]:
     """Return (points with times since the launch, new elapsed milliseconds) from lines of
     `metrics.jsonl`.
 
-    `elapsed_ms` is the time of the lines before them. Time is the sum of `step_s`, so that the same
-    lines read again give the same points. Lines that are not JSON objects with a step are skipped:
-    a killed rank leaves such lines.
+    `elapsed_ms` is the sum of times of all earlier lines. Time is the sum of `step_s`, so that the
+    same lines read again give the same points. Lines that are not JSON objects with a step are
+    skipped: a killed rank leaves such lines.
     """
     points = []
     for text_line in metric_lines.splitlines():
@@ -277,7 +279,9 @@ def parse_curves(metric_lines: str, elapsed_ms: float) -> tuple[list[MetricPoint
     return points, elapsed_ms
 
 
-def parse_samples(sample_lines: str, first_number: int) -> tuple[list[MetricPoint], int]:
+def parse_samples_and_next_number(
+    sample_lines: str, first_number: int
+) -> tuple[list[MetricPoint], int]:
     """Return (points with times since 1970, number of the next sample) from lines of system
     samples.
 

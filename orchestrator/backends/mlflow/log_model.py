@@ -134,11 +134,11 @@ def copy_output(home: str, tracking_uri: str, run_id: str, model_name: str, fold
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"
     elif task is not None and _can_import("transformers"):
-        outcome = _find_or_log_model(
+        outcome = _find_or_log_model_id(
             client, tracking_uri, run_id, model_name, task, partial(_save_model, files, task)
         )
     elif _can_import("transformers", "peft") and (base := find_base_model(output)) is not None:
-        outcome = _find_or_log_model(
+        outcome = _find_or_log_model_id(
             client, tracking_uri, run_id, model_name, base[1], partial(_save_adapters, files, *base)
         )
     else:
@@ -154,7 +154,7 @@ def _can_import(*libraries: str) -> bool:
     return all(find_spec(library) is not None for library in libraries)
 
 
-def _find_or_log_model(
+def _find_or_log_model_id(
     client: MlflowClient,
     tracking_uri: str,
     run_id: str,

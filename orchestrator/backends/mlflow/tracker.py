@@ -20,8 +20,8 @@ from orchestrator.backends.mlflow.content import (
     attempt_run_content,
     compare_url,
     job_run_content,
-    parse_curves,
-    parse_samples,
+    parse_curves_and_elapsed_ms,
+    parse_samples_and_next_number,
     run_key,
     run_url,
 )
@@ -79,9 +79,11 @@ class _CurveProgress:
         sent.
         """
         if path != self.folder.metrics:
-            points, self.samples[path] = parse_samples(text, self.samples.get(path, 0))
+            points, self.samples[path] = parse_samples_and_next_number(
+                text, self.samples.get(path, 0)
+            )
             return points
-        points, self.elapsed_ms = parse_curves(text, self.elapsed_ms)
+        points, self.elapsed_ms = parse_curves_and_elapsed_ms(text, self.elapsed_ms)
         return [point._replace(at_ms=self.start_ms + point.at_ms) for point in points]
 
 
@@ -460,9 +462,9 @@ def find_job_url(home: Path, address: str, job_key: str, _jobs: int) -> str | No
 
 
 def _find_runs(
-    home: Path, address: str, find: Callable[[Contact], Sequence[Run]]
+    home: Path, address: str, query_runs: Callable[[Contact], Sequence[Run]]
 ) -> tuple[str, Sequence[Run]]:
-    """Return (experiment id, runs) that `find` returns; no runs where the server cannot be
+    """Return (experiment id, runs that `query_runs` returns); no runs where the server cannot be
     reached.
     """
     from mlflow.exceptions import MlflowException
@@ -472,7 +474,7 @@ def _find_runs(
         want_server(home)
     try:
         contact = Contact(register_socket_uri(home) if address == ADDRESS else address)
-        return contact.experiment_id, find(contact)
+        return contact.experiment_id, query_runs(contact)
     except MlflowException:
         return "", ()
 

@@ -61,7 +61,7 @@ class Target(Receiver[Notice]):
                 return f"no notice reaches {self.spec.name}: the service was started without the variable {name}"
         return None
 
-    def find_secret(self, variable: str | None) -> str:
+    def read_secret(self, variable: str | None) -> str:
         """Return the value of the secret in this environment variable. Raises OSError where the
         service lacks it.
         """
@@ -83,9 +83,9 @@ class WebhookTarget(Target):
 
     def deliver(self, notices: Sequence[Notice]) -> None:
         """POST each notice. On return the receiver has answered 2xx to all of them."""
-        url = self.find_secret(self.spec.webhook)
+        url = self.read_secret(self.spec.webhook)
         try:
-            key = parse_signing_key(self.find_secret(self.spec.signed_with))
+            key = parse_signing_key(self.read_secret(self.spec.signed_with))
         except ValueError as error:
             raise ConnectionError(str(error)) from None
         for notice in notices:
@@ -109,7 +109,7 @@ class AppriseTarget(Target):
         sender = apprise.Apprise(
             asset=apprise.AppriseAsset(app_id="orc", app_desc="orc", secure_logging=True)
         )
-        if not sender.add(self.find_secret(self.spec.apprise)):
+        if not sender.add(self.read_secret(self.spec.apprise)):
             raise ConnectionError(f"{self.spec.apprise} holds no URL that apprise knows")
         title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"
         parts = [f"{notice.text}\n\nid: {notice.id}" for notice in notices]
@@ -136,12 +136,11 @@ def make_targets(
     """Return {target name: target}. The targets' secrets are removed from the environment, so that
     no job inherits them.
     """
-    names = {
-        name
-        for target in notify.targets
-        for name in (target.apprise, target.webhook, target.signed_with)
-        if name
-    }
+    names = set()
+    for target in notify.targets:
+        for name in (target.apprise, target.webhook, target.signed_with):
+            if name:
+                names.add(name)
     secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
     return {
         target.name: WebhookTarget(target, notify, cluster, secrets)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from orchestrator.backends.ray.lean import PLAINLY, patch_ray
+from orchestrator.backends.ray.lean import PLAINLY, patch_ray_or_explain
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 def run_ray_command() -> None:
     """Run Ray's command line; the first argument is the address that Ray uses for this machine."""
     force_node_address(sys.argv.pop(1))
-    if PLAINLY not in os.environ and (reason := patch_ray()) is not None:
+    if PLAINLY not in os.environ and (reason := patch_ray_or_explain()) is not None:
         print(f"Ray starts with all of its processes: {reason}", flush=True)
     from ray.scripts.scripts import main as ray_command
 

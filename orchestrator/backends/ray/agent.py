@@ -45,7 +45,7 @@ class AgentCalls:
         self._launchers = RayLaunchers()
         self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
 
-    def nodes(self) -> list[JsonObject]:
+    def list_nodes(self) -> list[JsonObject]:
         """Return every node that Ray has listed since its start, in Ray's format. Raises
         ClusterAway.
         """
@@ -55,7 +55,11 @@ class AgentCalls:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def read_devices(
-        self, node_id: str, name: str, driver: str = "nvml", device_ids: tuple[DeviceId, ...] = ()
+        self,
+        node_id: str,
+        node_name: str,
+        driver: str = "nvml",
+        device_ids: tuple[DeviceId, ...] = (),
     ) -> NvmlReading:
         """Return the driver's reading of a node's devices. A node without an answer in 20 s gives a
         reading with an error.
@@ -72,18 +76,18 @@ class AgentCalls:
             )  # else each probe of a driver that hangs leaves one more process
             return NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
         except RayError as error:
-            return NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
+            return NvmlReading(error=f"node {node_name} does not answer: {type(error).__name__}")
 
-    def find(self, attempt: Attempt) -> tuple[str, ...]:
+    def find_launcher_nodes(self, attempt: Attempt) -> tuple[str, ...]:
         """Return the names of the nodes on which the attempt has launchers."""
         self._groups[attempt.name] = group = self._launchers.find_launchers(attempt)
         return group.nodes
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> tuple[str, ...] | str:
-        """Create the attempt's launchers, and return their nodes' names, or as text why they cannot
-        be created.
+        """Create the attempt's launchers, and return the names of their nodes; or text on why they
+        cannot be created.
         """
         placed = self._launchers.create_launchers(attempt, folders, live)
         if isinstance(placed, str):
@@ -91,11 +95,13 @@ class AgentCalls:
         self._groups[attempt.name] = placed
         return placed.nodes
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         self._launchers.end_launchers(attempt)
         self._groups.pop(attempt.name, None)
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
         self._launchers.end_orphan_processes(folder, node, pids)
 
     def find_method(self, name: str) -> Callable[..., Any]:
@@ -107,11 +113,9 @@ class AgentCalls:
         return lambda attempt, *arguments: getattr(self._find_group(attempt), name)(*arguments)
 
     def _find_group(self, attempt: Attempt) -> ActorGroup:
-        """Return the attempt's launchers as found before; look for them if this agent has not found
-        them yet.
-        """
+        """Return the attempt's launchers as this agent found them before; else look for them."""
         if attempt.name not in self._groups:
-            self.find(attempt)
+            self.find_launcher_nodes(attempt)
         return self._groups[attempt.name]
 
 

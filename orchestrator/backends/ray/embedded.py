@@ -108,7 +108,10 @@ def start_embedded(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> st
     if state is None or find_local_address(home) is None:
         stop_embedded(home)
         state = _new_record(f"{host}:{find_free_port()}", host)
-    nodes = [(name, node) for node in cluster.nodes for name in node.names]
+    nodes = []
+    for node in cluster.nodes:
+        for name in node.names:
+            nodes.append((name, node))
     _start_missing(home, HEAD, state, nodes, has_head=False)
     return str(state["address"])
 
@@ -118,15 +121,15 @@ def join_embedded(home: Path, node_name: str, node: NodeSpec, address: str, host
 
     Raises ServiceError with the end of Ray's own output.
     """
-    record = record_name(node_name)
+    record = record_file_name(node_name)
     state = read_record(home, record)
     if state is None or state["address"] != address:
-        stop_embedded(home, record=record)
+        stop_embedded(home, record_file_name=record)
         state = _new_record(address, host)
     _start_missing(home, record, state, [(node_name, node)], has_head=True)
 
 
-def record_name(node_name: str) -> str:
+def record_file_name(node_name: str) -> str:
     """Return the name of the home's file that records the Ray processes on the machine of this
     node.
     """
@@ -134,8 +137,10 @@ def record_name(node_name: str) -> str:
 
 
 def is_running(home: Path, node_name: str) -> bool:
-    """Return whether the raylet that `join_embedded` started for this node runs on this machine."""
-    state = read_record(home, record_name(node_name))
+    """Return whether the raylet that `join_embedded` started for this node still runs on this
+    machine.
+    """
+    state = read_record(home, record_file_name(node_name))
     return state is not None and any(
         read_start_ticks(pid) == ticks for _, pid, ticks in state["processes"]
     )
@@ -156,20 +161,20 @@ def _start_missing(
     *,
     has_head: bool,
 ) -> None:
-    """Start those of these nodes that do not run, and record them; without `has_head`, the first
-    becomes the head.
+    """Start those of these nodes that do not run, and add them to the record file; without
+    `has_head`, the first becomes the head.
     """
     (home / record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     living = {name for name, pid, ticks in state["processes"] if read_start_ticks(pid) == ticks}
     missing = [(name, node) for name, node in nodes if name not in living]
     try:
         if not living and not has_head:  # the head must run before others can join it
-            _start_nodes(home, record, state, missing[:1], head=True)
+            _start_nodes(home, record, state, missing[:1], has_head=True)
             missing = missing[1:]
-        _start_nodes(home, record, state, missing, head=False)
+        _start_nodes(home, record, state, missing, has_head=False)
     except ServiceError:
         if not living:
-            stop_embedded(home, record=record)
+            stop_embedded(home, record_file_name=record)
         raise
 
 
@@ -188,7 +193,7 @@ def find_local_address(home: Path) -> str | None:
     )
 
 
-def find_other_machine(home: Path) -> str | None:
+def find_other_machine_address(home: Path) -> str | None:
     """Return the address of another machine on which this home's embedded Ray runs; None where
     there is none.
     """
@@ -211,30 +216,35 @@ def read_record(home: Path, record: str = HEAD) -> JsonObject | None:
         return None
 
 
-def stop_embedded(home: Path, state: JsonObject | None = None, record: str = HEAD) -> None:
-    """End exactly the processes that this home's embedded Ray started, with their leftovers. None
-    running is no error.
+def stop_embedded(
+    home: Path, recorded_state: JsonObject | None = None, record_file_name: str = HEAD
+) -> None:
+    """End exactly the processes that this home's embedded Ray started, with their leftovers. A Ray
+    that does not run is no error.
 
-    `state` names the processes, as `read_record` returned it; by default the record is read.
+    `recorded_state` names the processes, as `read_record` returned it; by default it is read from
+    the record file.
     """
-    state = state or read_record(home, record)
-    if state is None:
+    recorded_state = recorded_state or read_record(home, record_file_name)
+    if recorded_state is None:
         return
-    pids = [pid for _, pid, ticks in state["processes"] if read_start_ticks(pid) == ticks]
+    pids = [pid for _, pid, ticks in recorded_state["processes"] if read_start_ticks(pid) == ticks]
     for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     _wait_until_gone(pids, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still
     # members.
-    _kill_ray_processes([pid for _, pid, _ in state["processes"]], state["temp_dir"])
+    _kill_ray_processes(
+        [pid for _, pid, _ in recorded_state["processes"]], recorded_state["temp_dir"]
+    )
     _wait_until_gone(pids, STOP_TIMEOUT_S)
-    shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    if read_record(home, record) == state:
+    shutil.rmtree(recorded_state["temp_dir"], ignore_errors=True)
+    if read_record(home, record_file_name) == recorded_state:
         with contextlib.suppress(
             OSError
         ):  # a read-only disk: the record names processes that have ended
-            (home / record).unlink(missing_ok=True)
+            (home / record_file_name).unlink(missing_ok=True)
 
 
 def token_variables(home: Path) -> dict[str, str]:
@@ -260,20 +270,22 @@ def _start_nodes(
     state: JsonObject,
     nodes: Sequence[tuple[str, NodeSpec]],
     *,
-    head: bool,
+    has_head: bool,
 ) -> None:
     """Start `nodes` at the same time, and record each in the file `record` as soon as it runs.
 
     A node starts with only those processes of Ray that jobs need. If that fails, it is started once
     more with all of them.
     """
-    starting = _launch_nodes(home, record, state, nodes, head=head, environment={})
-    reasons = {name: _wait_until_started(process, output) for name, process, output in starting}
+    starting = _launch_nodes(home, record, state, nodes, has_head=has_head, environment={})
+    reasons = {
+        name: _wait_until_started_or_log_end(process, output) for name, process, output in starting
+    }
     again = [(name, node) for name, node in nodes if reasons[name] is not None]
     for name, process, output in _launch_nodes(
-        home, record, state, again, head=head, environment={PLAINLY: "1"}
+        home, record, state, again, has_head=has_head, environment={PLAINLY: "1"}
     ):
-        if (reason := _wait_until_started(process, output)) is not None:
+        if (reason := _wait_until_started_or_log_end(process, output)) is not None:
             raise ServiceError(f"Ray did not start node {name}:\n{reason}")
         log.warning(
             "node %s started with all processes of Ray, since the lean start failed: %s",
@@ -288,7 +300,7 @@ def _launch_nodes(
     state: JsonObject,
     nodes: Sequence[tuple[str, NodeSpec]],
     *,
-    head: bool,
+    has_head: bool,
     environment: Env,
 ) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
     """Launch these nodes without waiting, and return (name, process, file of its output) of each.
@@ -299,7 +311,9 @@ def _launch_nodes(
     for name, node in nodes:
         former = [pid for other, pid, _ in state["processes"] if other == name]
         _kill_ray_processes(former, state["temp_dir"])
-        process, output = _start_node(home, state, name, node, head=head, environment=environment)
+        process, output = _start_node(
+            home, state, name, node, is_head=has_head, environment=environment
+        )
         state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
         state["processes"].append([name, process.pid, read_start_ticks(process.pid)])
         write_durably(home / record, json.dumps(state))
@@ -313,7 +327,7 @@ def _start_node(
     node_name: str,
     node: NodeSpec,
     *,
-    head: bool,
+    is_head: bool,
     environment: Env,
 ) -> tuple[subprocess.Popen[bytes], Path]:
     # Ray picks names of sockets by looking which exist: nodes that start together must not look
@@ -324,7 +338,7 @@ def _start_node(
     port = address.rpartition(":")[2]
     where = (
         ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
-        if head
+        if is_head
         else [f"--address={address}"]
     )
     command = [
@@ -369,10 +383,10 @@ def _ray_variables() -> dict[str, str]:
     }
 
 
-def _wait_until_started(process: subprocess.Popen[bytes], output: Path) -> str | None:
+def _wait_until_started_or_log_end(process: subprocess.Popen[bytes], output: Path) -> str | None:
     """Wait until Ray reports that the node runs, and return None.
 
-    Returns the end of its output where the process has ended, or its time is over.
+    Where the process has ended, or its time is over, return the end of its output.
     """
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and process.poll() is None:

@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.launcher import (
     LauncherStatus,
     RankStart,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
@@ -62,19 +62,19 @@ class LauncherHost:
         self._idle_since_s = time.monotonic()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
-    def host(self, attempt: str, *arguments: Any) -> bool:
-        """Create the attempt's launcher from these arguments. Return False while another attempt is
-        hosted.
+    def host(self, attempt_name: str, *launcher_arguments: Any) -> bool:
+        """Create the attempt's launcher from these arguments. Return False where another attempt is
+        hosted already.
         """
         with self._lock:
             if self._launcher is None:
-                self._attempt, self._launcher = attempt, Launcher(*arguments)
-            return self._attempt == attempt
+                self._attempt, self._launcher = attempt_name, Launcher(*launcher_arguments)
+            return self._attempt == attempt_name
 
-    def release(self, attempt: str) -> bool:
+    def release(self, attempt_name: str) -> bool:
         """Give up the attempt, and return True; False where one of its processes may still live."""
         with self._lock:
-            if self._launcher is None or self._attempt != attempt:
+            if self._launcher is None or self._attempt != attempt_name:
                 return False
             if self._launcher.status()["state"] != "ended":
                 return False
@@ -83,14 +83,14 @@ class LauncherHost:
             self._idle_since_s = time.monotonic()
             return True
 
-    def call(self, attempt: str, method: str, *arguments: Any) -> Any:
+    def call(self, attempt_name: str, method: str, *arguments: Any) -> Any:
         """Return the result of this method of the attempt's launcher. Raises LookupError for an
         attempt that is not hosted.
         """
         with self._lock:
             launcher = self._launcher
-            if launcher is None or self._attempt != attempt:
-                raise LookupError(f"the launcher of {attempt} is not hosted here")
+            if launcher is None or self._attempt != attempt_name:
+                raise LookupError(f"the launcher of {attempt_name} is not hosted here")
         return getattr(launcher, method)(*arguments)
 
     def _end_when_idle(self) -> None:
@@ -368,7 +368,7 @@ class RayLaunchers:
         files.
         """
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        remote: Any = ray.remote(clean_up)
+        remote: Any = ray.remote(end_leftover_processes)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with contextlib.suppress(RayError):  # the node went too, and its processes with it
             orphans = task.remote(

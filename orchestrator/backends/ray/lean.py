@@ -3,7 +3,7 @@
 A standard node has four Python processes more: the API server and the autoscaler's monitor (head), and the agents of
 the dashboard and of runtime environments. Nothing here uses them. Both agents must exist, since a raylet ends with its
 agent: each is a stand-in, which sleeps. Ray 2.60 has no setting for this, so private functions are replaced.
-`patch_ray` refuses a Ray that lacks them, and `embedded` starts a standard node where the lean start fails.
+`patch_ray_or_explain` refuses a Ray that lacks them, and `embedded` starts a standard node where the lean start fails.
 
 An actor or a task with a `runtime_env` would wait for ever on such a node. No code of ours passes any.
 """
@@ -31,15 +31,18 @@ AGENTS = {
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def patch_ray() -> str | None:
-    """Replace functions of Ray in this process, so that its nodes start fewer processes.
+def patch_ray_or_explain() -> str | None:
+    """Replace functions of Ray in this process, so that its nodes start fewer processes; return
+    None.
 
-    Returns why they cannot be replaced, None on success.
+    Returns the reason where the functions cannot be replaced.
     """
     from ray import _raylet
     from ray._private import services
 
-    ports = [name for names in AGENTS.values() for name in names]
+    ports: list[str] = []
+    for names in AGENTS.values():
+        ports.extend(names)
     missing = [name for name in (*ports, "persist_port") if not hasattr(_raylet, name)]
     missing += [
         name for name in ("start_api_server", "start_ray_process") if not hasattr(services, name)

@@ -126,7 +126,7 @@ class AgentLink:
         with self._lock:
             agent = self._agent
         try:
-            nodes: list[JsonObject] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
+            nodes: list[JsonObject] = self.call("list_nodes", timeout_s=NODES_TIMEOUT_S)
         except ClusterAway as error:
             self._end_agent(agent, str(error))
             raise
@@ -334,7 +334,7 @@ class LinkedLaunchers:
 
     def find_launchers(self, attempt: Attempt) -> LinkedGroup:
         """Return the existing launchers of `attempt`; the group is empty where there are none."""
-        return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
+        return LinkedGroup(self._link, attempt, self._link.call("find_launcher_nodes", attempt))
 
     def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
@@ -344,14 +344,14 @@ class LinkedLaunchers:
         Returns the launchers, or as text why they cannot be created.
         """
         used = {part.node: live[part.node] for part in attempt.placement}
-        placed = self._link.call("place", attempt, folders, used)
+        placed = self._link.call("create_launchers", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
 
     def end_launchers(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group. An attempt without them is no
         error. Raises ClusterAway.
         """
-        self._link.call("end", attempt)
+        self._link.call("end_launchers", attempt)
 
     def end_orphan_processes(
         self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
@@ -359,7 +359,7 @@ class LinkedLaunchers:
         """SIGKILL the processes that a lost launcher left on a live node, and remove their swap
         files.
         """
-        self._link.call("end_orphans", folder, node, list(pids))
+        self._link.call("end_orphan_processes", folder, node, list(pids))
 
 
 def read_devices(link: AgentLink, node: LiveNode) -> NvmlReading:

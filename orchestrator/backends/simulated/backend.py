@@ -138,7 +138,9 @@ class SimulatedBackend:
             process, ending, step=step, checkpoint_step=complete or None
         )
         self._emit(process.finished_event())
-        self._schedule(self._release_s(process), partial(self._release_devices, process))
+        self._schedule(
+            self._seconds_until_release(process), partial(self._release_devices, process)
+        )
 
     def _make_evidence(
         self,
@@ -150,7 +152,7 @@ class SimulatedBackend:
     ) -> Evidence:
         return make_evidence(process, ending, step, checkpoint_step, self._now_s)
 
-    def _release_s(self, process: SimulatedProcess) -> float:  # noqa: ARG002
+    def _seconds_until_release(self, process: SimulatedProcess) -> float:  # noqa: ARG002
         """Return the seconds from the end of an attempt until its devices are free."""
         return 0.0
 

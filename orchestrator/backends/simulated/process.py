@@ -12,7 +12,7 @@ from orchestrator.specs.attempt import (
     FailureKind,
     Heartbeat,
     RankEnd,
-    devices_in,
+    list_devices_of,
 )
 from orchestrator.specs.events import Finished, Released, Started
 from orchestrator.specs.job_record import Job
@@ -52,7 +52,7 @@ class SimulatedProcess:
     @property
     def devices(self) -> tuple[Device, ...]:
         """(node, device index) of every rank."""
-        return devices_in(self.attempt.placement)
+        return list_devices_of(self.attempt.placement)
 
     def started_event(self) -> Started:
         assert self.started_at_s is not None, self.attempt.name

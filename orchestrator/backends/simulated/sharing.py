@@ -28,7 +28,7 @@ class Course:
     trained_s: float  # at full speed, until the rate last changed
     changed_at_s: float  # when it did
 
-    def trained_until(self, now_s: float) -> float:
+    def trained_s_until(self, now_s: float) -> float:
         """Return the seconds of training at full speed that the attempt has done by `now_s`."""
         return self.trained_s + self.rate * (now_s - self.changed_at_s)
 
@@ -50,8 +50,8 @@ class SharedBackend(SimulatedBackend):
         self._report_nodes()
 
     def physical_card(self, device: Device) -> Device:
-        """Return the physical card of a device: the device itself, or the card whose second place
-        it is.
+        """Return the physical card of a device: the device itself, or the card of which it is the
+        second device.
         """
         return self._cards.get(device, device)
 
@@ -88,7 +88,7 @@ class SharedBackend(SimulatedBackend):
         if process.attempt.name not in self._training:
             return process.first_step
         _, course = self._training[process.attempt.name]
-        steps = int(course.trained_until(self._now_s) / process.step_s)
+        steps = int(course.trained_s_until(self._now_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
     def _update_rates(self, process: SimulatedProcess) -> None:
@@ -106,7 +106,7 @@ class SharedBackend(SimulatedBackend):
             cards = self._cards_of(other)
             if changed.isdisjoint(cards):
                 continue
-            course.trained_s = course.trained_until(self._now_s)
+            course.trained_s = course.trained_s_until(self._now_s)
             course.changed_at_s = self._now_s
             is_beside_another = any(crowd[card] > 1 for card in cards)
             course.rate = self._rate if is_beside_another else 1.0
@@ -120,7 +120,7 @@ class SharedBackend(SimulatedBackend):
         if process.attempt.name not in self._training:
             return
         _, course = self._training[process.attempt.name]
-        if course.trained_until(self._now_s) >= _full_speed_s(process) - ROUNDING_S:
+        if course.trained_s_until(self._now_s) >= _full_speed_s(process) - ROUNDING_S:
             ending = FailureKind.PROBED if process.attempt.probe else None
             self._end_attempt(process, ending, process.last_step)
 

@@ -46,7 +46,7 @@ STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 
 @dataclass(frozen=True, slots=True)
 class ActivationFactorBelief:
-    """The distribution of a job's activation factor: true over predicted activation bytes.
+    """The probabilities of a job's activation factor (true over predicted activation bytes).
 
     `shares[i]` is the probability that the factor is at most `least` x exp(i x STEP).
     """
@@ -63,34 +63,35 @@ class ActivationFactorBelief:
         return self.shares[min(STEPS - 1, int(math.log(factor / self.least) / STEP))]
 
     def quantile(self, probability: float) -> float:
-        """Return the smallest factor that is not exceeded with this probability."""
+        """Return the smallest factor that the true factor does not exceed with this probability."""
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, probability)))
 
 
 def believe_activation_factor(
     out_of_memory: Sequence[Observation],
-    trained: Sequence[Observation],
-    others: Sequence[Observation],
+    without_failure: Sequence[Observation],
+    of_other_jobs: Sequence[Observation],
 ) -> ActivationFactorBelief:
     """Return the distribution of the activation factor of a job that ran out of memory.
 
-    `out_of_memory` are its observations that ran out, `trained` those that trained, and `others`
-    those of other jobs in its family.
+    `out_of_memory` are the job's observations that ran out, `without_failure` its others.
+    `of_other_jobs` are observations of other jobs in its family.
     """
     bounds = [
         observed_activation_factor(observations.moments, observations.measured_bytes)
         for observations in out_of_memory
     ]
     least = max(bounds)
-    logs = [math.log(factor / least) for factor in _activation_factors(others) if factor > least]
-    clues = [
-        (math.log(bound / least) - math.log(share), spread)
-        for bound, failure in zip(bounds, out_of_memory, strict=True)
-        for share, spread in _read_guard_clue(failure)
+    logs = [
+        math.log(factor / least) for factor in _observed_factors(of_other_jobs) if factor > least
     ]
+    clues = []
+    for bound, failure in zip(bounds, out_of_memory, strict=True):
+        for share, spread in _guess_live_share(failure):
+            clues.append((math.log(bound / least) - math.log(share), spread))
     clues += [
         (math.log(max(factor, least) / least), MEASURED_SPREAD)
-        for factor in _activation_factors(trained)
+        for factor in _observed_factors(without_failure)
     ]
     weights = []
     for step in range(STEPS):
@@ -107,7 +108,7 @@ def believe_activation_factor(
     return ActivationFactorBelief(
         least,
         tuple(
-            weight_sum / total * _probability_of_no_excess(newest, step * STEP - beyond)
+            weight_sum / total * _probability_of_no_larger_pass(newest, step * STEP - beyond)
             for step, weight_sum in enumerate(accumulate(weights))
         ),
     )
@@ -129,34 +130,37 @@ def largest_fitting_factor(estimate: MemoryEstimate, capacity_bytes: float) -> f
     )
 
 
-def _probability_of_no_excess(burst: Observation, x: float) -> float:
-    """Return the probability that no later pass needs more than exp(x) times what the failed pass
-    needed.
+def _probability_of_no_larger_pass(failure: Observation, log_factor: float) -> float:
+    """Return the probability that no later pass needs more than exp(`log_factor`) times the bytes
+    of the failed pass.
 
     Whether samples differ at all has even odds beforehand. Equal samples fail in the first step.
     Others fail at their rate, of which only the magnitude is unknown: its mean is 1 / ln(steps)
     where its logarithm is uniform.
     """
-    left = STEPS_SUPPOSED if burst.steps_left is None else burst.steps_left
+    left = STEPS_SUPPOSED if failure.steps_left is None else failure.steps_left
     first = 1 / math.log(max(left, 3))
-    differ = 1.0 if burst.steps_done else first / (1 + first)
-    rate = left / (burst.steps_done + 1) if burst.steps_done else left * first
-    none = sum(math.exp(-rate * math.exp(-x / excess)) for excess in EXCESSES) / len(EXCESSES)
+    differ = 1.0 if failure.steps_done else first / (1 + first)
+    rate = left / (failure.steps_done + 1) if failure.steps_done else left * first
+    none = sum(math.exp(-rate * math.exp(-log_factor / excess)) for excess in EXCESSES) / len(
+        EXCESSES
+    )
     return 1 - differ + differ * none
 
 
-def _activation_factors(observations: Sequence[Observation]) -> list[float]:
+def _observed_factors(observations: Sequence[Observation]) -> list[float]:
     return [
         observed_activation_factor(observation.moments, observation.measured_bytes)
         for observation in observations
     ]
 
 
-def _read_guard_clue(failure: Observation) -> list[tuple[float, float]]:
-    """Return (share of its activations that was live, spread of its logarithm) as the guard saw the
-    failed pass.
+def _guess_live_share(failure: Observation) -> list[tuple[float, float]]:
+    """Return [(share of the pass's activations that was live at the failure, standard deviation of
+    its logarithm)].
 
-    The list is empty where the guard saw nothing.
+    It follows from the phase that the guard reported. The list is empty where the guard reported
+    none.
     """
     if failure.phase == "forward" and failure.pass_done is not None:
         return [(max(DONE_MIN, failure.pass_done), FORWARD_SPREAD)]

@@ -104,21 +104,21 @@ class PredictionErrors:
     spent: int = 0  # of them, those that set the correction: they prove no precision
     supposed: float = MARGIN  # the margin before anything was measured: one of MARGINS
 
-    def probability_within(self, room: float) -> float:
-        """Return the probability that the measured peak is at most `room` times the corrected
+    def probability_within(self, ratio: float) -> float:
+        """Return the probability that the measured peak is at most `ratio` times the corrected
         prediction.
 
         The logarithm of a ratio is taken as normal around 0. The outcomes give its spread,
         beginning with PRIOR_OUTCOMES of the spread that `supposed` means. So the next one follows
         Student's t (Gelman et al. 2013, Bayesian Data Analysis, sections 2.6 and 3.2). More than
-        one outcome beyond `room` is no outlier but a pattern. The probability is then bounded by
+        one outcome beyond `ratio` is no outlier but a pattern. The probability is then bounded by
         the rank of the others, as in split conformal prediction (Vovk et al. 2005, Algorithmic
         Learning in a Random World, section 2.2).
         """
-        if room <= 0:
+        if ratio <= 0:
             return 0.0
-        share = round(_student_cdf(math.log(room) / self.spread, self._freedom), ROUNDING_DIGITS)
-        beyond = sum(ratio > room for ratio in self.ratios)
+        share = round(_student_cdf(math.log(ratio) / self.spread, self._freedom), ROUNDING_DIGITS)
+        beyond = sum(ratio > ratio for ratio in self.ratios)
         return min(share, 1 - max(0, beyond - 1) / (len(self.ratios) + 1))
 
     @cached_property
@@ -183,21 +183,21 @@ def step_kind_of(plan: Plan) -> StepKind:
     return StepKind((plan.engine, plan.offload, plan.offload_target), shared)
 
 
-def correction_of_step_time(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
-    """Return the factor (measured over predicted step time) for the plan, from the first source
-    that has one.
+def step_time_correction_of(plan: Plan, *factors_by_kind: Mapping[StepKind, float]) -> float:
+    """Return the factor (measured over predicted step time) for the plan, from the first of
+    `factors_by_kind` that has one.
 
-    1 where none has. Within a source, the plan's own kind comes first. Else it is the median over
-    kinds that differ only in how ranks shard state. Else other engines count: a slow machine slows
-    all of them, and an unmeasured plan is no faster for it. Host offload is an exception: its speed
-    says nothing about plans without it.
+    1 where none has. Within one mapping, the plan's own kind comes first. Else it is the median
+    over kinds that differ only in how ranks shard state. Else other engines count: a slow machine
+    slows all of them, and an unmeasured plan is no faster for it. Host offload is an exception: its
+    speed says nothing about plans without it.
     """
     kind = step_kind_of(plan)
-    for factors in sources:
+    for factors in factors_by_kind:
         alike = [factor for other, factor in factors.items() if other.place == kind.place]
         if alike:
             return factors.get(kind, median(alike))
-    for factors in sources:
+    for factors in factors_by_kind:
         elsewhere = [
             factor for other, factor in factors.items() if other.place[1:] == kind.place[1:]
         ]
@@ -229,16 +229,16 @@ class Calibration:
     relative_to: OwnSettings | None = None
 
     def errors_of_engine(self, engine: Engine, source: Source) -> PredictionErrors:
-        """Return the engine's prediction errors for profiles of this source; assumed ones before
+        """Return the engine's prediction errors for profiles of this source; assumed errors before
         any measurement.
         """
-        return _with_least_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
+        return _with_supposed_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
     def activation_factor_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
-        """Return the factor on the plan's activations: from its own measured peak if it ran, else
-        the family's.
+        """Return the factor on the plan's predicted activations: from the plan's own measured peak
+        if it ran, else the family's.
         """
-        proven = self._find_proof(plan, estimate)
+        proven = self._find_proven_plan(plan, estimate)
         return (
             self.correction
             if proven is None
@@ -248,13 +248,13 @@ class Calibration:
     def errors_of_plan(self, plan: Plan, estimate: MemoryEstimate) -> PredictionErrors:
         """Return the prediction errors by which the plan is judged.
 
-        A plan that already ran varies as much as an unmeasured one.
+        A plan that already ran varies as much as an unmeasured plan.
         """
-        if self._find_proof(plan, estimate) is None:
+        if self._find_proven_plan(plan, estimate) is None:
             return self.errors_of_engine(plan.engine, estimate.source)
-        return _with_least_margin(SUPPOSED, MARGINS[estimate.source])
+        return _with_supposed_margin(SUPPOSED, MARGINS[estimate.source])
 
-    def _find_proof(self, plan: Plan, estimate: MemoryEstimate) -> ProvenPlan | None:
+    def _find_proven_plan(self, plan: Plan, estimate: MemoryEstimate) -> ProvenPlan | None:
         return next(
             (
                 row
@@ -282,11 +282,11 @@ UNMEASURED = Calibration()
 
 
 def calibrate(
-    observations: Iterable[Observation], *, device: str, family: str, job: str = ""
+    observations: Iterable[Observation], *, device: str, family: str, job_key: str = ""
 ) -> Calibration:
     """Return the calibration of predictions for a model family on a kind of device.
 
-    `job` is the key of the job to plan. `observations` come oldest first, as
+    `job_key` names the job to plan. `observations` come oldest first, as
     `select_observations_to_keep` returns them. The correction is the upper median of the observed
     factors, none above CORRECTION_MAX: one outlier among three or more does not move it out of the
     others' range. A job that ran out of memory uses the median of its belief instead. Outcomes
@@ -295,7 +295,7 @@ def calibrate(
     """
     of_device = [outcome for outcome in observations if outcome.device == device]
     of_family = [outcome for outcome in of_device if outcome.family == family]
-    relative_to = _newest_own_settings(of_family, job)
+    relative_to = _find_newest_settings(of_family, job_key)
     if relative_to is not None:
         of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
     counted = [outcome for outcome in _under_newest_torch(of_family) if not outcome.probe]
@@ -304,7 +304,7 @@ def calibrate(
         for outcome in counted[-WINDOW:]
     ]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
-    believed = _make_belief(counted, job)
+    believed = _make_belief(counted, job_key)
     correction = max(1.0, median_high(factors) if factors else 1.0)
     if believed is not None:
         correction = max(correction, believed.quantile(EVEN))
@@ -341,18 +341,20 @@ def calibrate(
     )
 
 
-def _newest_own_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
-    """Return the script's settings in the newest informative outcome; None without one.
+def _find_newest_settings(
+    family_outcomes: Sequence[Observation], job_key: str
+) -> OwnSettings | None:
+    """Return the script's default settings in the newest informative outcome; None without one.
 
     Outcomes of a job that ran out of memory itself come first. An outcome that needed no more than
     was assumed is not informative: a job with other settings assumes anew.
     """
     telling = [
         outcome
-        for outcome in of_family
+        for outcome in family_outcomes
         if outcome.probe or outcome.ran_out or outcome.measured_bytes > outcome.predicted_bytes
     ]
-    of_job = [outcome for outcome in telling if _ran_out_itself(outcome, job)]
+    of_job = [outcome for outcome in telling if _is_failure_of_job(outcome, job_key)]
     return next(
         (
             outcome.relative_to
@@ -370,16 +372,18 @@ def measured_overhead_of(observations: Iterable[Observation], device: str) -> Me
     )
 
 
-def _list_proven_plans(counted: Sequence[Observation]) -> tuple[ProvenPlan, ...]:
-    """Return each plan that ended a training and never ran out of memory, with its largest peak."""
+def _list_proven_plans(outcomes: Sequence[Observation]) -> tuple[ProvenPlan, ...]:
+    """Return each plan under which a training finished and none ran out of memory, with its largest
+    measured peak.
+    """
     peaks: dict[tuple[Plan, int], int] = {}
-    for outcome in counted:
+    for outcome in outcomes:
         key = (outcome.plan, outcome.predicted_bytes)
         peaks[key] = max(peaks.get(key, 0), outcome.measured_bytes)
     ended = dict.fromkeys(
-        (outcome.plan, outcome.predicted_bytes) for outcome in counted if outcome.finished
+        (outcome.plan, outcome.predicted_bytes) for outcome in outcomes if outcome.finished
     )
-    burst = {outcome.plan for outcome in counted if outcome.ran_out}
+    burst = {outcome.plan for outcome in outcomes if outcome.ran_out}
     return tuple(
         ProvenPlan(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
         for plan, predicted in ended
@@ -387,18 +391,18 @@ def _list_proven_plans(counted: Sequence[Observation]) -> tuple[ProvenPlan, ...]
     )
 
 
-def _fit_probe_line(of_family: Sequence[Observation]) -> MeasuredLine | None:
+def _fit_probe_line(family_outcomes: Sequence[Observation]) -> MeasuredLine | None:
     """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None
-    without two.
+    where it is not known yet.
 
-    A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope
-    is then below that of the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX
-    look for it before these count. No slope is 0: then a failure teaches what samples need. With 0
-    it would say that no micro-batch fits.
+    A peak in the optimizer's update, a loader or an evaluation hides what samples need. The slope
+    is then below that of the bytes at the end of a forward pass, or both peaks are alike. Up to
+    PROBES_MAX probes (short measuring runs) are waited for in that case. The slope is never 0: so a
+    failure teaches what samples need. With 0 it would say that no micro-batch fits.
     """
     probed = {
         outcome.plan.micro_batch_size: outcome
-        for outcome in of_family
+        for outcome in family_outcomes
         if outcome.probe and not outcome.ran_out
     }
     if len(probed) < 2:
@@ -423,7 +427,7 @@ def _fit_probe_line(of_family: Sequence[Observation]) -> MeasuredLine | None:
 
 def select_observations_to_keep(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     """Return the observations to store, oldest first: the newest WINDOW per key, each plan's newest
-    failure, all probes.
+    failure, and all probes.
 
     Each attempt (launch of a job) counts once. Order and repetition do not matter, so outcomes can
     be imported again.
@@ -461,7 +465,7 @@ def select_observations_to_keep(observations: Iterable[Observation]) -> tuple[Ob
 
 def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Return the free bytes that the plan needs on each device: its corrected estimate times the
-    margin.
+    safety margin.
     """
     margin = calibrated.errors_of_plan(plan, estimate).margin
     if has_unmeasured_cache(estimate):
@@ -474,12 +478,12 @@ def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibrat
 def plan_fit_probability(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
 ) -> float:
-    """Return the probability that the plan fits `capacity_bytes` per device; 0 where it already ran
-    out there.
+    """Return the probability (0 to 1) that the plan fits `capacity_bytes` per device; 0 where it
+    already ran out there.
     """
     if calibrated.has_run_out(plan, estimate, capacity_bytes):
         return 0.0
-    if calibrated.belief is not None and calibrated._find_proof(plan, estimate) is None:
+    if calibrated.belief is not None and calibrated._find_proven_plan(plan, estimate) is None:
         return calibrated.belief.probability_within(
             largest_fitting_factor(estimate, capacity_bytes)
         )
@@ -492,7 +496,7 @@ def plan_fit_probability(
     )
 
 
-def is_measured(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
+def rests_on_measurements(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
     """Return whether a prediction rests on measurements, and not only on what a job file says of
     its script.
 
@@ -514,7 +518,7 @@ def reported_fit_probability(
     The mean of absolute values of a normal distribution is its spread times the square root of 2 /
     pi.
     """
-    if is_measured(plan, estimate, calibrated):
+    if rests_on_measurements(plan, estimate, calibrated):
         return None
     expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
     spread = math.log(REPORTED_ERROR) * math.sqrt(math.pi / 2)
@@ -541,24 +545,24 @@ def _under_newest_torch(observations: Sequence[Observation]) -> list[Observation
     return [outcome for outcome in observations if outcome.torch_version in ("", *versions[-1:])]
 
 
-def _make_belief(counted: Sequence[Observation], job: str) -> ActivationFactorBelief | None:
+def _make_belief(outcomes: Sequence[Observation], job_key: str) -> ActivationFactorBelief | None:
     """Return the distribution of the job's activation factor; None where it never ran out of
     memory.
     """
-    burst = [outcome for outcome in counted if _ran_out_itself(outcome, job)]
-    trained = [outcome for outcome in counted if not outcome.ran_out]
-    of_job = [outcome for outcome in trained if outcome.job == job]
+    burst = [outcome for outcome in outcomes if _is_failure_of_job(outcome, job_key)]
+    trained = [outcome for outcome in outcomes if not outcome.ran_out]
+    of_job = [outcome for outcome in trained if outcome.job == job_key]
     return (
         believe_activation_factor(
-            burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:]
+            burst, of_job, [outcome for outcome in trained if outcome.job != job_key][-WINDOW:]
         )
         if burst
         else None
     )
 
 
-def _ran_out_itself(outcome: Observation, job: str) -> bool:
-    return outcome.ran_out and outcome.job == job
+def _is_failure_of_job(outcome: Observation, job_key: str) -> bool:
+    return outcome.ran_out and outcome.job == job_key
 
 
 def _make_errors(outcomes: Sequence[Observation], correction: float) -> PredictionErrors:
@@ -581,24 +585,24 @@ def _make_errors(outcomes: Sequence[Observation], correction: float) -> Predicti
     return PredictionErrors(tuple(ratios), spent)
 
 
-def _without_outliers(logs: Sequence[float], supposed: float) -> list[float]:
-    middle = median_high(logs)
-    spread = DEVIATION_TO_SPREAD * median_high(abs(log - middle) for log in logs)
-    fence = max(0.0, middle) + OUTLIER_SPREADS * max(spread, supposed)
-    return [min(log, fence) for log in logs]
+def _without_outliers(log_ratios: Sequence[float], supposed_spread: float) -> list[float]:
+    middle = median_high(log_ratios)
+    spread = DEVIATION_TO_SPREAD * median_high(abs(log - middle) for log in log_ratios)
+    fence = max(0.0, middle) + OUTLIER_SPREADS * max(spread, supposed_spread)
+    return [min(log, fence) for log in log_ratios]
 
 
-def _student_cdf(value: float, freedom: int) -> float:
+def _student_cdf(value: float, degrees_of_freedom: int) -> float:
     """Return Student's distribution function at `value`, for a whole number of degrees of freedom
     from 2 on.
 
     Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
-    angle = math.atan2(value, math.sqrt(freedom))
+    angle = math.atan2(value, math.sqrt(degrees_of_freedom))
     square = math.cos(angle) ** 2
-    odd = freedom % 2
+    odd = degrees_of_freedom % 2
     term = total = math.cos(angle) if odd else 1.0
-    for below in range(2 + odd, freedom - 1, 2):
+    for below in range(2 + odd, degrees_of_freedom - 1, 2):
         term *= square * (below - 1) / below
         total += term
     part = math.sin(angle) * total
@@ -606,14 +610,18 @@ def _student_cdf(value: float, freedom: int) -> float:
 
 
 @cache
-def _student_quantile(freedom: int) -> float:
+def _student_quantile(degrees_of_freedom: int) -> float:
     """Return the value at which Student's distribution function reaches CONFIDENCE."""
     # 6.96 with 2 degrees of freedom
     low = 0.0
     high = 10.0
     while high - low > 1e-12:
         middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < CONFIDENCE else (low, middle)
+        low, high = (
+            (middle, high)
+            if _student_cdf(middle, degrees_of_freedom) < CONFIDENCE
+            else (low, middle)
+        )
     return high
 
 
@@ -623,5 +631,5 @@ def prior_spread(margin: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _with_least_margin(errors: PredictionErrors, margin: float) -> PredictionErrors:
+def _with_supposed_margin(errors: PredictionErrors, margin: float) -> PredictionErrors:
     return errors if errors.supposed == margin else replace(errors, supposed=margin)

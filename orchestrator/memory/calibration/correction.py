@@ -29,7 +29,8 @@ def observed_activation_factor(moments: Sequence[MomentBytes], measured_bytes: i
 def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> MemoryEstimate:
     """Return the estimate at its highest peak when activations are multiplied by the factor.
 
-    Where that is another moment of the step than estimated, all counted bytes become one entry.
+    Where another moment of the step then has the highest peak, its bytes beside activations stand
+    as one entry.
     """
     allocated_bytes = corrected_allocated_bytes(estimate, activation_factor)
     if allocated_bytes == estimate.allocated_bytes:
@@ -53,10 +54,11 @@ def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> Memo
 
 
 def corrected_device_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
-    """Return the estimate's device bytes with activations times the factor; never less than the
-    estimate.
+    """Return the estimate's device bytes with activations multiplied by the factor; never less than
+    the estimate.
 
-    The allocator's overhead grows with its bytes; context and communicators stay.
+    The allocator's overhead grows with its bytes; the bytes of context and communicators stay the
+    same.
     """
     growth = corrected_allocated_bytes(estimate, activation_factor) - estimate.allocated_bytes
     overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
@@ -64,8 +66,8 @@ def corrected_device_bytes(estimate: MemoryEstimate, activation_factor: float) -
 
 
 def corrected_allocated_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
-    """Return the estimate's allocated peak with activations times the factor; never less than the
-    estimate.
+    """Return the estimate's allocated peak with activations multiplied by the factor; never less
+    than the estimate.
     """
     return corrected_peak_bytes(estimate.allocated_bytes, estimate.moments, activation_factor)
 
@@ -73,9 +75,8 @@ def corrected_allocated_bytes(estimate: MemoryEstimate, activation_factor: float
 def corrected_peak_bytes(
     predicted_bytes: int, moments: Sequence[MomentBytes], activation_factor: float
 ) -> int:
-    """Return the highest allocated bytes over these moments, with activations times the factor.
-
-    Never returns less than `predicted_bytes`.
+    """Return the highest allocated bytes over these moments, with activations multiplied by the
+    factor; at least `predicted_bytes`.
     """
     if activation_factor <= 1.0:
         return predicted_bytes
@@ -85,10 +86,10 @@ def corrected_peak_bytes(
     return max(predicted_bytes, math.ceil(max(grown, default=0.0)))
 
 
-def is_real_prediction(estimate: MemoryEstimate, activation_factor: float) -> bool:
-    """Return whether the estimate is a prediction and not a guess.
+def rests_on_facts(estimate: MemoryEstimate, activation_factor: float) -> bool:
+    """Return whether the estimate rests on facts, and is no mere assumption.
 
-    For a script that declares nothing, it is one only after the script failed once.
+    The estimate for a script that declares nothing does so only after the script has failed once.
     """
     return estimate.source is not Source.ASSUMED or activation_factor > 1.0
 
@@ -97,13 +98,13 @@ def predicted_peak_bytes(attempt: Attempt) -> int | None:
     """Return the allocated peak that was predicted at the attempt's launch; None where its memory
     was unknown.
     """
-    if not is_real_prediction(attempt.estimate, attempt.correction):
+    if not rests_on_facts(attempt.estimate, attempt.correction):
         return None
     return corrected_allocated_bytes(attempt.estimate, attempt.correction)
 
 
 def select_worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
-    """Return the moments that are the highest at some activation factor of at least 1, without
+    """Return each moment that is the highest one for some activation factor of at least 1, without
     duplicates.
     """
     worst: list[MomentBytes] = []

@@ -57,24 +57,24 @@ def list_live_activations(
     rank: Rank,
     mode: ActivationCheckpointing,
     *,
-    casts: bool,
+    has_weight_copies: bool,
     full_layers: int = 0,
-    offloads: bool = False,
+    offloads_inputs: bool = False,
 ) -> tuple[Activations, ...]:
-    """Return the live activations at each pass point of the rank, then at the entries FORWARDED and
-    NOTHING.
+    """Return the live activations at each pass point of the rank, then two more entries: at
+    FORWARDED and at NOTHING.
 
     FORWARDED (last but one) is the end of the forward pass, NOTHING (last) a moment without
-    activations of this micro-batch. Other micro-batches in flight keep theirs. `casts`: autocast
-    keeps low-precision copies of the weights until the forward pass is over; those that the
-    backward pass needs live on, and recomputed layers cast them again. It keeps none of the weights
-    that tensor parallelism splits, which are views of parameters (`cached_cast` in
+    activations of this micro-batch. Other micro-batches in flight keep theirs. `has_weight_copies`:
+    autocast keeps low-precision copies of the weights until the forward pass is over. Copies that
+    the backward pass needs live on, and recomputed layers cast them again. It keeps none of the
+    weights that tensor parallelism splits, which are views of parameters (`cached_cast` in
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep
-    their input only. `offloads`: the layers' inputs wait in host memory
+    their input only. `offloads_inputs`: the layers' inputs wait in host memory
     (training/engines/recompute.py).
     """
-    how = _KeptActivations(mode, casts, full_layers, offloads)
-    alone = _list_of_micro_batch(
+    how = _KeptActivations(mode, has_weight_copies, full_layers, offloads_inputs)
+    alone = _list_live_of_micro_batch(
         rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates
     )
     if not rank.others:
@@ -83,7 +83,7 @@ def list_live_activations(
     for stage, passes in rank.others:
         full = count_full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
-            saved, copied = _saved_bytes(segment, how, segment.count, parts)
+            saved, copied = _saved_and_copied_bytes(segment, how, segment.count, parts)
             saved_bytes += passes * saved
             copied_bytes += passes * copied
     beside = (
@@ -122,36 +122,47 @@ def _is_full_lightest_for(segment: Segment) -> bool:
     )
 
 
-def highest_activation_places(rank: Rank, *, casts: bool) -> frozenset[int]:
-    """Return the indices of the rank's pass points with the most live bytes, or with a loss in
-    chunks.
+def find_highest_point_indices(rank: Rank, *, has_weight_copies: bool) -> frozenset[int]:
+    """Return the indices of the rank's pass points with the most live activation bytes, and of
+    those with a loss in chunks.
 
     They are determined for large micro-batches, under each kind of checkpointing.
     """
-    return _highest_places_of_stage(
-        rank.stage, rank.has_loss, not rank.messages, casts, rank.updates
+    return _find_highest_indices_of_stage(
+        rank.stage, rank.has_loss, not rank.messages, has_weight_copies, rank.updates
     )
 
 
 @lru_cache(maxsize=8192)
-def _highest_places_of_stage(
-    stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool
+def _find_highest_indices_of_stage(
+    stage: ModelProfile,
+    has_loss: bool,
+    gathers_ahead: bool,
+    has_weight_copies: bool,
+    updates_in_backward: bool,
 ) -> frozenset[int]:
-    """Return `highest_activation_places` for one micro-batch; others in flight add equal bytes
-    everywhere.
+    """Return the indices that `find_highest_point_indices` returns, from one micro-batch: others in
+    flight add equal bytes everywhere.
     """
     points = (
         list_traced_pass_points(stage)
         if stage.moments
-        else list_pass_points(stage, has_loss, gathers=gathers, updates=updates)
+        else list_pass_points(
+            stage, has_loss, gathers_ahead=gathers_ahead, updates_in_backward=updates_in_backward
+        )
     )
     places = [
         place for place, passage in enumerate(points) if passage.point is not PointKind.ARRIVAL
     ]
     highest = set()
     for mode in ActivationCheckpointing:
-        passing = _list_of_micro_batch(
-            stage, has_loss, gathers, _KeptActivations(mode, casts, 0, False), 0, updates
+        passing = _list_live_of_micro_batch(
+            stage,
+            has_loss,
+            gathers_ahead,
+            _KeptActivations(mode, has_weight_copies, 0, False),
+            0,
+            updates_in_backward,
         )[:FORWARDED]
         highest.add(max(places, key=lambda place: passing[place].per_sample_bytes))
         highest.update(place for place, live in enumerate(passing) if live.chunks is not None)
@@ -159,21 +170,21 @@ def _highest_places_of_stage(
 
 
 @lru_cache(maxsize=8192)
-def _list_of_micro_batch(
+def _list_live_of_micro_batch(
     stage: ModelProfile,
     has_loss: bool,
-    gathers: bool,
-    how: _KeptActivations,
-    passing: int,
-    updates: bool,
+    gathers_ahead: bool,
+    kept_activations: _KeptActivations,
+    full_layers: int,
+    updates_in_backward: bool,
 ) -> tuple[Activations, ...]:
-    """Return `list_live_activations` of one micro-batch.
+    """Return what `list_live_activations` returns, for one micro-batch alone.
 
-    `passing` is the number of fully recomputed layers whose pass points count; `updates` is as in
-    Rank.
+    `full_layers` is the number of fully recomputed layers that the pass points distinguish.
+    `updates_in_backward` is as `updates` in Rank.
     """
-    mode = how.mode
-    casts = how.casts
+    mode = kept_activations.mode
+    casts = kept_activations.casts
     if stage.moments:
         lines = (
             Activations(moment.sample_bytes, moment.fixed_bytes) if moment.mode is mode else NONE
@@ -181,9 +192,9 @@ def _list_of_micro_batch(
         )
         return (*lines, NONE, NONE)
     segments = stage.segments
-    full = count_full_parts(stage, how.full_layers)
+    full = count_full_parts(stage, kept_activations.full_layers)
     saved_pairs = [
-        _saved_bytes(segment, how, segment.count, parts)
+        _saved_and_copied_bytes(segment, kept_activations, segment.count, parts)
         for segment, parts in zip(segments, full, strict=True)
     ]
     saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
@@ -197,21 +208,27 @@ def _list_of_micro_batch(
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (
                 all_copied // count
             )
-        own_saved, own_copied = _saved_bytes(segments[place], how, parts, full[place])
+        own_saved, own_copied = _saved_and_copied_bytes(
+            segments[place], kept_activations, parts, full[place]
+        )
         return saved[place] + own_saved, copied[place] + own_copied
 
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     live = []
     for passage in list_pass_points(
-        stage, has_loss, gathers=gathers, full_layers=passing, updates=updates
+        stage,
+        has_loss,
+        gathers_ahead=gathers_ahead,
+        full_layers=full_layers,
+        updates_in_backward=updates_in_backward,
     ):
         if passage.point is PointKind.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
             waiting_bytes = gradient_bytes * _waiting_gradient_elements(passage, segments[-1])
             live.append(
                 _activations_at_forward_end(
-                    segments, passage.segment, *kept_then, waiting_bytes, recast=recast
+                    segments, passage.segment, *kept_then, waiting_bytes, recasts_weights=recast
                 )
             )
             continue
@@ -240,70 +257,87 @@ def _list_of_micro_batch(
     return (*live, NONE)
 
 
-def _saved_bytes(segment: Segment, how: _KeptActivations, parts: int, full: int) -> tuple[int, int]:
-    """Return (bytes per sample, bytes of weight copies) that the first `parts` of a segment save
-    for backward.
+def _saved_and_copied_bytes(
+    segment: Segment, kept_activations: _KeptActivations, part_count: int, full_part_count: int
+) -> tuple[int, int]:
+    """Return (bytes per sample, bytes of weight copies) that the first `part_count` parts of a
+    segment save for backward.
 
-    The first `full` of them keep their input only.
+    The first `full_part_count` of them keep their input only.
     """
-    if how.mode is ActivationCheckpointing.FULL:
-        return 0 if how.offloads and segment.is_unit else parts * segment.checkpointed_bytes, 0
-    if how.mode is ActivationCheckpointing.SELECTIVE:
+    if kept_activations.mode is ActivationCheckpointing.FULL:
+        return (
+            0
+            if kept_activations.offloads and segment.is_unit
+            else part_count * segment.checkpointed_bytes,
+            0,
+        )
+    if kept_activations.mode is ActivationCheckpointing.SELECTIVE:
         selective = (
             segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
         )
-        inputs = min(parts, full)
-        return inputs * segment.checkpointed_bytes + (parts - inputs) * selective, 0
-    inputs = min(parts, full)
-    saved_bytes = inputs * segment.checkpointed_bytes + (parts - inputs) * segment.saved_bytes
-    return saved_bytes, (parts - inputs) * segment.cast_bytes if how.casts else 0
+        inputs = min(part_count, full_part_count)
+        return inputs * segment.checkpointed_bytes + (part_count - inputs) * selective, 0
+    inputs = min(part_count, full_part_count)
+    saved_bytes = inputs * segment.checkpointed_bytes + (part_count - inputs) * segment.saved_bytes
+    return saved_bytes, (part_count - inputs) * segment.cast_bytes if kept_activations.casts else 0
 
 
 def _activations_at_forward_end(
     segments: tuple[Segment, ...],
-    last: Segment,
+    last_segment: Segment,
     saved_bytes: int,
     copied_bytes: int,
     waiting_bytes: int,
     *,
-    recast: bool,
+    recasts_weights: bool,
 ) -> Activations:
     """Return the live activations in the last layer's forward pass, or after the loss.
 
-    Autocast keeps all weight copies until then.
+    With `recasts_weights` autocast keeps the copies of all weights until then.
     """
-    transient = last.forward_transient_bytes
-    if last is segments[-1] and last.chunks is None:
-        transient += -(-last.transient_bytes // 2)
-    cast = sum(segment.count * segment.cast_bytes for segment in segments) if recast else 0
-    return Activations(saved_bytes + transient, copied_bytes + waiting_bytes + cast, last.chunks)
+    transient = last_segment.forward_transient_bytes
+    if last_segment is segments[-1] and last_segment.chunks is None:
+        transient += -(-last_segment.transient_bytes // 2)
+    cast = sum(segment.count * segment.cast_bytes for segment in segments) if recasts_weights else 0
+    return Activations(
+        saved_bytes + transient, copied_bytes + waiting_bytes + cast, last_segment.chunks
+    )
 
 
-def _waiting_gradient_elements(passage: PassPoint, loss: Segment) -> int:
+def _waiting_gradient_elements(pass_point: PassPoint, loss_segment: Segment) -> int:
     """Return the elements of a shared weight's gradient that exist at this point.
 
     A loss in chunks makes that gradient in the forward pass.
     """
-    if passage.segment is loss and loss.chunks is None:
-        return loss.waiting_gradients if passage.point in (PointKind.GRADIENT, PointKind.END) else 0
-    return passage.segment.waiting_gradients if passage.backward or passage.segment is loss else 0
+    if pass_point.segment is loss_segment and loss_segment.chunks is None:
+        return (
+            loss_segment.waiting_gradients
+            if pass_point.point in (PointKind.GRADIENT, PointKind.END)
+            else 0
+        )
+    return (
+        pass_point.segment.waiting_gradients
+        if pass_point.backward or pass_point.segment is loss_segment
+        else 0
+    )
 
 
 def _backward_bytes_and_elements(
-    passage: PassPoint, mode: ActivationCheckpointing
+    pass_point: PassPoint, mode: ActivationCheckpointing
 ) -> tuple[int, int]:
-    """Return (bytes per sample in a part's backward pass, elements of coexisting gradients of a
-    shared weight).
+    """Return (bytes per sample in a part's backward pass, elements of a shared weight's gradients
+    that exist at once).
     """
-    segment = passage.segment
-    if passage.point is PointKind.END:
+    segment = pass_point.segment
+    if pass_point.point is PointKind.END:
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0
-    if passage.point is PointKind.GRADIENT:
+    if pass_point.point is PointKind.GRADIENT:
         return segment.saved_bytes, 0
-    if passage.peak is not None and passage.peak.mode not in (None, mode):
+    if pass_point.peak is not None and pass_point.peak.mode not in (None, mode):
         return segment.saved_bytes, 0
-    if passage.peak is not None:
-        return segment.saved_bytes + passage.peak.transient_bytes, segment.summed_gradients
+    if pass_point.peak is not None:
+        return segment.saved_bytes + pass_point.peak.transient_bytes, segment.summed_gradients
     transient = segment.transient_bytes
     if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
         transient = segment.selective_transient_bytes

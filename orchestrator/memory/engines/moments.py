@@ -30,7 +30,7 @@ _BYTES = itemgetter(1)  # of a cause
 
 
 class Moment(NamedTuple):
-    """A moment that may be the memory peak: counted bytes by cause, and an index into the rank's
+    """A moment that may be the memory peak: its counted bytes by cause, and its index in the rank's
     live activations.
 
     It is a tuple, as PassPoint is, since a search makes thousands: that takes a third of the time
@@ -92,8 +92,8 @@ class Rank:
     """The part of a model on one rank; with pipeline parallelism, the layers of its stages.
 
     `stage` is one of its pipeline stages: all of `profile` unless stages are interleaved. Every
-    further pass in flight keeps the activations of its stage. Compared by identity: there is one of
-    each (pipeline.list_critical_ranks).
+    further micro-batch in flight keeps the activations of its stage. Ranks are compared by
+    identity: there is one object of each (pipeline.list_critical_ranks).
     """
 
     name: str  # position in the pipeline; "" without one
@@ -115,9 +115,9 @@ class Rank:
         return list_pass_points(
             self.stage,
             self.has_loss,
-            gathers=not self.messages,
+            gathers_ahead=not self.messages,
             full_layers=self.full_layers,
-            updates=self.updates,
+            updates_in_backward=self.updates,
         )
 
     @cached_property
@@ -135,13 +135,11 @@ class Rank:
     @cached_property
     def accumulated(self) -> int:
         """Number of trained parameters for which gradients of earlier micro-batches exist."""
-        return (
-            0
-            if not self.accumulates
-            else self.trained_parameters
-            if self.earlier is None
-            else self.earlier
-        )
+        if not self.accumulates:
+            return 0
+        if self.earlier is None:
+            return self.trained_parameters
+        return self.earlier
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -183,18 +181,19 @@ def list_pass_points(
     stage: ModelProfile,
     has_loss: bool,
     *,
-    gathers: bool,
+    gathers_ahead: bool,
     full_layers: int = 0,
-    updates: bool = False,
+    updates_in_backward: bool = False,
 ) -> tuple[PassPoint, ...]:
     """Return the pass points (moments that may be the peak) of one micro-batch through the stage,
     in order of time.
 
-    Between the second part of a segment and the last everything changes linearly, so three are
-    enough; but the last has none ahead. Where an engine `gathers` one part ahead of another, as no
-    pipeline does, the last but one counts too. Where the first layers keep less than the others,
-    the last of them and the first of the others count as well. Where a gradient `updates` its
-    parameter at once, so does the largest one of a part without declared peaks.
+    Between the second part of a segment and the last everything changes linearly, so three points
+    are enough; but the last has none ahead. Where an engine gathers one part ahead of another
+    (`gathers_ahead`), as no pipeline does, the last but one counts too. Where the first layers keep
+    less than the others, the last of them and the first of the others count as well. With
+    `updates_in_backward` a parameter is updated once its gradient is made. Then so does the largest
+    one of a part without declared peaks.
     """
     segments = stage.segments
     last = segments[-1]
@@ -223,11 +222,15 @@ def list_pass_points(
         )
     )
     done = units = ends = passed = 0
-    layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
+    layers = []
+    for segment in segments:
+        if segment.is_unit:
+            for _ in range(segment.count):
+                layers.append(segment)
     full = count_full_parts(stage, full_layers)
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
-        if gathers and segment.count > 3:
+        if gathers_ahead and segment.count > 3:
             positions.add(segment.count - 2)
         if 0 < full[place] < segment.count:
             positions |= {segment.count - full[place] - 1, segment.count - full[place]}
@@ -256,7 +259,10 @@ def list_pass_points(
                     ),
                 )
                 for point, gradients, peak in _list_backward_points(
-                    segment, is_loss=is_loss, arrives=gathers, updates=updates
+                    segment,
+                    is_loss=is_loss,
+                    has_arrivals=gathers_ahead,
+                    updates_in_backward=updates_in_backward,
                 )
             ]
         done += segment.count * segment.trained_parameters
@@ -324,11 +330,15 @@ def list_traced_pass_points(stage: ModelProfile) -> tuple[PassPoint, ...]:
 def _describe_order(segment: Segment, position: int) -> str:
     if segment.count == 1:
         return ""
-    return "last " if position == 0 else "first " if position == segment.count - 1 else ""
+    if position == 0:
+        return "last "
+    if position == segment.count - 1:
+        return "first "
+    return ""
 
 
 def _list_backward_points(
-    segment: Segment, *, is_loss: bool, arrives: bool, updates: bool
+    segment: Segment, *, is_loss: bool, has_arrivals: bool, updates_in_backward: bool
 ) -> list[tuple[PointKind, int, BackwardPeak | None]]:
     """Return (kind of point, gradients made by then, peak) for the start, the peaks and the end of
     one part's backward pass.
@@ -359,7 +369,9 @@ def _list_backward_points(
     points += [(PointKind.PEAK, peak.own, peak) for peak in segment.peaks] or [
         (PointKind.PEAK, largest, None)
     ]
-    if updates and not segment.peaks:
+    if updates_in_backward and not segment.peaks:
         points.append((PointKind.GRADIENT, largest, None))
-    points += [(PointKind.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
+    points += [
+        (PointKind.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if has_arrivals
+    ]
     return [*points, (PointKind.END, trained, None)]

@@ -31,75 +31,81 @@ EAGER_8BIT_BYTES = 53
 WIDENED_BYTES = 4
 
 
-def optimizer_state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
-    """Return the bytes of optimizer states on a rank with one of `shards` equal shards of the
+def optimizer_state_bytes(profile: ModelProfile, plan: Plan, shard_count: int) -> int:
+    """Return the bytes of optimizer states on a rank with one of `shard_count` equal shards of the
     trained parameters.
     """
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
-        return FP32_BYTES * -(-_factored_elements(profile) // shards)
+        return FP32_BYTES * -(-_factored_elements(profile) // shard_count)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return sum(
-            segment.count * _eight_bit_state_bytes(segment, profile, plan, shards)
+            segment.count * _eight_bit_state_bytes(segment, profile, plan, shard_count)
             for segment in profile.segments
         )
     return (
         (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES)
         // narrow
-        * -(-profile.trained_parameters // shards)
+        * -(-profile.trained_parameters // shard_count)
     )
 
 
 def update_temporary_bytes(
-    plan: Plan, elements: int, *, cuda: bool, elements_before: int = 0
+    plan: Plan, tensor_elements: int, *, is_cuda: bool, previous_elements: int = 0
 ) -> int:
-    """Return the bytes of temporary tensors while a tensor of `elements` elements is updated.
+    """Return the bytes of temporary tensors while a tensor of `tensor_elements` elements is updated.
 
     torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others
     one. bitsandbytes, by which scripts have 8 bits, updates in one kernel
     (`optimizer_update_8bit_blockwise`, version 0.48). AdamW's denominator for the tensor updated
-    before, of `elements_before` elements, lives until the next one exists (torch/optim/adam.py,
+    before, of `previous_elements` elements, lives until the next one exists (torch/optim/adam.py,
     _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        if cuda and plan.engine is Engine.SCRIPT:
+        if is_cuda and plan.engine is Engine.SCRIPT:
             return 0
         widened = 0 if plan.master_weights is MasterWeights.FP32 else WIDENED_BYTES
-        return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES + widened)
-    if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
+        return tensor_elements * (COMPILED_8BIT_BYTES if is_cuda else EAGER_8BIT_BYTES + widened)
+    if is_cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
     return FP32_BYTES * (
-        2 * elements + elements_before if plan.optimizer is Optimizer.ADAMW else elements
+        2 * tensor_elements + previous_elements
+        if plan.optimizer is Optimizer.ADAMW
+        else tensor_elements
     )
 
 
-def _eight_bit_state_bytes(segment: Segment, profile: ModelProfile, plan: Plan, shards: int) -> int:
-    """Return the bytes of the 8-bit states of one part of a segment.
+def _eight_bit_state_bytes(
+    segment: Segment, profile: ModelProfile, plan: Plan, shard_count: int
+) -> int:
+    """Return the bytes of one rank's 8-bit optimizer states for one part of a segment.
 
     A declared profile names no tensors, so all but the last block of a part is in 8 bits.
-    transformers' Trainer keeps those of embeddings in fp32 (transformers/trainer.py,
+    transformers' Trainer keeps the states of embeddings in fp32 (transformers/trainer.py,
     create_optimizer: `register_module_override`).
     """
     if profile.source in (Source.DECLARED, Source.DECLARED_MEMORY):
-        elements = -(-segment.trained_parameters // shards)
+        elements = -(-segment.trained_parameters // shard_count)
         return _eight_bit_moment_bytes(elements - elements % BLOCK) + ADAM_BYTES * (
             elements % BLOCK
         )
     if plan.engine is Engine.SCRIPT and not segment.is_unit:
-        return ADAM_BYTES * -(-segment.trained_parameters // shards)
-    return sum(_eight_bit_moment_bytes(-(-tensor // shards)) for tensor in segment.gradients)
+        return ADAM_BYTES * -(-segment.trained_parameters // shard_count)
+    return sum(_eight_bit_moment_bytes(-(-tensor // shard_count)) for tensor in segment.gradients)
 
 
 def _eight_bit_moment_bytes(elements: int) -> int:
-    """Return the bytes of both 8-bit moments of a tensor with `elements` elements on a rank."""
+    """Return the bytes of both moments of a tensor with `elements` elements on a rank; small
+    tensors keep theirs in fp32.
+    """
     if elements < QUANTISED_MIN or elements % BLOCK:
         return ADAM_BYTES * elements
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES
 
 
 def _factored_elements(profile: ModelProfile) -> int:
-    """Return the elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235,
-    section 3).
+    """Return the elements of Adafactor's factored second moments for the whole model (Shazeer and
+    Stern 2018, arXiv:1804.04235, section 3).
     """
     return sum(
         segment.count

@@ -39,11 +39,13 @@ def assumed_overhead_bytes(plan: Plan) -> int:
     """
     if plan.world_size == 1 and not plan.mechanics.talks_alone:
         return CONTEXT_BYTES
-    return _assumed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
+    return _assumed_bytes_of_layout(plan.layout, plan.dp_replicate, plan.expert_parallel)
 
 
 @lru_cache(maxsize=4096)
-def _assumed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: int) -> int:
+def _assumed_bytes_of_layout(
+    layout: ParallelLayout, dp_replicate: int, expert_parallel: int
+) -> int:
     world = layout.world_size
     axes = [layout.cp, layout.tp, layout.pp, layout.dp_cp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
@@ -63,8 +65,8 @@ class MeasuredOverhead:
     ] = ()  # supposed bytes, and measured bytes of plans with those
 
     def bytes_of(self, plan: Plan) -> int:
-        """Return the plan's overhead in bytes: the assumed one, corrected by the error of the
-        nearest measured one.
+        """Return the bytes that the plan's ranks use outside the allocator: the assumed bytes,
+        corrected by the nearest measurement.
         """
         supposed_bytes = assumed_overhead_bytes(plan)
         if not self.measured:
@@ -79,8 +81,8 @@ SUPPOSED_OVERHEAD = MeasuredOverhead()
 
 
 def measured_overhead(observations: Iterable[Observation]) -> MeasuredOverhead:
-    """Return the measured overheads on one kind of device: the upper median for each assumed
-    overhead.
+    """Return the measured memory outside the allocator on one kind of device: the upper median for
+    each assumed size.
 
     `observations` are of that device and of one torch, oldest first, and of any model family, since
     a CUDA context does not depend on the model. Foreign programs that come and go during an attempt

@@ -10,7 +10,7 @@ from orchestrator.memory.engines.moments import Rank
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
 from orchestrator.specs.replace import replace
-from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.stages import count_stage_layers
 
 
 def list_critical_ranks(
@@ -22,8 +22,8 @@ def list_critical_ranks(
     The first stage has the embedding and the most micro-batches in flight, the last has the loss.
     The repeated segment is split as in specs.stages; segments before it belong to the first stage,
     segments behind it to the last. Where a step has few micro-batches, fewer gradients exist while
-    the most are in flight: ranks are listed twice. `full_layers`: number of first layers of each
-    stage that are recomputed in full, for the ranks' pass points.
+    the most are in flight: ranks are then listed twice. The first `full_layers` layers of each
+    stage are recomputed in full, which the ranks' pass points show.
     """
     layout = plan.layout
     per_rank = plan.pipeline_stages_per_rank
@@ -32,11 +32,13 @@ def list_critical_ranks(
         return _unsplit_ranks(
             profile,
             full_layers,
-            is_alone=in_flight.is_one_round,
-            updates=plan.optimizer_in_backward,
+            has_one_micro_batch=in_flight.is_one_round,
+            updates_in_backward=plan.optimizer_in_backward,
         )
     ends = plan.first_stage_layers, plan.last_stage_layers
-    sizes = stage_layers(split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends)
+    sizes = count_stage_layers(
+        split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends
+    )
     return _pipeline_ranks(profile, layout.pp, sizes, in_flight, full_layers)
 
 
@@ -48,166 +50,182 @@ class PipelineFill(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def find_pipeline_fill(pp: int, per_rank: int, micro_batches: int) -> PipelineFill:
-    """Return how this number of micro-batches fills the pipeline; equal results mean equal memory.
+def find_pipeline_fill(pp: int, stages_per_rank: int, micro_batch_count: int) -> PipelineFill:
+    """Return how this number of micro-batches fills the pipeline; plans with equal results need
+    equal memory.
 
     (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,
     torch 2.13.0.)
     """
-    rounds = max(1, micro_batches // pp)
-    at_a_time = micro_batches // rounds if per_rank > 1 else pp
-    return PipelineFill(at_a_time, micro_batches == at_a_time)
+    rounds = max(1, micro_batch_count // pp)
+    at_a_time = micro_batch_count // rounds if stages_per_rank > 1 else pp
+    return PipelineFill(at_a_time, micro_batch_count == at_a_time)
 
 
 @lru_cache(maxsize=4096)
 def count_waiting_passes(
-    rank: int, pp: int, per_rank: int, filling: PipelineFill
+    pipeline_rank: int, pp: int, stages_per_rank: int, pipeline_fill: PipelineFill
 ) -> tuple[int, ...]:
-    """Return, per stage of the rank, how many forward passes wait for backward when the first
-    backward begins.
+    """Return, per stage of the rank, the number of micro-batches that wait for their backward pass
+    when the first begins one.
 
     1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the
     warm-up, and one (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0).
-    It never has more of them later.
+    A rank never has more of them later.
     """
-    if per_rank == 1:
-        return (pp - rank,)
-    at_a_time = filling.at_a_time
-    whole_round = per_rank * filling.at_a_time
-    passes = (per_rank - 1) * at_a_time + 2 * (pp - 1 - rank) + 1
-    rounds, rest = divmod(min(passes, whole_round) if filling.is_one_round else passes, whole_round)
+    if stages_per_rank == 1:
+        return (pp - pipeline_rank,)
+    at_a_time = pipeline_fill.at_a_time
+    whole_round = stages_per_rank * pipeline_fill.at_a_time
+    passes = (stages_per_rank - 1) * at_a_time + 2 * (pp - 1 - pipeline_rank) + 1
+    rounds, rest = divmod(
+        min(passes, whole_round) if pipeline_fill.is_one_round else passes, whole_round
+    )
     return tuple(
         rounds * at_a_time + min(at_a_time, max(0, rest - stage * at_a_time))
-        for stage in range(per_rank)
+        for stage in range(stages_per_rank)
     )
 
 
 @lru_cache(maxsize=1024)
 def _unsplit_ranks(
-    profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool
+    profile: ModelProfile, full_layers: int, *, has_one_micro_batch: bool, updates_in_backward: bool
 ) -> tuple[Rank, ...]:
     whole = Rank(
         name="",
         profile=profile,
         stage=profile,
-        accumulates=not is_alone,
+        accumulates=not has_one_micro_batch,
         full_layers=full_layers,
-        updates=updates,
+        updates=updates_in_backward,
     )
     return (whole,)
 
 
 @lru_cache(maxsize=4096)
 def _pipeline_ranks(
-    profile: ModelProfile, pp: int, sizes: tuple[int, ...], filling: PipelineFill, full_layers: int
+    profile: ModelProfile,
+    pp: int,
+    layers_by_stage: tuple[int, ...],
+    pipeline_fill: PipelineFill,
+    full_layers: int,
 ) -> tuple[Rank, ...]:
-    per_rank = len(sizes) // pp
+    per_rank = len(layers_by_stage) // pp
     kinds = []
-    for rank in list_distinct_ranks(pp, sizes):
-        layer_counts = sizes[rank::pp]
-        passes = count_waiting_passes(rank, pp, per_rank, filling)
+    for rank in list_distinct_ranks(pp, layers_by_stage):
+        layer_counts = layers_by_stage[rank::pp]
+        passes = count_waiting_passes(rank, pp, per_rank, pipeline_fill)
         first = rank == 0
         last = rank == pp - 1
         stages = [
             profile_of_part(
-                profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1
+                profile,
+                layers,
+                has_first=first and turn == 0,
+                has_last=last and turn == per_rank - 1,
             )
             for turn, layers in enumerate(layer_counts)
         ]
         every = Rank(
             name=f" in pipeline rank {rank}",
-            profile=profile_of_part(profile, sum(layer_counts), first=first, last=last),
-            stage=profile_of_part(profile, max(layer_counts), first=first, last=last),
+            profile=profile_of_part(profile, sum(layer_counts), has_first=first, has_last=last),
+            stage=profile_of_part(profile, max(layer_counts), has_first=first, has_last=last),
             has_loss=last,
-            others=_other_passes(stages, passes, -1),
+            others=_count_other_micro_batches(stages, passes, -1),
             accumulates=True,
             messages=count_messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
         kinds += (
-            _split_round(every, stages, passes, rank, pp, filling.at_a_time)
-            if filling.is_one_round
+            _list_rank_in_one_round(every, stages, passes, rank, pp, pipeline_fill.at_a_time)
+            if pipeline_fill.is_one_round
             else [every]
         )
     return tuple(kinds)
 
 
-def _split_round(
-    every: Rank,
+def _list_rank_in_one_round(
+    rank_at_all_times: Rank,
     stages: Sequence[ModelProfile],
     passes: tuple[int, ...],
-    rank: int,
+    pipeline_rank: int,
     pp: int,
-    at_a_time: int,
+    micro_batches_at_a_time: int,
 ) -> list[Rank]:
-    """Return the rank at three times: its last stage begins backward, it goes on, and its first
-    stage does.
+    """Return the rank at up to three times of a step whose micro-batches all go through in one
+    round.
 
-    No stage before the last has a gradient until the last has been through all of its backward
-    passes. No forward pass is left then.
+    The times: its last stage begins the backward pass, that stage goes on, and its first stage goes
+    backward. No stage before the last has a gradient until the last has been through all of its
+    backward passes. No forward pass is left then.
     """
     per_rank = len(stages)
     variants = []
-    of_last = replace(every, stage=stages[-1])
-    if sum(passes) == per_rank * at_a_time:
-        sent = count_messages(rank, pp, passes, 0)
+    of_last = replace(rank_at_all_times, stage=stages[-1])
+    if sum(passes) == per_rank * micro_batches_at_a_time:
+        sent = count_messages(pipeline_rank, pp, passes, 0)
         variants.append(replace(of_last, accumulates=False, messages=sent))
         passes = (*passes[:-1], passes[-1] - 1)
-    sent = count_messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
-    others = _other_passes(stages, passes, -1)
+    sent = count_messages(pipeline_rank, pp, passes, int(per_rank > 1 or pipeline_rank > 0))
+    others = _count_other_micro_batches(stages, passes, -1)
     variants.append(
         replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent)
     )
     if per_rank > 1:
-        passes = (at_a_time - 1, *(0 for _ in stages[1:]))
-        sent = count_messages(rank, pp, passes, per_rank - (rank == 0))
-        others = _other_passes(stages, passes, 0)
+        passes = (micro_batches_at_a_time - 1, *(0 for _ in stages[1:]))
+        sent = count_messages(pipeline_rank, pp, passes, per_rank - (pipeline_rank == 0))
+        others = _count_other_micro_batches(stages, passes, 0)
         variants.append(
-            replace(every, stage=stages[0], has_loss=False, others=others, messages=sent)
+            replace(
+                rank_at_all_times, stage=stages[0], has_loss=False, others=others, messages=sent
+            )
         )
     return variants
 
 
-def list_distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def list_distinct_ranks(pp: int, layers_by_stage: tuple[int, ...]) -> tuple[int, ...]:
     """Return the indices of the first rank, each middle rank with more layers than all before it, and the last rank."""
-    per_rank = len(sizes) // pp
+    per_rank = len(layers_by_stage) // pp
     chosen = [0]
-    most = sum(sizes[0::pp])
+    most = sum(layers_by_stage[0::pp])
     for rank in range(1, pp - 1):
-        layers = sum(sizes[rank + turn * pp] for turn in range(per_rank))
+        layers = sum(layers_by_stage[rank + turn * pp] for turn in range(per_rank))
         if layers > most:
             chosen.append(rank)
             most = layers
     return (*chosen, pp - 1)
 
 
-def _other_passes(
-    stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
+def _count_other_micro_batches(
+    stages: Sequence[ModelProfile], passes_by_stage: Sequence[int], backward_stage: int
 ) -> tuple[tuple[ModelProfile, int], ...]:
-    """Return (stage, number of its micro-batches in flight) for each stage of the rank.
+    """Return (stage, number of its micro-batches in flight) for each stage of the rank that has
+    any.
 
-    The micro-batch that goes backward is left out, and stages without others.
+    The micro-batch that goes backward, in stage `backward_stage`, does not count.
     """
     in_flight: dict[ModelProfile, int] = {}
-    for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
-        others = count - (turn == backward % len(stages))
+    for turn, (stage, count) in enumerate(zip(stages, passes_by_stage, strict=True)):
+        others = count - (turn == backward_stage % len(stages))
         if others > 0:
             in_flight[stage] = in_flight.get(stage, 0) + others
     return tuple(in_flight.items())
 
 
-def count_messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
-    """Return the most hidden states and gradients from and to other ranks that the rank holds at
-    once.
+def count_messages(
+    pipeline_rank: int, pp: int, passes_by_stage: tuple[int, ...], sent_count: int
+) -> int:
+    """Return the maximum number of hidden states and gradients, to or from other ranks, that the
+    rank holds at once.
 
-    These are inputs of the passes in flight that came from another rank, and a gradient that
+    These are inputs of the micro-batches in flight that came from another rank, and a gradient that
     arrives. Gradients on their way count as well: at 1F1B the last one sent, interleaved one of
     each stage that has begun to go backward (training/engines/pipeline.py). The first stage
     receives nothing.
     """
-    received = sum(passes) - passes[0] * (rank == 0)
-    arriving = 1 - (rank == pp - 1 and len(passes) == 1)
-    return received + arriving + sent
+    received = sum(passes_by_stage) - passes_by_stage[0] * (pipeline_rank == 0)
+    arriving = 1 - (pipeline_rank == pp - 1 and len(passes_by_stage) == 1)
+    return received + arriving + sent_count
 
 
 @lru_cache(maxsize=4096)
@@ -220,9 +238,10 @@ class StageSegments(NamedTuple):
 
 
 def split_stage_segments(profile: ModelProfile) -> StageSegments:
-    """Return the segments that only the first stage, every stage, and only the last stage has.
+    """Return the segments that only the first stage has, that every stage has, and that only the
+    last stage has.
 
-    Where both ends share a weight, each holds it.
+    Where both ends share a weight, each holds a copy.
     """
     repeated = max(profile.segments, key=lambda segment: segment.count)
     place = profile.segments.index(repeated)
@@ -236,13 +255,15 @@ def split_stage_segments(profile: ModelProfile) -> StageSegments:
 
 
 @lru_cache(maxsize=4096)
-def profile_of_part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
-    """Return the profile of a rank with `layers` layers, and with the model's first or last
-    segments.
+def profile_of_part(
+    profile: ModelProfile, layer_count: int, *, has_first: bool, has_last: bool
+) -> ModelProfile:
+    """Return the profile of a rank with `layer_count` layers, and with the model's first or last
+    segments where flagged.
     """
     before, repeated, behind = split_stage_segments(profile)
-    ends = before if first else (), behind if last else ()
-    return replace(profile, segments=(*ends[0], replace(repeated, count=layers), *ends[1]))
+    ends = before if has_first else (), behind if has_last else ()
+    return replace(profile, segments=(*ends[0], replace(repeated, count=layer_count), *ends[1]))
 
 
 def _with_own_weight(segment: Segment) -> Segment:

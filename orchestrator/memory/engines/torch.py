@@ -26,16 +26,17 @@ from orchestrator.specs.profile import Segment
 
 
 def list_ddp_moments(
-    rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool
+    rank: Rank, plan: Plan, replicated: Replicated, point_indices: Iterable[int], *, is_cuda: bool
 ) -> list[Moment]:
     """Return the moments that may be the memory peak of a rank without sharding (Li et al. 2020,
     arXiv:2006.15704).
 
-    With several data-parallel ranks there are buckets for all gradients from the start. In our
-    engine they are the gradients, but for accumulation: gradients of unsynchronised micro-batches
-    lie beside them. They go into the buckets in the backward pass of the last one: of two
-    micro-batches the second has less and less of it. A single rank has no buckets, and its
-    gradients appear as the backward pass goes on.
+    `point_indices` select the rank's pass points; moments outside the passes are always added. With
+    several data-parallel ranks there are buckets for all gradients from the start. In our engine
+    the buckets are the gradients, but for accumulation: gradients of unsynchronised micro-batches
+    lie beside them. They go into the buckets in the backward pass of the last micro-batch, so that
+    less and less of them is left. A single rank has no buckets, and its gradients appear as the
+    backward pass goes on.
     """
     profile = rank.profile
     count = rank.trained_parameters
@@ -62,11 +63,11 @@ def list_ddp_moments(
         return width * (passage.done + passage.gradients)
 
     points = []
-    for place in places:
+    for place in point_indices:
         passage = rank.pass_points[place]
         at_once = (
             ("gradients", gradients(passage)),
-            ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda)),
+            ("optimizer temporaries", _update_bytes(passage, plan, is_cuda=is_cuda)),
         )
         points.append(Moment(passage.name, (*fixed, *at_once), place))
     if plan.optimizer_in_backward:
@@ -74,9 +75,9 @@ def list_ddp_moments(
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest = profile.largest_trained
     temporary = update_temporary_bytes(
-        plan, largest, cuda=cuda, elements_before=profile.updated_before_largest
+        plan, largest, is_cuda=is_cuda, previous_elements=profile.updated_before_largest
     )
-    if cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
+    if is_cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
         temporary = width * count  # torch's foreach rules hold as much as all gradients
     points.append(
         Moment(
@@ -87,36 +88,42 @@ def list_ddp_moments(
     return points
 
 
-def _existing_gradient_elements(passage: PassPoint) -> int:
-    """Return the elements of the one gradient that exists, when updates happen in the backward
-    pass.
+def _existing_gradient_elements(pass_point: PassPoint) -> int:
+    """Return the elements of the gradient that exists at this point, where each parameter is
+    updated in the backward pass.
 
     At a layer's peak, the gradient of its largest matrix is already freed. A loss in chunks made
     its own long before.
     """
-    has_gone = passage.point is PointKind.PEAK and passage.segment.is_unit and passage.peak is None
-    return 0 if has_gone else passage.fresh
+    has_gone = (
+        pass_point.point is PointKind.PEAK
+        and pass_point.segment.is_unit
+        and pass_point.peak is None
+    )
+    return 0 if has_gone else pass_point.fresh
 
 
-def _update_bytes(passage: PassPoint, plan: Plan, *, cuda: bool) -> int:
+def _update_bytes(pass_point: PassPoint, plan: Plan, *, is_cuda: bool) -> int:
     """Return the bytes held while a new gradient is used for its update within the backward pass.
 
     The gradient of a loss in chunks, or of a weight that other parts share, waits. That of a layer
     whose tokens are gathered is used when these have gone (training/engines/sequence_parallel.py).
     """
-    is_gathered = plan.layout.tp > 1 and passage.segment.is_unit
-    waits = (passage.segment.chunks is not None or is_gathered) and passage.point is PointKind.PEAK
-    if not plan.optimizer_in_backward or not passage.backward or waits:
+    is_gathered = plan.layout.tp > 1 and pass_point.segment.is_unit
+    waits = (
+        pass_point.segment.chunks is not None or is_gathered
+    ) and pass_point.point is PointKind.PEAK
+    if not plan.optimizer_in_backward or not pass_point.backward or waits:
         return 0
     return update_temporary_bytes(
         plan,
-        min(_existing_gradient_elements(passage), passage.segment.trained_parameters),
-        cuda=cuda,
+        min(_existing_gradient_elements(pass_point), pass_point.segment.trained_parameters),
+        is_cuda=is_cuda,
     )
 
 
 def list_fsdp_moments(
-    rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool
+    rank: Rank, plan: Plan, fsdp: Fsdp, point_indices: Iterable[int], *, is_cuda: bool
 ) -> list[Moment]:
     """Return the candidates for the memory peak of a rank with sharded parameters, gradients and optimizer states.
 
@@ -140,16 +147,16 @@ def list_fsdp_moments(
     for passage in rank.pass_points if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.gradients)
     points: list[Moment] = []
-    for place in places:
+    for place in point_indices:
         passage = rank.pass_points[place]
-        transients = _transient_bytes(rank, plan, fsdp, passage, compute, gloo=not cuda)
+        transients = _transient_bytes(rank, plan, fsdp, passage, compute, uses_gloo=not is_cuda)
         reduced = _reduced_elements(
             rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters)
         )
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
         if plan.optimizer_in_backward and passage.behind and passage.point is PointKind.START:
-            updating = _update_behind_bytes(rank, plan, fsdp, passage, compute, cuda=cuda)
+            updating = _update_behind_bytes(rank, plan, fsdp, passage, compute, is_cuda=is_cuda)
             points.append(
                 Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), place)
             )
@@ -165,13 +172,13 @@ def list_fsdp_moments(
                 (*fixed, *_first_reduction_bytes(rank, unit, compute)),
             )
         )
-    reduction = _root_reduction_bytes(rank, plan, fsdp, device, gloo=not cuda)
+    reduction = _root_reduction_bytes(rank, plan, fsdp, device, uses_gloo=not is_cuda)
     points.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
         points.append(
             Moment(
                 "update of the root",
-                (*fixed, *_root_update_bytes(rank, plan, compute, shards, cuda=cuda)),
+                (*fixed, *_root_update_bytes(rank, plan, compute, shards, is_cuda=is_cuda)),
             )
         )
     if device and not plan.optimizer_in_backward:
@@ -181,9 +188,9 @@ def list_fsdp_moments(
         )
         shard = -(-rank.trained_parameters // shards)
         is_foreach = (
-            cuda and isinstance(fsdp, ScriptFsdp) and plan.optimizer is not Optimizer.ADAMW_8BIT
+            is_cuda and isinstance(fsdp, ScriptFsdp) and plan.optimizer is not Optimizer.ADAMW_8BIT
         )
-        temporary = update_temporary_bytes(plan, largest, cuda=cuda, elements_before=before)
+        temporary = update_temporary_bytes(plan, largest, is_cuda=is_cuda, previous_elements=before)
         step = (
             ("gradients", profile.parameter_bytes * shard),
             ("optimizer temporaries", profile.parameter_bytes * shard if is_foreach else temporary),
@@ -193,31 +200,43 @@ def list_fsdp_moments(
 
 
 def _transient_bytes(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, gloo: bool
+    rank: Rank,
+    plan: Plan,
+    fsdp: Fsdp,
+    pass_point: PassPoint,
+    bytes_per_weight: int,
+    *,
+    uses_gloo: bool,
 ) -> Causes:
-    """Return the bytes of gathered weights and of gradients not yet reduced, at this point."""
+    """Return the bytes, by cause, of gathered weights and of gradients that are not reduced yet, at
+    this point.
+    """
     if fsdp.is_pipelined:
-        return _pipelined_bytes(rank, passage, compute)
+        return _pipelined_bytes(rank, pass_point, bytes_per_weight)
     if fsdp.once_a_step:
-        return _reduced_once_bytes(rank, plan, passage, compute, fsdp.shards, gloo=gloo)
-    return _unit_bytes(rank, plan, fsdp, passage, compute, gloo=gloo)
+        return _reduced_once_bytes(
+            rank, plan, pass_point, bytes_per_weight, fsdp.shards, uses_gloo=uses_gloo
+        )
+    return _unit_bytes(rank, plan, fsdp, pass_point, bytes_per_weight, uses_gloo=uses_gloo)
 
 
-def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, whole: int) -> int:
-    """Return the elements of reduced gradients of which the rank has a shard.
+def _reduced_elements(
+    rank: Rank, plan: Plan, fsdp: Fsdp, pass_point: PassPoint, earlier_elements: int
+) -> int:
+    """Return the elements of reduced gradients of which the rank has a shard at this point.
 
-    `whole`: the elements of an earlier micro-batch's gradients.
+    `earlier_elements` are the elements of gradients of earlier micro-batches.
     """
     if fsdp.is_pipelined or fsdp.once_a_step:
         return 0
-    fresh = max(0, passage.done - passage.ends_done)
+    fresh = max(0, pass_point.done - pass_point.ends_done)
     if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
         fresh = (
-            passage.behind.trained_parameters
-            if passage.behind and passage.point is PointKind.START
+            pass_point.behind.trained_parameters
+            if pass_point.behind and pass_point.point is PointKind.START
             else 0
         )
-    return whole + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
+    return earlier_elements + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
 def _device_share(plan: Plan) -> int:
@@ -225,18 +244,26 @@ def _device_share(plan: Plan) -> int:
     return 0 if plan.offload is Offload.PARAMETERS else 1
 
 
-def _shard_bytes(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """Return the bytes by cause that a rank holds throughout the step: its shards."""
+def _shard_bytes(rank: Rank, plan: Plan, shard_count: int) -> Causes:
+    """Return the bytes by cause that a rank holds throughout the step: its shards of parameters and
+    states, and workspace.
+    """
     device = _device_share(plan)
     return (
-        ("parameters", device * -(-rank.weight_bytes // shards)),
-        ("optimizer states", device * optimizer_state_bytes(rank.profile, plan, shards)),
+        ("parameters", device * -(-rank.weight_bytes // shard_count)),
+        ("optimizer states", device * optimizer_state_bytes(rank.profile, plan, shard_count)),
         ("workspace", rank.profile.workspace_bytes),
     )
 
 
 def _unit_bytes(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, gloo: bool
+    rank: Rank,
+    plan: Plan,
+    fsdp: Fsdp,
+    pass_point: PassPoint,
+    bytes_per_weight: int,
+    *,
+    uses_gloo: bool,
 ) -> Causes:
     """Return the bytes of gathered weights and unreduced gradients where each unit is gathered and
     freed by itself.
@@ -251,31 +278,35 @@ def _unit_bytes(
     wait for their copies. At stage 2 nothing is gathered any more.
     """
     exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
-    segment = passage.segment
+    segment = pass_point.segment
     keeps = fsdp.keeps_gathered
     alone = fsdp.shards == 1
-    gathered = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters
+    gathered = rank.gathered_parameters - pass_point.units_done if keeps else rank.end_parameters
     reducing = 0
     named = 0
-    ahead = passage.ahead
-    behind = passage.behind
+    ahead = pass_point.ahead
+    behind = pass_point.behind
     if segment.experts and plan.expert_parallel > 1:
-        return _mixture_bytes(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
-    if segment.is_unit and passage.backward:
+        return _mixture_bytes(
+            rank, plan, fsdp, pass_point, bytes_per_weight, gathered, uses_gloo=uses_gloo
+        )
+    if segment.is_unit and pass_point.backward:
         unit = 0 if keeps else segment.parameters
         reducing = behind.trained_parameters if behind else 0
         waiting = 0 if alone else unit
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
-        if passage.point is PointKind.START:
+        if pass_point.point is PointKind.START:
             added = reducing // fsdp.shards if rank.accumulates and fsdp.copies == 1 else 0
             last = behind.last_gradient if behind and not alone else 0
-            reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
+            reduction = waiting, last, reducing * (2 if uses_gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
             here = max(
                 reduction,
                 start,
-                key=lambda counts: compute * (counts[0] + counts[1]) + exchanged * counts[2],
+                key=lambda counts: (
+                    bytes_per_weight * (counts[0] + counts[1]) + exchanged * counts[2]
+                ),
             )
         gathered += here[0]
         named = here[1]
@@ -283,12 +314,12 @@ def _unit_bytes(
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
         gathered += flat + (0 if keeps else segment.parameters)
-        if passage.point is PointKind.ENTRY and ahead and not alone:  # see _last_gathering
+        if pass_point.point is PointKind.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
-    elif not alone and not passage.outside and not (passage.backward and keeps):
+    elif not alone and not pass_point.outside and not (pass_point.backward and keeps):
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it
         # gathers that ahead.
-        earlier = reversed(rank.stage.segments[: passage.place])
+        earlier = reversed(rank.stage.segments[: pass_point.place])
         layer = next((unit for unit in earlier if unit.is_unit), None)
         if layer is not None:
             gathered += (
@@ -296,19 +327,22 @@ def _unit_bytes(
                 if plan.expert_parallel == 1
                 else _flat_buffer_elements(plan, layer)[1]
             )
-    whole = compute * (passage.ends_done + passage.gradients + named) + exchanged * reducing
-    return (("gathered parameters", compute * gathered), ("whole gradients", whole))
+    whole = (
+        bytes_per_weight * (pass_point.ends_done + pass_point.gradients + named)
+        + exchanged * reducing
+    )
+    return (("gathered parameters", bytes_per_weight * gathered), ("whole gradients", whole))
 
 
 def _mixture_bytes(
     rank: Rank,
     plan: Plan,
     fsdp: Fsdp,
-    passage: PassPoint,
-    compute: int,
-    gathered: int,
+    pass_point: PassPoint,
+    bytes_per_weight: int,
+    gathered_elements: int,
     *,
-    gloo: bool,
+    uses_gloo: bool,
 ) -> Causes:
     """Return the bytes as `_unit_bytes` does, for a layer whose experts are sharded over other
     ranks than its rest.
@@ -319,37 +353,40 @@ def _mixture_bytes(
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
     the same experts they are copied, without flat buffers for weights.
     """
-    segment = passage.segment
+    segment = pass_point.segment
     keeps = fsdp.keeps_gathered
     exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     rest = segment.parameters - segment.experts
     experts = segment.experts // plan.expert_parallel
     of_rest, of_experts = (0, 0) if keeps else _flat_buffer_elements(plan, segment)  # flat buffers
     unit = 0 if keeps else rest + experts
-    reducing = exchanged * (rest + experts) if passage.behind else 0
-    here = compute * (unit + (of_rest + of_experts if passage.ahead else 0)), reducing
-    if passage.point is PointKind.START:
-        moments = [here, (compute * (unit + of_experts), reducing)]
-        if passage.behind:
+    reducing = exchanged * (rest + experts) if pass_point.behind else 0
+    here = bytes_per_weight * (unit + (of_rest + of_experts if pass_point.ahead else 0)), reducing
+    if pass_point.point is PointKind.START:
+        moments = [here, (bytes_per_weight * (unit + of_experts), reducing)]
+        if pass_point.behind:
             alone = plan.expert_parallel == plan.layout.dp
             last_expert = 0 if alone else experts // 3
             added = exchanged * (segment.parameters // plan.layout.dp) if rank.accumulates else 0
             first = (
-                exchanged * experts * (2 if gloo and not alone else 1)
-                + compute * (rest + last_expert)
+                exchanged * experts * (2 if uses_gloo and not alone else 1)
+                + bytes_per_weight * (rest + last_expert)
                 + added
             )
             second = (
-                exchanged * (experts + (1 + gloo) * rest) + compute * segment.last_gradient + added
+                exchanged * (experts + (1 + uses_gloo) * rest)
+                + bytes_per_weight * segment.last_gradient
+                + added
             )
-            moments.append((compute * (of_rest + of_experts + rest), first))
-            moments.append((compute * (of_rest + of_experts), second))
+            moments.append((bytes_per_weight * (of_rest + of_experts + rest), first))
+            moments.append((bytes_per_weight * (of_rest + of_experts), second))
         here = max(moments, key=sum)
-    gradients = compute * (
-        passage.ends_done + min(passage.gradients, rank.stage.count_gradient_parameters(segment))
+    gradients = bytes_per_weight * (
+        pass_point.ends_done
+        + min(pass_point.gradients, rank.stage.count_gradient_parameters(segment))
     )
     return (
-        ("gathered parameters", compute * gathered + here[0]),
+        ("gathered parameters", bytes_per_weight * gathered_elements + here[0]),
         ("whole gradients", gradients + here[1]),
     )
 
@@ -366,41 +403,55 @@ def _flat_buffer_elements(plan: Plan, segment: Segment) -> tuple[int, int]:
 
 
 def _update_behind_bytes(
-    rank: Rank, plan: Plan, fsdp: Fsdp, passage: PassPoint, compute: int, *, cuda: bool
+    rank: Rank,
+    plan: Plan,
+    fsdp: Fsdp,
+    pass_point: PassPoint,
+    bytes_per_weight: int,
+    *,
+    is_cuda: bool,
 ) -> Causes:
-    """Return the bytes while the unit behind is updated in the backward pass, as soon as its shard
-    is reduced.
+    """Return the bytes while the layer that went backward before this one is updated, as soon as
+    its gradient shard is reduced.
 
-    The flat input of its reduce-scatter exists, and the unit that comes next has been gathered (see
-    _unit_bytes).
+    The flat input of its reduce-scatter exists, and the layer that comes next has been gathered
+    (see _unit_bytes).
     """
-    behind = passage.behind
+    behind = pass_point.behind
     alone = fsdp.shards == 1
-    assert behind is not None, passage
-    ahead = 0 if alone else passage.segment.parameters
+    assert behind is not None, pass_point
+    ahead = 0 if alone else pass_point.segment.parameters
     gathered = (
-        rank.parameters - passage.units_done if fsdp.keeps_gathered else rank.end_parameters + ahead
+        rank.parameters - pass_point.units_done
+        if fsdp.keeps_gathered
+        else rank.end_parameters + ahead
     )
     named = 0 if alone else behind.last_gradient
     exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
-        ("gathered parameters", compute * gathered),
+        ("gathered parameters", bytes_per_weight * gathered),
         (
             "whole gradients",
-            compute * (passage.ends_done + named) + exchanged * behind.trained_parameters,
+            bytes_per_weight * (pass_point.ends_done + named)
+            + exchanged * behind.trained_parameters,
         ),
         (
             "optimizer temporaries",
-            update_temporary_bytes(plan, -(-behind.largest_gradient // fsdp.shards), cuda=cuda),
+            update_temporary_bytes(
+                plan, -(-behind.largest_gradient // fsdp.shards), is_cuda=is_cuda
+            ),
         ),
     )
 
 
-def _root_update_bytes(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
-    """Return the bytes while a weight of the root unit is updated: its shards, and their source in
-    the reduction.
+def _root_update_bytes(
+    rank: Rank, plan: Plan, bytes_per_weight: int, shard_count: int, *, is_cuda: bool
+) -> Causes:
+    """Return the bytes, by cause, while a weight of the root unit (all outside the layers) is
+    updated.
 
-    (See _root_reduction_bytes.)
+    These are its gradient shards, their source in the reduction, and temporaries. (See
+    _root_reduction_bytes.)
     """
     ends = [segment for segment in rank.profile.segments if not segment.is_unit]
     last = next((segment.last_gradient for segment in reversed(ends)), 0)
@@ -408,19 +459,26 @@ def _root_update_bytes(rank: Rank, plan: Plan, compute: int, shards: int, *, cud
     largest = max((segment.largest_gradient for segment in ends), default=0)
     exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
-        ("gradients", rank.profile.parameter_bytes * -(-trained // shards)),
-        ("whole gradients", compute * last + exchanged * trained if shards > 1 else 0),
-        ("optimizer temporaries", update_temporary_bytes(plan, -(-largest // shards), cuda=cuda)),
+        ("gradients", rank.profile.parameter_bytes * -(-trained // shard_count)),
+        (
+            "whole gradients",
+            bytes_per_weight * last + exchanged * trained if shard_count > 1 else 0,
+        ),
+        (
+            "optimizer temporaries",
+            update_temporary_bytes(plan, -(-largest // shard_count), is_cuda=is_cuda),
+        ),
     )
 
 
 def _last_gathering_bytes(
-    rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute: int, device: int
+    rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, bytes_per_weight: int, device_share: int
 ) -> Causes:
-    """Return the bytes when the forward pass reaches the last unit: two flat buffers exist.
+    """Return the bytes when the forward pass reaches the last layer, where two flat buffers exist
+    at once.
 
-    Its weights leave one flat buffer, and the unit before it has another. `wait_for_unshard` frees
-    the buffer of the unit before when it returns, not before it copies
+    Its weights leave one flat buffer, and the layer before it has another. `wait_for_unshard` frees
+    the buffer of the layer before when it returns, not before it copies
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
@@ -432,33 +490,41 @@ def _last_gathering_bytes(
     return (
         (
             "gradients",
-            device
+            device_share
             * rank.profile.parameter_bytes
             * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
         ),
-        ("gathered parameters", compute * gathered),
+        ("gathered parameters", bytes_per_weight * gathered),
     )
 
 
-def _pipelined_bytes(rank: Rank, passage: PassPoint, compute: int) -> Causes:
-    """Return the bytes under a pipeline, where a step gathers once and reduces after its last
-    micro-batch.
+def _pipelined_bytes(rank: Rank, pass_point: PassPoint, bytes_per_weight: int) -> Causes:
+    """Return the bytes under a pipeline, where a step gathers weights once and reduces gradients
+    after its last micro-batch.
     """
     if rank.accumulates:
-        whole = rank.profile.parameter_bytes * rank.accumulated + compute * passage.fresh
+        whole = (
+            rank.profile.parameter_bytes * rank.accumulated + bytes_per_weight * pass_point.fresh
+        )
     else:
-        whole = rank.profile.parameter_bytes * (passage.done + passage.gradients)
-    return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
+        whole = rank.profile.parameter_bytes * (pass_point.done + pass_point.gradients)
+    return (("gathered parameters", bytes_per_weight * rank.parameters), ("whole gradients", whole))
 
 
 def _reduced_once_bytes(
-    rank: Rank, plan: Plan, passage: PassPoint, compute: int, shards: int, *, gloo: bool
+    rank: Rank,
+    plan: Plan,
+    pass_point: PassPoint,
+    bytes_per_weight: int,
+    shard_count: int,
+    *,
+    uses_gloo: bool,
 ) -> Causes:
-    """Return the bytes where a step gathers once, and reduces in the backward pass of its last
-    micro-batch.
+    """Return the bytes where a step gathers weights once, and reduces gradients in the backward
+    pass of its last micro-batch.
 
     Until then gradients add up whole, in the type in which they are exchanged: of the second of two
-    micro-batches those of the first are there. In the last backward pass the unit behind is in the
+    micro-batches those of the first are there. In the last backward pass the layer behind is in the
     flat input of its reduce-scatter, of which gloo makes a copy, beside the last of its gradients
     (see _root_reduction_bytes). What is reduced is let go (`post_backward` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
@@ -466,52 +532,63 @@ def _reduced_once_bytes(
     width = rank.profile.parameter_bytes
     exchanged = exchanged_bytes_per_gradient(plan, width)
     is_third = plan.gradient_accumulation_steps > 2
-    made = rank.trained_parameters if is_third else passage.done + passage.gradients
+    made = rank.trained_parameters if is_third else pass_point.done + pass_point.gradients
     adding = (
-        ("gathered parameters", compute * rank.parameters),
-        ("whole gradients", exchanged * made + compute * (passage.fresh if is_third else 0)),
+        ("gathered parameters", bytes_per_weight * rank.parameters),
+        (
+            "whole gradients",
+            exchanged * made + bytes_per_weight * (pass_point.fresh if is_third else 0),
+        ),
     )
-    reduced = max(0, passage.done - passage.ends_done)
-    behind = passage.behind.trained_parameters if passage.behind and passage.backward else 0
+    reduced = max(0, pass_point.done - pass_point.ends_done)
+    behind = (
+        pass_point.behind.trained_parameters if pass_point.behind and pass_point.backward else 0
+    )
     copies = 1
     named = 0
-    if passage.behind and passage.point is PointKind.START:
-        copies = 1 + gloo
-        named = passage.behind.last_gradient
+    if pass_point.behind and pass_point.point is PointKind.START:
+        copies = 1 + uses_gloo
+        named = pass_point.behind.last_gradient
     whole = (
         exchanged * (rank.trained_parameters - reduced + copies * behind + named)
-        + compute * passage.fresh
+        + bytes_per_weight * pass_point.fresh
     )
     last = (
-        ("gradients", width * -(-reduced // shards)),
-        ("gathered parameters", compute * (rank.parameters - passage.units_done)),
+        ("gradients", width * -(-reduced // shard_count)),
+        ("gathered parameters", bytes_per_weight * (rank.parameters - pass_point.units_done)),
         ("whole gradients", whole),
     )
     return max(adding, last, key=lambda causes: sum(count for _, count in causes))
 
 
-def _first_reduction_bytes(rank: Rank, unit: int, compute: int) -> Causes:
-    """Return the bytes when a pipeline's first layer is reduced: its gradients in a flat buffer,
-    all others whole.
+def _first_reduction_bytes(rank: Rank, layer_elements: int, bytes_per_weight: int) -> Causes:
+    """Return the bytes when the gradients of a pipeline's first layer are reduced: in a flat
+    buffer, beside all others whole.
 
     (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.)
     Measured bytes exceed that by the size of the root unit (two stages on two gloo ranks each,
     bf16, 2026-11).
     """
-    whole = rank.trained_parameters + unit + rank.trained_end_parameters
+    whole = rank.trained_parameters + layer_elements + rank.trained_end_parameters
     gradients = rank.profile.parameter_bytes * whole
-    return (("gathered parameters", compute * rank.parameters), ("whole gradients", gradients))
+    return (
+        ("gathered parameters", bytes_per_weight * rank.parameters),
+        ("whole gradients", gradients),
+    )
 
 
-def _root_reduction_bytes(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
-    """Return the bytes when the root unit, which comes last, is reduced; its weights were freed
-    before.
+def _root_reduction_bytes(
+    rank: Rank, plan: Plan, fsdp: Fsdp, device_share: int, *, uses_gloo: bool
+) -> Causes:
+    """Return the bytes when the gradients of the root unit (all outside the layers) are reduced,
+    after those of all layers.
 
-    Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are
-    several ranks: a loop's variable still names it. A shard is reduced out of the buffer, of which
-    gloo makes a copy (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
-    torch 2.13.0). Under a pipeline its weights are still there, and one shard of it in the compute
-    type more than these explain (two gloo ranks, 2026-11).
+    Its weights were freed before. Its gradients go into a flat fp32 buffer and are let go. The last
+    one stays where there are several ranks: a loop's variable still names it. A shard is reduced
+    out of the buffer, of which gloo makes a copy (`foreach_reduce` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its
+    weights are still there, and one shard of it in the compute type more than these explain (two
+    gloo ranks, 2026-11).
     """
     compute = compute_bytes_per_weight(plan)
     shards = fsdp.shards
@@ -540,12 +617,12 @@ def _root_reduction_bytes(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gl
             ),
             0,
         )
-        named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
+        named, copies = (compute * last, 1 + uses_gloo) if shards > 1 else (0, 1)
         made = exchanged if fsdp.once_a_step else compute
         gathered = 0
         whole = max((made + exchanged) * trained, copies * exchanged * trained + shard + named)
     return (
-        ("gradients", device * width * -(-reduced // shards)),
+        ("gradients", device_share * width * -(-reduced // shards)),
         ("gathered parameters", gathered),
         ("whole gradients", whole),
     )

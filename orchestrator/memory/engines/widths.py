@@ -10,7 +10,7 @@ from orchestrator.specs.profile import ModelProfile
 
 
 def compute_bytes_per_weight(plan: Plan) -> int:
-    """Return the bytes of one weight in the forward and backward pass."""
+    """Return the bytes of one weight in the type in which the forward and backward pass compute."""
     return FP32_BYTES if plan.precision is Precision.FP32 else 2
 
 
@@ -19,19 +19,26 @@ def master_bytes_per_weight(plan: Plan) -> int:
     return FP32_BYTES if plan.master_weights is MasterWeights.FP32 else 2
 
 
-def exchanged_bytes_per_gradient(plan: Plan, held_bytes: int | None = None) -> int:
+def exchanged_bytes_per_gradient(plan: Plan, bytes_per_stored_weight: int | None = None) -> int:
     """Return the bytes of one gradient element in messages between data-parallel ranks.
 
     DeepSpeed exchanges in the compute type. FSDP2 and DistributedDataParallel exchange in the type
-    of the stored weights: `held_bytes` each, or `master_bytes_per_weight` where that is None.
+    of the stored weights: `bytes_per_stored_weight`, or `master_bytes_per_weight` where that is
+    None.
     """
     if facts_of(plan.engine).has_low_gradients:
         return compute_bytes_per_weight(plan)
-    return master_bytes_per_weight(plan) if held_bytes is None else held_bytes
+    return (
+        master_bytes_per_weight(plan)
+        if bytes_per_stored_weight is None
+        else bytes_per_stored_weight
+    )
 
 
 def check_profile_degrees(profile: ModelProfile, plan: Plan) -> None:
-    """Assert that the profile is that of a rank of this plan."""
+    """Assert that the profile was made for the plan's degrees of context, tensor and expert
+    parallelism.
+    """
     profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
     degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
     assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"

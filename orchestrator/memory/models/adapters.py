@@ -22,7 +22,7 @@ class Projection(NamedTuple):
 
 @frozen
 class AdaptedLayer:
-    """A Llama-style layer with LoRA adapters; bytes are per token."""
+    """A Llama-style decoder layer with LoRA adapters; all bytes are per token."""
 
     projections: Mapping[str, Projection]  # all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
@@ -43,7 +43,7 @@ class AdaptedLayer:
 
     @property
     def matrices(self) -> int:
-        """Elements of all frozen projections."""
+        """Number of elements of all frozen projections together."""
         return sum(inputs * outputs for inputs, outputs in self.projections.values())
 
     @property
@@ -57,10 +57,10 @@ class AdaptedLayer:
 
     @property
     def inputs_bytes(self) -> int:
-        """Bytes that adapters save of their inputs.
+        """Bytes per token that adapters save of their inputs.
 
-        Autocast casts the input of every adapter separately, and dropout makes another copy. Both are kept in the
-        compute type, with the mask beside them.
+        Autocast casts the input of every adapter separately, and dropout makes another copy. Both
+        are kept in the compute type, with dropout's mask beside them.
         """
         if self.autocast or self.dropout:
             input_width = self.width + (self._mask_bytes if self.dropout else 0)
@@ -83,7 +83,9 @@ class AdaptedLayer:
         """
         adapted = self.adapted
         if self.autocast:
-            copies = (8 if self.dropout else 4) if "down_proj" in adapted else 0
+            copies = 0
+            if "down_proj" in adapted:
+                copies = 8 if self.dropout else 4
             return 6 * self.hidden + (2 + copies) * self.ffn
         gated = 0 if "down_proj" in adapted and not self.dropout else self.ffn
         inputs = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
@@ -91,7 +93,7 @@ class AdaptedLayer:
         return self.width * (gated + inputs + self.hidden + streams)
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
+    def forward_and_backward_traffic_bytes(self) -> tuple[int, int]:
         """(Forward, backward) bytes per token that the adapters' operators read and write beside
         their products.
 
@@ -128,7 +130,11 @@ class AdaptedLayer:
 
     @property
     def _mask_bytes(self) -> int:
-        """Bytes per element of dropout's mask: the adapters' type on CPU, one byte on CUDA
-        (cuda_autocast.py).
+        """Bytes per element of dropout's mask: one byte on CUDA, the width of the adapters' type on
+        a CPU (cuda_autocast.py).
         """
-        return 1 if self.cuda else 4 if self.autocast else self.width
+        if self.cuda:
+            return 1
+        if self.autocast:
+            return 4
+        return self.width

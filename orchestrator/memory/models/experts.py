@@ -56,9 +56,10 @@ def rename_expert_keys(config: Mapping[str, Any]) -> JsonObject:
 
 
 def find_experts(config: JsonObject) -> Experts | None:
-    """Return the experts in a complete configuration; None where the closed form does not hold.
+    """Return the experts in a complete configuration; None where our memory formulas do not hold
+    for the model.
 
-    It does not hold where some layers have no experts, a loss keeps the routing, or inputs are
+    They do not hold where some layers have no experts, a loss keeps the routing, or inputs are
     jittered.
     """
     alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
@@ -84,39 +85,54 @@ def find_experts(config: JsonObject) -> Experts | None:
 def with_experts(
     profile: ModelProfile,
     experts: Experts,
-    hidden: int,
-    tokens: int,
+    hidden_size: int,
+    sample_tokens: int,
     *,
     autocast: bool,
-    spread: int = 1,
-    uneven: float = 1.0,
+    expert_parallel: int = 1,
+    receive_factor_max: float = 1.0,
 ) -> ModelProfile:
-    """Return the profile with a mixture of experts in each layer; `profile` must lack feed-forward parts.
+    """Return the profile with a mixture of experts in each layer; `profile` must lack feed-forward
+    parts.
 
-    `tokens` are those of a sample. Experts are spread over `spread` expert-parallel ranks. Up to `uneven` times as many
-    copies come to one of them as it sends (training/contract/dispatch.py).
+    Experts are spread over `expert_parallel` ranks. A rank's experts receive at most
+    `receive_factor_max` times as many copies of tokens as the rank sends
+    (training/contract/dispatch.py).
 
-    Each coefficient is a slope of live storages over one of the sizes. They meet traced steps of 21 mixtures to the
-    byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the experts.
+    Each coefficient is a slope of live storages over one of the sizes. They meet traced steps of 21
+    mixtures to the byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the
+    experts.
     """
     embedding, layer, head = profile.segments
-    h = hidden
+    h = hidden_size
     f = experts.width
     shared = experts.shared_width
     count = experts.count
     down = count * f * h
     router = count * h
-    routing = _Routing(tokens=tokens, experts=experts, spread=spread, uneven=uneven)
-    saved_bytes, selective_bytes = _saved_bytes(profile, routing, h, autocast=autocast)
+    routing = _Routing(
+        sample_tokens=sample_tokens,
+        experts=experts,
+        expert_parallel=expert_parallel,
+        receive_factor_max=receive_factor_max,
+    )
+    saved_bytes, selective_bytes = _saved_and_selective_bytes(
+        profile, routing, h, autocast=autocast
+    )
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
     copies = routing.received
     products: tuple[Product, ...] = (
-        (tokens, h, count),
+        (sample_tokens, h, count),
         (copies, h, 2 * f),
         (copies, f, h),
     )
     if shared:
-        products += ((tokens, h, 1), (tokens, h, shared), (tokens, h, shared), (tokens, shared, h))
+        products += (
+            (sample_tokens, h, 1),
+            (sample_tokens, h, shared),
+            (sample_tokens, h, shared),
+            (sample_tokens, shared, h),
+        )
     cast = router + 3 * shared * h + (h if shared else 0)
     attention = tuple(size for size in layer.tensors if size)
     layer = replace(
@@ -136,15 +152,15 @@ def with_experts(
         viewed=3 * down,  # transposed (`_grouped_linear`)
         peaks=_expert_peaks(profile, routing, h, autocast=autocast),
         experts=3 * down,
-        routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast)
-        if spread > 1
+        routed_bytes=2 * routing.sent * h * _expert_element_bytes(profile, autocast=autocast)
+        if expert_parallel > 1
         else 0,
         forward_moved_bytes=0,
         backward_moved_bytes=0,
     )
     return replace(
         profile,
-        expert_parallel=spread,
+        expert_parallel=expert_parallel,
         segments=(embedding, layer, head),
         updated_before_largest=_updated_before_largest(experts, embedding.largest_parameter, h),
     )
@@ -156,28 +172,31 @@ class _Routing:
     receive.
     """
 
-    tokens: int
+    sample_tokens: int
     experts: Experts
-    spread: int
-    uneven: float
+    expert_parallel: int
+    receive_factor_max: float
 
     @property
     def sent(self) -> int:
-        return self.tokens * self.experts.chosen
+        return self.sample_tokens * self.experts.chosen
 
     @property
     def received(self) -> int:
-        return round(self.sent * self.uneven) if self.spread > 1 else self.sent
+        return round(self.sent * self.receive_factor_max) if self.expert_parallel > 1 else self.sent
 
 
-def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> int:
+def _routed_saved_bytes(
+    profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
+) -> int:
     """Return the bytes that router and experts save of a sample for the backward pass.
 
-    Of every copy: its input, gathered by expert; both halves of the first product, the activated
-    gate and the gated product; what the second product returned, since its weight is multiplied
-    with it; 40 bytes of places and weights. Of the token the router's probabilities, in fp32, and
-    the sum of its weights. Where experts are spread over ranks, a rank has the answers of its own
-    copies, and of those that came everything else, with 8 bytes of places.
+    Of every copy of a token: its input, gathered by expert; both halves of the first product, the
+    activated gate and the gated product; the second product's result, since its weight is
+    multiplied with it; 40 bytes of indices and weights. Of the token: the router's probabilities,
+    in fp32, and the sum of its weights. Where experts are spread over ranks, a rank has the results
+    of the copies that it sent. Of those that it received it has everything else, with 8 bytes of
+    indices.
     """
     experts = routing.experts
     k = experts.chosen
@@ -185,75 +204,92 @@ def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast:
     weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (
         0 if experts.weights_add_up else 4 * k + 4
     )
-    w = _expert_width(profile, autocast=autocast)
-    places = 8 if routing.spread > 1 else 0
+    w = _expert_element_bytes(profile, autocast=autocast)
+    places = 8 if routing.expert_parallel > 1 else 0
     return (
-        routing.received * (w * (4 * experts.width + h) + places)
-        + routing.sent * (w * h + 40)
-        + routing.tokens * (4 * experts.count + 4 - weights)
+        routing.received * (w * (4 * experts.width + hidden_size) + places)
+        + routing.sent * (w * hidden_size + 40)
+        + routing.sample_tokens * (4 * experts.count + 4 - weights)
     )
 
 
-def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> int:
-    """Return the bytes that the shared expert, a feed-forward part, and its gate save of a token."""
+def _shared_expert_saved_bytes(
+    profile: ModelProfile, experts: Experts, hidden_size: int, *, autocast: bool
+) -> int:
+    """Return the bytes that the shared expert (a feed-forward part) and its gate save of a token; 0
+    without a shared expert.
+    """
     if not experts.shared_width:
         return 0
     width = 4 if profile.precision is Precision.FP32 else 2
-    return width * (4 * experts.shared_width + h + 1) + (6 * h if autocast and width == 2 else 0)
+    return width * (4 * experts.shared_width + hidden_size + 1) + (
+        6 * hidden_size if autocast and width == 2 else 0
+    )
 
 
-def _saved_bytes(
-    profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
+def _saved_and_selective_bytes(
+    profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
 ) -> tuple[int, int]:
-    """Return (all bytes that a sample's experts save, those under selective checkpointing: products
-    only).
+    """Return (bytes that a sample's experts save, bytes that they save under selective
+    checkpointing: products only).
     """
     width = 4 if profile.precision is Precision.FP32 else 2
     experts = routing.experts
-    routed = _routed_bytes(profile, routing, h, autocast=autocast)
-    shared = _shared_bytes(profile, experts, h, autocast=autocast)
-    shared_products = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
-    unread = 2 * h if autocast and width == 2 else 0  # the experts' input is not cast
-    selective = shared_products + width * (experts.count - h)
-    return routed + routing.tokens * (shared - unread), routing.tokens * selective
+    routed = _routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
+    shared = _shared_expert_saved_bytes(profile, experts, hidden_size, autocast=autocast)
+    shared_products = (
+        width * (2 * experts.shared_width + hidden_size + 1) if experts.shared_width else 0
+    )
+    unread = 2 * hidden_size if autocast and width == 2 else 0  # the experts' input is not cast
+    selective = shared_products + width * (experts.count - hidden_size)
+    return routed + routing.sample_tokens * (shared - unread), routing.sample_tokens * selective
 
 
 def _expert_peaks(
-    profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
+    profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
 ) -> tuple[BackwardPeak, ...]:
     """Return the memory peaks of the experts' backward pass: after each product, and where
     gradients add up.
 
     A gradient of all experts of a rank is one tensor and made whole, whatever the routing was.
-    Where they are spread, the gradients of copies go back to their tokens in between: as they came,
-    in the order of ranks, and arrived.
+    Where experts are spread, the gradients of token copies go back to their ranks in between.
     """
     experts = routing.experts
-    tokens = routing.tokens
+    tokens = routing.sample_tokens
     sent = routing.sent
     received = routing.received
     k = experts.chosen
     f = experts.width
     width = 4 if profile.precision is Precision.FP32 else 2
-    w = _expert_width(profile, autocast=autocast)
-    down = experts.count // routing.spread * experts.width * h
-    came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
+    w = _expert_element_bytes(profile, autocast=autocast)
+    down = experts.count // routing.expert_parallel * experts.width * hidden_size
+    came_in = (
+        width * (hidden_size - 1) if experts.shared_width else 0
+    )  # of what the shared expert returned
     base = tokens * came_in - 8 * sent
-    routed = _routed_bytes(profile, routing, h, autocast=autocast)
-    saved = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
+    routed = _routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
+    saved = routed + tokens * _shared_expert_saved_bytes(
+        profile, experts, hidden_size, autocast=autocast
+    )
     # of what experts saved, all but their input
-    gone = received * w * 4 * f + sent * w * h + 8 * sent
-    gathered = tokens * (8 if w == 4 else 4) * h - gone + base
-    attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - saved
-    weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k
-    more = w * h * (received - sent)  # gradients of what came instead of answers
+    gone = received * w * 4 * f + sent * w * hidden_size + 8 * sent
+    gathered = tokens * (8 if w == 4 else 4) * hidden_size - gone + base
+    attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * hidden_size - saved
+    weighted = (
+        3 * w * k * hidden_size
+        if w == 4 or not experts.weights_in_fp32
+        else 14 * k * hidden_size - 8 * k
+    )
+    more = w * hidden_size * (received - sent)  # gradients of what came instead of answers
     returned: tuple[BackwardPeak, ...] = ()
-    if routing.spread > 1:
-        gathered -= w * h * (received - sent) + 8 * received  # the gradients are of what was sent
-        returned = (BackwardPeak(3 * down, 0, received * w * (h - 4 * f) + base),)
+    if routing.expert_parallel > 1:
+        gathered -= (
+            w * hidden_size * (received - sent) + 8 * received
+        )  # the gradients are of what was sent
+        returned = (BackwardPeak(3 * down, 0, received * w * (hidden_size - 4 * f) + base),)
     return (
         BackwardPeak(0, 0, tokens * (weighted + came_in)),
-        BackwardPeak(down, 0, received * 2 * w * f - sent * w * h + base),
+        BackwardPeak(down, 0, received * 2 * w * f - sent * w * hidden_size + base),
         BackwardPeak(down, down, received * w * f + more + base),
         BackwardPeak(3 * down, 2 * down, base + more - 2 * received * w * f),
         *returned,
@@ -261,27 +297,29 @@ def _expert_peaks(
     )
 
 
-def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
+def _expert_element_bytes(profile: ModelProfile, *, autocast: bool) -> int:
     """Return the bytes per element in which experts compute; autocast does not reach their products
     (`_grouped_mm`).
     """
     return 4 if profile.precision is Precision.FP32 or autocast else 2
 
 
-def _factored_elements(experts: Experts, h: int) -> int:
-    """Return the elements of Adafactor's second moments: rows and columns of all matrices, of each
-    expert its own.
+def _factored_elements(experts: Experts, hidden_size: int) -> int:
+    """Return the elements of Adafactor's second moments: one row and one column for each matrix of
+    each expert.
     """
     f = experts.width
     shared = experts.shared_width
-    routed = experts.count * (2 * f + h + h + f) + experts.count + h
-    return routed - 3 * h + (3 * (shared + h) + 1 + h if shared else 0)
+    routed = experts.count * (2 * f + hidden_size + hidden_size + f) + experts.count + hidden_size
+    return (
+        routed - 3 * hidden_size + (3 * (shared + hidden_size) + 1 + hidden_size if shared else 0)
+    )
 
 
-def _updated_before_largest(experts: Experts, table: int, h: int) -> int:
+def _updated_before_largest(experts: Experts, table_elements: int, hidden_size: int) -> int:
     """Return `ModelProfile.updated_before_largest`: the first expert tensor is updated before the
     second, half its size.
     """
-    first = 2 * experts.count * experts.width * h
-    before = experts.count * h if experts.router_first else 0
-    return max(2 * table, 2 * first + before) - 2 * max(table, first)
+    first = 2 * experts.count * experts.width * hidden_size
+    before = experts.count * hidden_size if experts.router_first else 0
+    return max(2 * table_elements, 2 * first + before) - 2 * max(table_elements, first)

@@ -76,8 +76,8 @@ def read_config(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def find_model_shape(model: ModelSpec, sequence_length: int) -> DecoderSpec | DecoderShape | None:
-    """Return the sizes of our decoder, or of a transformers model as `find_decoder_shape`; None for
-    others.
+    """Return the sizes of our decoder, or of a transformers model that `find_decoder_shape` knows;
+    None for other models.
     """
     return model.decoder if model.hf is None else find_decoder_shape(model, sequence_length)
 
@@ -135,13 +135,13 @@ def adapt_to_transformers(
     sequence_length: int,
     *,
     autocast: bool,
-    cuda: bool,
+    is_cuda: bool,
     expert_parallel: int = 1,
-    uneven: float = 1.0,
+    receive_factor_max: float = 1.0,
     is_script: bool = False,
 ) -> ModelProfile:
-    """Return our decoder's profile adapted to the transformers family: its biases, head norms and
-    adapters.
+    """Return our decoder's profile adapted to the model's transformers family: with its biases,
+    head norms and adapters.
 
     `is_script`: a 4-bit base model was prepared by peft, and not by our engine.
     """
@@ -161,7 +161,12 @@ def adapt_to_transformers(
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
     if family == "qwen3":
         # kept for the gradient of the norm's weight
-        normed = 0 if model.lora is not None else 2 if low else 4
+        if model.lora is not None:
+            normed = 0
+        elif low:
+            normed = 2
+        else:
+            normed = 4
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
@@ -174,7 +179,7 @@ def adapt_to_transformers(
             saved_bytes=layer.saved_bytes
             + sequence_length * (wider - 4) * shape.hidden_size // profile.sequence_parallel,
         )
-    forward_bytes, backward_bytes = _moved_bytes(
+    forward_bytes, backward_bytes = _forward_and_backward_traffic_bytes(
         profile, shape, family, sequence_length, autocast=low and autocast
     )
     layer = replace(layer, forward_moved_bytes=forward_bytes, backward_moved_bytes=backward_bytes)
@@ -190,7 +195,9 @@ def adapt_to_transformers(
     if model.lora is None:
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
-        beside = _adapted_layer(model.lora, shape, low=low, autocast=autocast, cuda=cuda)
+        beside = _adapted_layer(
+            model.lora, shape, is_low_precision=low, autocast=autocast, is_cuda=is_cuda
+        )
         embedding, layer, head = _with_adapters(
             (embedding, layer, head),
             model.lora,
@@ -210,15 +217,17 @@ def adapt_to_transformers(
         shape.hidden_size,
         sequence_length,
         autocast=autocast,
-        spread=expert_parallel,
-        uneven=uneven,
+        expert_parallel=expert_parallel,
+        receive_factor_max=receive_factor_max,
     )
 
 
-def _moved_bytes(
-    profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool
+def _forward_and_backward_traffic_bytes(
+    profile: ModelProfile, shape: DecoderShape, family: str, sample_tokens: int, *, autocast: bool
 ) -> tuple[int, ...]:
-    """Return the bytes of a sample that a layer's operators move, forward and backward, uncompiled."""
+    """Return (forward, backward) bytes of memory traffic per sample of an uncompiled layer's
+    operators.
+    """
     tp = profile.tensor_parallel
     low = profile.precision is not Precision.FP32
     h = shape.hidden_size / profile.sequence_parallel
@@ -227,7 +236,7 @@ def _moved_bytes(
     ways = MOVED["autocast" if autocast else "low" if low else "fp32"]
     more = NORMS_OF_HEADS if family == "qwen3" else (0, 0)
     return tuple(
-        round(tokens * (stream * h + (turned + normed) * rotated + gated * f))
+        round(sample_tokens * (stream * h + (turned + normed) * rotated + gated * f))
         for (stream, turned, gated), normed in zip(ways, more, strict=True)
     )
 
@@ -236,44 +245,46 @@ def _with_adapters(
     segments: tuple[Segment, Segment, Segment],
     lora: LoraSpec,
     shape: DecoderShape,
-    beside: AdaptedLayer,
-    tokens: int,
-    rest: int,
+    adapted_layer: AdaptedLayer,
+    sample_tokens: int,
+    other_weight_bytes: int,
     *,
     is_script: bool,
 ) -> tuple[Segment, Segment, Segment]:
     """Return the segments with a frozen base and adapters beside the projections of every layer.
 
-    The base has no gradients or states. Under low precision the base's matrices are held in it
-    (models/hf_model.py), or in 4 bits and its tables in low precision (models/hf_adapters.py). An
-    embedding that is not, and norms, have `rest` bytes each: 4 but where a script says otherwise.
-    So have the tables beside a script's base of 4 bits (`prepare_model_for_kbit_training` in
-    peft/utils/other.py, peft 0.21). A projection without an adapter does not keep its input, an
-    adapter also what stands between its two matrices; under selective checkpointing also what the
-    second returned, since a matrix product did. A norm whose weight is frozen does not keep what
-    the weight is multiplied with.
+    The base has no gradients or states. Under low precision its matrices are held in that precision
+    (models/hf_model.py), or in 4 bits and its tables in low precision (models/hf_adapters.py).
+    Norms, and an embedding that is not in low precision, have `other_weight_bytes` per element: 4
+    but where a script says otherwise. So have the tables beside a script's base of 4 bits
+    (`prepare_model_for_kbit_training` in peft/utils/other.py, peft 0.21). A projection without an
+    adapter does not keep its input. An adapter also keeps what stands between its two matrices;
+    under selective checkpointing also what the second returned, since a matrix product did. A norm
+    whose weight is frozen does not keep what the weight is multiplied with.
     """
     embedding, layer, head = segments
-    sizes = list(beside.adapted.values())
+    sizes = list(adapted_layer.adapted.values())
     h = shape.hidden_size
     f = shape.intermediate_size
-    width = beside.width
+    width = adapted_layer.width
     low = width == 2
-    autocast = beside.autocast
+    autocast = adapted_layer.autocast
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
     table = shape.vocab_size * h
     base_width = NF4_BYTES if lora.quantise_base else width
-    between = tokens * width * lora.rank * len(sizes)
-    returned = tokens * width * sum(outputs for _, outputs in sizes)
-    normed = tokens * (width if low and not autocast else 4) * h
-    base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
-    inputs = tokens * beside.inputs_bytes
-    forward = tokens * beside.forward_bytes
-    backward = tokens * beside.backward_bytes
-    moved_forward, moved_backward = beside.moved_bytes
-    frozen_layer = round(base_width * beside.matrices) + rest * (layer.parameters - beside.matrices)
+    between = sample_tokens * width * lora.rank * len(sizes)
+    returned = sample_tokens * width * sum(outputs for _, outputs in sizes)
+    normed = sample_tokens * (width if low and not autocast else 4) * h
+    base_inputs = sample_tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
+    inputs = sample_tokens * adapted_layer.inputs_bytes
+    forward = sample_tokens * adapted_layer.forward_bytes
+    backward = sample_tokens * adapted_layer.backward_bytes
+    moved_forward, moved_backward = adapted_layer.forward_and_backward_traffic_bytes
+    frozen_layer = round(base_width * adapted_layer.matrices) + other_weight_bytes * (
+        layer.parameters - adapted_layer.matrices
+    )
     own_table = 0 if shape.tie_word_embeddings else table
-    table_width = 2 if low and lora.quantise_base and not is_script else rest
+    table_width = 2 if low and lora.quantise_base and not is_script else other_weight_bytes
     is_table = shape.tie_word_embeddings or lora.quantise_base or not low
     head_width = table_width if is_table else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
@@ -281,7 +292,7 @@ def _with_adapters(
         replace(
             embedding,
             trained=0,
-            frozen_bytes=table_width * table + rest * (embedding.parameters - table),
+            frozen_bytes=table_width * table + other_weight_bytes * (embedding.parameters - table),
             summed_gradients=0,
             waiting_gradients=0,
             looked_up=0,
@@ -302,10 +313,10 @@ def _with_adapters(
             if layer.selective_bytes is None
             else layer.selective_bytes + between + returned,
             selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes)
-            + tokens * width * h,
+            + sample_tokens * width * h,
             cast_bytes=2 * trained if low and autocast else 0,
-            forward_moved_bytes=layer.forward_moved_bytes + tokens * moved_forward,
-            backward_moved_bytes=layer.backward_moved_bytes + tokens * moved_backward,
+            forward_moved_bytes=layer.forward_moved_bytes + sample_tokens * moved_forward,
+            backward_moved_bytes=layer.backward_moved_bytes + sample_tokens * moved_backward,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
             tensors=tuple(
                 lora.rank * size
@@ -318,7 +329,8 @@ def _with_adapters(
             head,
             trained=0,
             saved_bytes=head.saved_bytes - normed,
-            frozen_bytes=head_width * own_table + rest * (head.parameters - own_table),
+            frozen_bytes=head_width * own_table
+            + other_weight_bytes * (head.parameters - own_table),
             waiting_gradients=0,
             factored=0,
             tensors=(),
@@ -328,15 +340,15 @@ def _with_adapters(
 
 
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
-    """Return the loss in chunks for a frozen weight: it holds only logits, and autocast's copy of
-    the weight.
+    """Return the memory of a loss in chunks whose weight is frozen: it holds only logits, and
+    autocast's copy of the weight.
     """
     per_token_bytes, _ = chunks.peaks[0]
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 
 
 def _adapted_layer(
-    lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool
+    lora: LoraSpec, shape: DecoderShape, *, is_low_precision: bool, autocast: bool, is_cuda: bool
 ) -> AdaptedLayer:
     h = shape.hidden_size
     f = shape.intermediate_size
@@ -347,7 +359,7 @@ def _adapted_layer(
         projections=dict(zip(PROJECTIONS, starmap(Projection, sizes), strict=True)),
         targets=lora.target_modules,
         dropout=lora.dropout > 0,
-        width=2 if low else 4,
+        width=2 if is_low_precision else 4,
         autocast=autocast,
-        cuda=cuda,
+        cuda=is_cuda,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.specs.attempt import Device, devices_in
+from orchestrator.specs.attempt import Device, list_devices_of
 from orchestrator.specs.state import State
 
 
@@ -19,5 +19,5 @@ def job_id_by_held_device(state: State) -> Mapping[Device, str]:
         for job in state.jobs.values()
         for attempt in job.attempts
         if not attempt.released
-        for device in devices_in(attempt.placement)
+        for device in list_devices_of(attempt.placement)
     }

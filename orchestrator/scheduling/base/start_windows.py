@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, saves_on_request
-from orchestrator.specs.clock import Window, local_text
+from orchestrator.specs.clock import Window, format_local_time
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.pending import Facts
 
@@ -47,7 +47,7 @@ class StartHours:
         if self.window is None:
             return earliest_s
         for _ in range(SPANS):
-            opens_s, closes_s = self.window.span(earliest_s)
+            opens_s, closes_s = self.window.find_first_opening(earliest_s)
             start_s = max(opens_s, earliest_s)
             if not self.must_end or start_s + min(attempt_duration_s, self.needs_s) <= closes_s:
                 return start_s
@@ -97,7 +97,7 @@ def leave_for_window_close_at_s(spec: JobSpec, launched_s: float) -> float:
     """
     if spec.start_window is None or not leaves_at_close(spec):
         return inf
-    return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
+    return spec.start_window.find_first_opening(launched_s)[1] - MOVE_GRACE_S
 
 
 def next_window_opening_s(spec: JobSpec, after_s: float) -> float:
@@ -106,13 +106,13 @@ def next_window_opening_s(spec: JobSpec, after_s: float) -> float:
     """
     if spec.start_window is None:
         return inf
-    opens_s, closes_s = spec.start_window.span(after_s)
-    return opens_s if opens_s > after_s else spec.start_window.span(closes_s)[0]
+    opens_s, closes_s = spec.start_window.find_first_opening(after_s)
+    return opens_s if opens_s > after_s else spec.start_window.find_first_opening(closes_s)[0]
 
 
 def may_start_at(spec: JobSpec, at_s: float) -> bool:
     """Return whether the job may start at this time: its start window is open, or it has none."""
-    return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
+    return spec.start_window is None or spec.start_window.find_first_opening(at_s)[0] <= at_s
 
 
 def start_window_facts(spec: JobSpec, start_s: float) -> Facts:
@@ -120,5 +120,5 @@ def start_window_facts(spec: JobSpec, start_s: float) -> Facts:
     start window.
     """
     assert spec.start_window is not None, spec.name
-    start = local_text(start_s, spec.start_window.zone)
+    start = format_local_time(start_s, spec.start_window.zone)
     return (("start", start), ("window", str(spec.start_window)))

@@ -12,7 +12,7 @@ from orchestrator.specs.attempt import (
     Failure,
     FailureKind,
     Placement,
-    devices_in,
+    list_devices_of,
 )
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
@@ -244,7 +244,7 @@ def must_avoid_last_devices(job: Job) -> bool:
 
 def devices_of_placement(placement: Placement) -> set[Device]:
     """Return the (node, index) pairs of all devices in a placement."""
-    return set(devices_in(placement))
+    return set(list_devices_of(placement))
 
 
 def nodes_of_placement(placement: Placement) -> set[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from orchestrator.planning.ways_out import with_batch_knobs
+from orchestrator.planning.ways_out import add_batch_knobs
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
@@ -77,7 +77,7 @@ def _describe_missing_knobs(state: State, job: Job, node_groups: Sequence[NodeGr
 
     It is "" where there are none, or where they would not help.
     """
-    missing, spec = with_batch_knobs(job.spec)
+    missing, spec = add_batch_knobs(job.spec)
     if not missing or not _may_any_plan_fit(state, replace(job, spec=spec), node_groups):
         return ""
     names = " and ".join(f"`{name}`" for name in missing)

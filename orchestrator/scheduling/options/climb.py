@@ -6,8 +6,8 @@ from operator import itemgetter
 
 from orchestrator.memory.calibration.calibrate import (
     Calibration,
-    correction_of_step_time,
     step_kind_of,
+    step_time_correction_of,
 )
 from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
@@ -87,7 +87,7 @@ def find_faster_option(
     timed = [
         (
             steps_s.get(candidate.plan)
-            or candidate.step_s * correction_of_step_time(candidate.plan, *factors),
+            or candidate.step_s * step_time_correction_of(candidate.plan, *factors),
             candidate,
         )
         for candidate in candidates

@@ -14,22 +14,22 @@ from orchestrator.memory.calibration.calibrate import (
     Calibration,
     StepKind,
     calibrate,
-    correction_of_step_time,
     has_unmeasured_cache,
     step_kind_of,
+    step_time_correction_of,
 )
 from orchestrator.memory.calibration.correction import corrected_device_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
-    find_likeliest,
+    find_likeliest_fitting,
     fit_probability,
     needed_device_bytes,
 )
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
-from orchestrator.planning.trust import Choice, ChoiceRule, allowed_fill_of
+from orchestrator.planning.trust import Choice, ChoiceRule, allowed_memory_fill_of
 from orchestrator.planning.ways_out import UnfitJob
 from orchestrator.scheduling.base.migration import required_open_node_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
@@ -223,7 +223,7 @@ def list_job_options(
         UnfitJob(job.spec, node_group.hardware, device.memory, calibration, job.refuted),
         min_startup_bytes(job, device.name),
     )
-    candidate = find_likeliest(
+    candidate = find_likeliest_fitting(
         (
             CandidateRoom(candidate, device.memory)
             for candidate in candidates
@@ -384,7 +384,7 @@ def make_choice_rule(
     is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
     keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
     return ChoiceRule(
-        room=allowed_fill_of(candidate.plan) if keeps_room else 1.0,
+        room=allowed_memory_fill_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
         before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
@@ -409,7 +409,8 @@ def list_best_options_by_device_count(
         by_devices.setdefault(option.devices, []).append(option)
     best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
     return tuple(
-        best[index] for index in rule.choose_device_counts([option.choice for option in best])
+        best[index]
+        for index in rule.choose_indices_worth_devices([option.choice for option in best])
     )
 
 
@@ -418,7 +419,7 @@ def _best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
     fastest.
     """
     choices = [option.choice for option in options]
-    taken = rule.choose_plan(choices)
+    taken = rule.choose_plan_index(choices)
     fastest = min(choices, key=attrgetter("seconds"))
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 
@@ -428,7 +429,7 @@ def make_calibration_for_job(state: State, job: Job, device_kind: str) -> Calibr
     family's measurements.
     """
     return calibrate(
-        state.observations, device=device_kind, family=job.spec.family_name, job=job.key
+        state.observations, device=device_kind, family=job.spec.family_name, job_key=job.key
     )
 
 
@@ -478,7 +479,7 @@ def predict_attempt_duration(
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
-    step_s = ran_before or attempt.step_s * correction_of_step_time(attempt.plan, *factors)
+    step_s = ran_before or attempt.step_s * step_time_correction_of(attempt.plan, *factors)
     return make_certain_duration(launch_cost_s + left * step_s)
 
 
@@ -564,7 +565,7 @@ def _predict_durations(
             left
             * (
                 measured.get(candidate.plan)
-                or candidate.step_s * correction_of_step_time(candidate.plan, *factors)
+                or candidate.step_s * step_time_correction_of(candidate.plan, *factors)
             )
         )
         for candidate in candidates

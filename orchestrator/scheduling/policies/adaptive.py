@@ -186,7 +186,7 @@ class AdaptivePolicy:
         goes_first = (
             min(waiting.rank, waiting.urgent_from_s) <= start_s
             or waiting.priority > 0
-            or self._index.state.policy.is_shared
+            or self._index.state.policy.has_teams
         )
         return not (goes_first or is_elastic(waiting.job))
 
@@ -256,7 +256,7 @@ class AdaptivePolicy:
         Where no teams share the cluster, the largest jobs come together.
         """
         state = self._index.state
-        if state.policy.is_shared:
+        if state.policy.has_teams:
             return queue.list_sort_keys_of_not_overdue(state.at_s)
         return queue.list_sort_keys_of_not_overdue_largest_first(
             state.at_s, self._index.devices, self._index.tuning

@@ -12,7 +12,7 @@ from statistics import geometric_mean, mean, median
 from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile, uses_autocast
-from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.explain import find_fastest_fitting_or_lightest
 from orchestrator.planning.frontier import Candidate, needed_device_bytes
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
@@ -33,7 +33,7 @@ from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings
+from orchestrator.specs.settings import in_short, settings_as_text
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
@@ -209,7 +209,7 @@ def _list_known_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     """Return the plan's settings as text by name, without a precision that nobody stated."""
     return {
         name: text
-        for name, text in settings(plan).items()
+        for name, text in settings_as_text(plan).items()
         if name != "precision" or spec.is_precision_known
     }
 
@@ -266,7 +266,9 @@ def _find_closest_plan_and_bytes(state: State, job: Job) -> tuple[NodeGroup, Can
             candidates = find_frontier(read_plan_request(job.spec), group.hardware, calibrated)
         except SpecError:
             continue
-        candidate = find_best_or_nearest(candidates, group.hardware.device.memory, calibrated)
+        candidate = find_fastest_fitting_or_lightest(
+            candidates, group.hardware.device.memory, calibrated
+        )
         if candidate is not None:
             estimate = correct_estimate(
                 candidate.estimate,

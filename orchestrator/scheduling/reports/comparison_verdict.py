@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from orchestrator.scheduling.reports.comparison_rows import ComparisonRow, Outcome, is_finished
-from orchestrator.specs.plain_text import join_first
+from orchestrator.specs.plain_text import join_first_words
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ALIKE = 1.03  # single step times, costs and peaks that differ by less are called the same
@@ -116,7 +116,7 @@ def _compare_losses(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
         row.strategy for row, distance in distances if distance > LOSS_ALIKE * abs(row.loss or 0.0)
     ]
     if far:
-        yield f"The losses of {join_first(far, NAMED_MAX)} differ by up to {most:.2g} at the same step"
+        yield f"The losses of {join_first_words(far, NAMED_MAX)} differ by up to {most:.2g} at the same step"
     else:
         yield f"Losses agree: they differ by at most {most:.1g} at the same step"
 
@@ -140,7 +140,7 @@ def _describe_strategies_excluded_by_memory(
     if len(rows) == 1:
         yield f"{rows[0].strategy} {singular_verb}{_describe_bytes_of_capacity(rows[0], ': {} of {}')}"
     else:
-        yield f"{join_first(named, NAMED_MAX)} {plural_verb or singular_verb}"
+        yield f"{join_first_words(named, NAMED_MAX)} {plural_verb or singular_verb}"
 
 
 def _describe_bytes_of_capacity(row: ComparisonRow, format_string: str = " ({} of {})") -> str:

@@ -12,7 +12,7 @@ from orchestrator.scheduling.reports.forecast import JobForecast, make_quick_for
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import find_jobs_to_stop_for_deadline
-from orchestrator.specs.clock import local_text
+from orchestrator.specs.clock import format_local_time
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -51,10 +51,11 @@ def _describe_remedies(state: State, job: Job) -> str:
     zone = job.spec.deadline.zone
 
     def describe(expected: JobForecast) -> str:
-        return f"{local_text(expected.end_s, zone)} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
+        end = format_local_time(expected.end_s, zone)
+        return f"{end} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
 
     earliest = make_quick_forecast(state, {job.id}).get(job.id)
-    due = local_text(job.deadline_s, zone)
+    due = format_local_time(job.deadline_s, zone)
     if earliest is None:
         return f"is not expected by {due}: the time of its start is not known"
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1

@@ -15,9 +15,9 @@ from orchestrator.memory.calibration.correction import (
     correct_estimate,
     corrected_allocated_bytes,
     corrected_device_bytes,
-    is_real_prediction,
     observed_activation_factor,
     predicted_peak_bytes,
+    rests_on_facts,
 )
 from orchestrator.planning.frontier import Candidate, fits_device, needed_device_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
@@ -98,7 +98,7 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
     device = group.hardware.device
     calibrated = make_calibration_for_job(state, job, device.name)
     measured = measured_peak_bytes_by_plan(job, device.name)
-    if not is_real_prediction(candidates[0].estimate, calibrated.correction):
+    if not rests_on_facts(candidates[0].estimate, calibrated.correction):
         return None
     tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
     points = []
@@ -220,7 +220,10 @@ def _calibrations_before_and_after(state: State, observation: Observation) -> It
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
         yield calibrate(
-            observations, device=observation.device, family=observation.family, job=observation.job
+            observations,
+            device=observation.device,
+            family=observation.family,
+            job_key=observation.job,
         )
 
 

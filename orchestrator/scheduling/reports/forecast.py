@@ -34,7 +34,7 @@ from orchestrator.specs.attempt import (
     Evidence,
     Placement,
     RankEnd,
-    devices_in,
+    list_devices_of,
 )
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
@@ -353,7 +353,7 @@ class _VagueDevices:
 
         If its end is not, the devices count as vague from then on.
         """
-        devices = set(devices_in(placement))
+        devices = set(list_devices_of(placement))
         knows_start = start_s <= self._at_s or not devices & self._devices
         knows_end = knows_start and is_duration_known
         if not knows_end:

@@ -43,13 +43,13 @@ from orchestrator.scheduling.scheduling_pass.decide import (
 )
 from orchestrator.scheduling.scheduling_pass.index import waits_for_devices
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
-from orchestrator.specs.attempt import Device, device_count, devices_in
-from orchestrator.specs.clock import local_text
+from orchestrator.specs.attempt import Device, device_count, list_devices_of
+from orchestrator.specs.clock import format_local_time
 from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.pending import Pending
-from orchestrator.specs.plain_text import join_first
+from orchestrator.specs.plain_text import join_first_words
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -132,7 +132,7 @@ class WaitExplainer:
         self._promises: dict[Device, list[DeviceReservation]] = {}
         for number, entry in enumerate(state.reservations):
             promise = DeviceReservation(entry.start_s, entry.job_id, number)
-            for device in devices_in(entry.placement):
+            for device in list_devices_of(entry.placement):
                 self._promises.setdefault(device, []).append(promise)
         self._arrays = Counter(
             state.jobs[job_id].array for job_id in self._numbers if job_id in state.jobs
@@ -349,7 +349,7 @@ class WaitExplainer:
         self, job: Job, blocked_option: BlockedOption, obstacle: Obstacle, devices: Sequence[Device]
     ) -> str:
         """Return a clause on one obstacle, and on the devices that it excludes."""
-        nodes = join_first(dict.fromkeys(node for node, _ in devices), NAMES_MAX)
+        nodes = join_first_words(dict.fromkeys(node for node, _ in devices), NAMES_MAX)
         match obstacle:
             case Obstacle.SET_ASIDE:
                 until_s = min(
@@ -391,7 +391,7 @@ class WaitExplainer:
         )
         start_s, first = promises[0]
         others = [job_id for _, job_id in promises[1:]]
-        more = f", and for {join_first(others, NAMES_MAX)}" if others else ""
+        more = f", and for {join_first_words(others, NAMES_MAX)}" if others else ""
         return f"{first}, which starts about {self._format_time(start_s)}{more}"
 
     def _why_not_now(self, waiting: WaitingJob, startable_options: Sequence[BlockedOption]) -> str:
@@ -468,10 +468,10 @@ class WaitExplainer:
             start_s, placement = min(slots, key=lambda slot: slot[0])
             begin = "It starts"
             bound = " at the earliest"
-        devices = devices_in(placement)
+        devices = list_devices_of(placement)
         ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
-        after = f", after the end of {join_first(ends, NAMES_MAX)}" if ends else ""
-        nodes = join_first((part.node for part in placement), NAMES_MAX)
+        after = f", after the end of {join_first_words(ends, NAMES_MAX)}" if ends else ""
+        nodes = join_first_words((part.node for part in placement), NAMES_MAX)
         return f"{begin} {self._format_time(start_s)}{bound}, on {len(devices)} of {nodes}{after}."
 
     def _describe_quotas(self, job: Job) -> str:
@@ -502,7 +502,7 @@ class WaitExplainer:
         if not others or own_team in below:
             return ""
         count = devices[own_team.name]
-        first = join_first(others, NAMES_MAX)
+        first = join_first_words(others, NAMES_MAX)
         return f"Its team {own_team.name} holds {count} of a quota of {own_team.quota}; first come {first}."
 
     def _describe_fewer_devices(self, job: Job, priced_options: Sequence[PricedOption]) -> str:
@@ -576,7 +576,7 @@ class WaitExplainer:
             yield f"A plan that needs {format_bytes(room)} on a device could start now: this one needs {needed}."
         for obstacle in (Obstacle.SET_ASIDE, Obstacle.DRAINED):
             if obstacle in blocked_option.obstacles and starts(entry, obstacle):
-                nodes = join_first(
+                nodes = join_first_words(
                     dict.fromkeys(node for node, _ in blocked_option.obstacles[obstacle]), NAMES_MAX
                 )
                 yield f"It could start now after `orc drain NODE --undo` of {nodes}."
@@ -590,7 +590,7 @@ class WaitExplainer:
         )
 
     def _format_time(self, at_s: float) -> str:
-        return local_text(at_s, self._zone)
+        return format_local_time(at_s, self._zone)
 
 
 def _waits_only_for_devices(job: Job, state: State) -> bool:

@@ -11,8 +11,8 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from orchestrator.memory.calibration.calibrate import CONFIDENCE, is_measured
-from orchestrator.memory.calibration.correction import is_real_prediction
+from orchestrator.memory.calibration.calibrate import CONFIDENCE, rests_on_measurements
+from orchestrator.memory.calibration.correction import rests_on_facts
 from orchestrator.planning.explain import describe_rejected_fastest
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_device_bytes
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
@@ -36,7 +36,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile, 
 from orchestrator.scheduling.queue.demand import leaves_enough_headroom_from_s
 from orchestrator.scheduling.queue.wait_queue import OptionsByPool, WaitingJob
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Device, Placement, devices_in
+from orchestrator.specs.attempt import Device, Placement, list_devices_of
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
@@ -562,16 +562,16 @@ def _make_start_decision(
     candidate = entry.candidate
     calibrated = index.options.find_calibration(job, device)
     judged = candidate.plan not in measured_peak_bytes_by_plan(job, device)
-    capacity_bytes = min(starmap(pool.free_bytes, devices_in(placement)))
+    capacity_bytes = min(starmap(pool.free_bytes, list_devices_of(placement)))
     correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
     chance: float | None = None
-    if judged and is_real_prediction(candidate.estimate, correction):
+    if judged and rests_on_facts(candidate.estimate, correction):
         chance = fit_probability(candidate, capacity_bytes, calibrated)
     # what a job file declares may raise a doubt; it is no proof before anything was measured
     if (
         chance is not None
         and chance >= CONFIDENCE
-        and not is_measured(candidate.plan, candidate.estimate, calibrated)
+        and not rests_on_measurements(candidate.plan, candidate.estimate, calibrated)
     ):
         chance = None
     return StartDecision(

@@ -8,7 +8,7 @@ from math import inf
 
 from orchestrator.memory.calibration.calibrate import calibrate
 from orchestrator.planning.explain import describe_choice
-from orchestrator.planning.profiles import find_own_settings
+from orchestrator.planning.profiles import find_reference_settings
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
@@ -114,7 +114,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
         (*state.observations, observation),
         device=attempt.device,
         family=job.spec.family_name,
-        job=job.key,
+        job_key=job.key,
     )
     option = find_faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
@@ -456,7 +456,7 @@ def _find_script_settings_of_estimate(
     if decision.candidate.estimate.source not in UNTIMED:
         return None
     spec = with_measured_memory(job.spec, index.options.find_calibration(job, decision.device))
-    return find_own_settings(read_plan_request(spec))
+    return find_reference_settings(read_plan_request(spec))
 
 
 def _describe_start(decision: StartDecision, earlier_attempt: Attempt | None) -> str:

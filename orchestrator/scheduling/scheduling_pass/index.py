@@ -52,7 +52,7 @@ from orchestrator.scheduling.scheduling_pass.option_cache import (
     OptionCache,
     needs_learned_durations,
 )
-from orchestrator.specs.attempt import Attempt, StopCause, devices_in
+from orchestrator.specs.attempt import Attempt, StopCause, list_devices_of
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
@@ -577,7 +577,7 @@ class SchedulerIndex:
             device
             for job in self.running.values()
             for attempt in _attempts_holding_devices(job).values()
-            for device in devices_in(attempt.placement)
+            for device in list_devices_of(attempt.placement)
         }
         for node, device in self._suspended.keys() | until_s_by_device.keys():
             pool = self._pool_of.get(node)
@@ -651,7 +651,7 @@ class SchedulerIndex:
 
     def make_fair_share_lookup(self) -> Callable[[str], FairSharePlace]:
         """Return a function from a user's name to the user's sort key in the fair-share order."""
-        if not self._policy_spec.is_shared and len(self.waiting_users) < 2:
+        if not self._policy_spec.has_teams and len(self.waiting_users) < 2:
             return equal_fair_share_key
         now = (
             self.state.at_s,

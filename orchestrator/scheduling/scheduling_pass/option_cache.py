@@ -10,8 +10,8 @@ from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     Calibration,
     calibrate,
-    correction_of_step_time,
     measured_overhead_of,
+    step_time_correction_of,
 )
 from orchestrator.memory.engines.overhead import MeasuredOverhead
 from orchestrator.planning.frontier import Candidate
@@ -129,7 +129,7 @@ class OptionCache:
         if any(
             ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
-            return calibrate(self._observations, device=device_kind, family=family, job=job.key)
+            return calibrate(self._observations, device=device_kind, family=family, job_key=job.key)
         key = (family, device_kind)
         if key not in self._calibrated:
             self._calibrated[key] = calibrate(self._observations, device=device_kind, family=family)
@@ -237,7 +237,7 @@ def _predict_duration_without_history_s(
     factors = measured_step_time_factors(job, group.hardware.device.name)
     if not factors:
         return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
-    return steps_left * candidate.step_s * correction_of_step_time(candidate.plan, factors)
+    return steps_left * candidate.step_s * step_time_correction_of(candidate.plan, factors)
 
 
 def _list_candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:

@@ -231,7 +231,7 @@ def _may_be_stopped_for_deadline(
         return False
     if movable_job.priority == waiting.priority:
         is_due = index.policy.rank(movable_job.job) <= index.state.at_s
-        if index.state.policy.is_shared or (is_due and movable_job.job.order < waiting.job.order):
+        if index.state.policy.has_teams or (is_due and movable_job.job.order < waiting.job.order):
             return False
     if (
         movable_job.slack_s < inf
@@ -491,7 +491,7 @@ def _list_jobs_to_go_before(
     )
     worth = index.tuning.worth
     holds_twice = None
-    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * movable_job.left_s
+    shorter_s = -inf if index.state.policy.has_teams else index.tuning.shorter * movable_job.left_s
     ahead = []
     for waiting, promised in jobs_with_reservations:
         priority = waiting.priority

@@ -38,7 +38,7 @@ def find_jobs_to_stop_for_owner(
     policy = index.state.policy
     if (
         not jobs_with_reservations
-        or not policy.is_shared
+        or not policy.has_teams
         or policy.reclaim == "never"
         or _is_any_job_leaving_for_owner(index)
     ):

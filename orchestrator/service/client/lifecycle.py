@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.backends.attempts.identity import ENTER, USERS
-from orchestrator.backends.attempts.leftovers import kill_marked_below
+from orchestrator.backends.attempts.leftovers import kill_processes_of_home
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.client.client import (
     TIMEOUT_S,
@@ -178,7 +178,7 @@ def _remove_remains(home: Path, force: bool, *, was_up: bool) -> None:
         read_service_file(home)  # raises ServiceError: nothing is up
     embedded_ray.stop_embedded(home)
     if has_ray:
-        kill_marked_below(home.resolve())
+        kill_processes_of_home(home.resolve())
     end_server(home)
     with suppress(OSError):  # a read-only disk: the note names a process that has ended
         (home / "service.json").unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def _check_runs_on_this_machine(home: Path) -> None:
     """
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    machine = embedded_ray.find_other_machine(home)
+    machine = embedded_ray.find_other_machine_address(home)
     if machine is not None:
         raise ServiceError(
             f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.calibration.calibrate import Calibration, calibrate
-from orchestrator.planning.explain import find_best_or_nearest
+from orchestrator.planning.explain import find_fastest_fitting_or_lightest
 from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
@@ -343,5 +343,7 @@ def _complete_pins(
             if micro_batch is None
             else _complete_pins(spec, pins, None, device_group, calibration)
         )
-    candidate = find_best_or_nearest(candidates, device_group.hardware.device.memory, calibration)
+    candidate = find_fastest_fitting_or_lightest(
+        candidates, device_group.hardware.device.memory, calibration
+    )
     return pins if candidate is None else _pins_of_plan(spec, candidate.plan)

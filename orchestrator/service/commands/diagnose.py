@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.evidence import collect_folder_evidence, feed_log, rank_end
+from orchestrator.backends.attempts.evidence import (
+    collect_folder_evidence,
+    make_rank_end,
+    scan_lines_of,
+)
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.endings import read_exceptions
@@ -207,8 +211,8 @@ def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
     scan = LogScan(
         log_name=log_path.name, pattern_by_phase=project.phases if project is not None else {}
     )
-    feed_log(scan, log_path)
-    return rank_end(log_path, rank, exit_code, scan, scan.findings)
+    scan_lines_of(scan, log_path)
+    return make_rank_end(log_path, rank, exit_code, scan, scan.findings)
 
 
 def _make_placeholder_job_and_attempt() -> tuple[Job, Attempt]:

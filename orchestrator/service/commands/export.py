@@ -28,7 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short, settings
+from orchestrator.specs.settings import in_short, settings_as_text
 
 DEEPSPEED = "deepspeed.json"
 ACCELERATE = "accelerate.yaml"
@@ -57,7 +57,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
         resume_from=None,
         deepspeed_config_path=str(folder / DEEPSPEED),
         config_path=None if config_path is None else str(config_path),
-        devices=devices,
+        node_devices=devices,
     )
     if spec.config is not None and config_path is not None:
         content = (source / spec.config.file).read_text()
@@ -91,13 +91,13 @@ def _check_exportable(spec: JobSpec, workdir: Path, folder: Path) -> None:
 
 def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     """Write the plan's settings, and the files that DeepSpeed and accelerate read."""
-    (folder / "plan.json").write_text(json.dumps(settings(plan), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(settings_as_text(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
     if spec.knobs.deepspeed_config is not None or (
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
     ):
         content = render_deepspeed_config(
-            plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed
+            plan, clip_norm=spec.training.clip_norm, job_keys_json=spec.deepspeed
         )
         deepspeed_path.write_text(json.dumps(content, indent=2) + "\n")
     if spec.launch == "accelerate":

@@ -169,7 +169,7 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
         step_s=None,
         why="no plan fits, even on eight of one machine",
     )
-    if not device.has(spec.precision):
+    if not device.supports(spec.precision):
         row["why"] = (
             f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
         )
@@ -213,7 +213,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     """Return the plan that the scheduler would choose on an idle cluster, as `orc plan` shows it;
     None where no plan fits.
     """
-    plans = find_frontier(read_plan_request(spec), hardware, within_reach=True)
+    plans = find_frontier(read_plan_request(spec), hardware, skips_oversized=True)
     memory_bytes = hardware.device.memory
     candidates = list(list_fitting(plans, memory_bytes, UNMEASURED))
     if not candidates:
@@ -225,7 +225,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     for candidate in alike:
         fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
-    return alike[rule.choose_plan(choices)]
+    return alike[rule.choose_plan_index(choices)]
 
 
 def _add_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:

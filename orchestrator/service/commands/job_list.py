@@ -111,7 +111,7 @@ def _make_arrival(
     between = (
         None
         if spec.start_window is None
-        else spec.start_window.counted_from(list_begins_s + first_submitted_at_s)
+        else spec.start_window.shifted_to_start_at(list_begins_s + first_submitted_at_s)
     )
     deadline_s = (
         None

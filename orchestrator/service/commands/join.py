@@ -62,7 +62,9 @@ def join_service(
             _wait_for_node(client, node_name)
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
-                embedded_ray.stop_embedded(home, record=embedded_ray.record_name(node_name))
+                embedded_ray.stop_embedded(
+                    home, record_file_name=embedded_ray.record_file_name(node_name)
+                )
                 _remove_from_service(client, node_name, GONE_TIMEOUT_S)
             raise
     return {
@@ -82,7 +84,7 @@ def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) 
     runs.
     """
     endpoint = load_endpoint(home)
-    record = embedded_ray.record_name(node_name)
+    record = embedded_ray.record_file_name(node_name)
     if endpoint is None:
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
@@ -96,13 +98,13 @@ def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) 
             if is_here:
                 client.drain_node(node_name, undo=False)
                 _wait_until_empty(client, node_name, timeout_s, force=force)
-                embedded_ray.stop_embedded(home, record=record)
+                embedded_ray.stop_embedded(home, record_file_name=record)
             if was_in:
                 _remove_from_service(client, node_name, GONE_TIMEOUT_S if is_here else 0.0)
-        embedded_ray.stop_embedded(home, record=record)  # what one that died here left
+        embedded_ray.stop_embedded(home, record_file_name=record)  # what one that died here left
     finally:
         if force and is_here:  # also where the service does not answer
-            embedded_ray.stop_embedded(home, record=record)
+            embedded_ray.stop_embedded(home, record_file_name=record)
     return was_in
 
 

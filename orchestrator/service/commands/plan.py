@@ -11,12 +11,12 @@ from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     Calibration,
     calibrate,
-    correction_of_step_time,
-    is_measured,
     likely_needed_bytes_range,
     reported_fit_probability,
+    rests_on_measurements,
+    step_time_correction_of,
 )
-from orchestrator.memory.calibration.correction import corrected_device_bytes, is_real_prediction
+from orchestrator.memory.calibration.correction import corrected_device_bytes, rests_on_facts
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, busy_share, predict_step_s
 from orchestrator.planning.explain import describe_rejected_fastest, why_nothing_fits
@@ -24,7 +24,7 @@ from orchestrator.planning.families import list_requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
-    find_likeliest,
+    find_likeliest_fitting,
     fit_probability,
     fits_device,
     needed_device_bytes,
@@ -80,8 +80,8 @@ from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings, strongest_degradation
-from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.settings import in_short, settings_as_text, strongest_degradation
+from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
 
@@ -259,7 +259,7 @@ def _choose_likeliest_plan(kind_plans: _KindPlans) -> JobPlans:
 
     None is chosen where only the free memory is too small.
     """
-    candidate = find_likeliest(
+    candidate = find_likeliest_fitting(
         (
             CandidateRoom(candidate, kind_plans.hardware.device.memory)
             for candidate in kind_plans.candidates
@@ -311,7 +311,7 @@ def _plan_on_kind(
                 *list_adapter_changes(case, trace_model),
                 *list_smaller_models(case, trace_model),
             )
-        nothing = why_nothing_fits(case, ways=ways)
+        nothing = why_nothing_fits(case, ways_out=ways)
     job = placeholder_job(spec)
     first = candidates[0].plan
     probe = find_probe_plan(job, hardware.device, calibrated, candidates)
@@ -350,7 +350,7 @@ def _view_way_out(way_out: WayOut) -> WayOutView:
         needed_bytes=way_out.needed_bytes,
         degradation=way_out.degradation.name.lower(),
         settings=dict(way_out.settings),
-        job=None if way_out.job is None else way_out.job.file_content(),
+        job=None if way_out.job is None else way_out.job.as_job_file(),
     )
 
 
@@ -415,10 +415,10 @@ def _choose_plans(
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
     best = [
-        indices[rule.choose_plan([choice(index) for index in indices])]
+        indices[rule.choose_plan_index([choice(index) for index in indices])]
         for _, indices in sorted(by_width.items())
     ]
-    chosen = best[rule.choose_device_counts([choice(index) for index in best])[-1]]
+    chosen = best[rule.choose_indices_worth_devices([choice(index) for index in best])[-1]]
     fastest = min(
         by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"]
     )
@@ -491,16 +491,16 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = correction_of_step_time(plan, calibration.step_factors)
+    factor = step_time_correction_of(plan, calibration.step_factors)
     correction = calibration.activation_factor_of(plan, estimate)
-    is_memory_known = is_real_prediction(estimate, correction)
-    measured = is_measured(plan, estimate, calibration)
+    is_memory_known = rests_on_facts(estimate, correction)
+    measured = rests_on_measurements(plan, estimate, calibration)
     chance = fit_probability(candidate, capacity_bytes, calibration) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
     return CandidateView(
         plan=in_short(plan),
-        settings=settings(plan),
+        settings=settings_as_text(plan),
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s * factor,
         step_factor=factor,
@@ -607,7 +607,7 @@ def _check_pipeline_and_expert_degrees(spec: JobSpec, plan: Plan) -> None:
     if plan.layout.pp > 1:
         try:
             layers = count_splittable_layers(read_plan_request(spec))
-            layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
+            list_stage_layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
         except ValueError as error:
             raise SpecError(
                 "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)

@@ -11,7 +11,7 @@ from math import ceil, inf
 from statistics import fmean, median
 from typing import TypedDict
 
-from orchestrator.backends.ports import Decided, Submission, Totals
+from orchestrator.backends.ports import Decided, EventAndDecisionText, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.sharing import SharedBackend
@@ -140,7 +140,7 @@ class Simulated:
 class NullJournal:
     """A journal that stores and finds nothing, for a simulated service."""
 
-    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[EventAndDecisionText]]:
         return None, ()
 
     def confirm_ownership(self, *, may_wait: bool = True) -> None:

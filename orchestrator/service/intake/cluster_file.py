@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs import units
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, find_catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
@@ -115,7 +115,7 @@ def _format_device(device: DeviceSpec) -> Any:
     """Return the device's name if the catalogue's device of that name is equal; else its
     description as a mapping.
     """
-    if device.name in load_devices() and catalogue_device(device.name) == device:
+    if device.name in load_devices() and find_catalogue_device(device.name) == device:
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 

@@ -13,7 +13,7 @@ from orchestrator.backends.attempts.system_metrics import read_total_and_availab
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.notes import Notes
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, find_catalogue_device
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.errors import SpecError
@@ -239,7 +239,7 @@ def _adapt_catalogue_device(
 
     It then has a new name.
     """
-    device = catalogue_device(catalogue_name)
+    device = find_catalogue_device(catalogue_name)
     changed: dict[str, object] = {}
     if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
         changed |= {

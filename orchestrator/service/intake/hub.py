@@ -12,8 +12,8 @@ from orchestrator.specs.published import (
     WRITTEN,
     find_nearest_models,
     find_project_job,
-    find_published_config,
     load_published,
+    load_published_config,
 )
 
 TRY_S = 10.0  # the one try to reach the hub
@@ -30,7 +30,7 @@ def load_hub_config(hub_name: str) -> JsonObject:
     config = _download_config(hub_name)
     if config:
         return config
-    config = find_published_config(hub_name)
+    config = load_published_config(hub_name)
     if config:
         print(
             f"{hub_name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.backends.attempts.program import why_not_started
+from orchestrator.backends.attempts.program import find_start_problem
 from orchestrator.backends.environment import base_variables
 from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import read_code_source
@@ -555,7 +555,7 @@ def _iterate_errors_of_missing_programs(spec: JobSpec, job_source: str) -> Itera
     programs = {key: spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():
         problem = (
-            None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+            None if program in OWN_PYTHON else find_start_problem(program, str(spec.workdir), env)
         )
         if problem is not None:
             what, places, hint = problem

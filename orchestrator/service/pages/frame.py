@@ -74,7 +74,7 @@ def render_page(request: Request, template: str, *, status: int = 200, **data: A
         navigation=[
             (f"{PAGES}/{name}", title)
             for name, title, role in NAVIGATION
-            if principal is not None and principal.role.may(role)
+            if principal is not None and principal.role.includes(role)
         ],
         is_partial="hx-request" in request.headers,
         zone=time.strftime("%Z"),

@@ -15,7 +15,7 @@ from orchestrator.service.pages.svg import Bar, draw_gantt
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import make_attempt_view
-from orchestrator.specs.attempt import Attempt, devices_in
+from orchestrator.specs.attempt import Attempt, list_devices_of
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_seconds
@@ -95,7 +95,7 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
         device
         for job in jobs
         for attempt in job.attempts
-        for device in devices_in(attempt.placement)
+        for device in list_devices_of(attempt.placement)
     }
     lanes = {
         device: lane
@@ -112,7 +112,7 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
         )
         for job in jobs
         for attempt in job.attempts
-        for device in devices_in(attempt.placement)
+        for device in list_devices_of(attempt.placement)
         if device in lanes and attempt.end_or(now_s) >= from_s
     ]
     if not bars:

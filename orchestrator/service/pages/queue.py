@@ -44,7 +44,7 @@ class Filter:
         return (
             (not self.status or job.status.value == self.status)
             and (not self.user or job.user == self.user)
-            and (not self.team or (policy.is_shared and policy.team_of(job.user).name == self.team))
+            and (not self.team or (policy.has_teams and policy.team_of(job.user).name == self.team))
             and (not self.name or self.name in job.id)
             and (not self.array or job.array == self.array)
             and (
@@ -103,8 +103,8 @@ def make_queue_data(
         "statuses": STATUSES,
         "reasons": [word.value for word in Pending],
         "users": sorted({job.user for job in (*live, *archived) if job.user}),
-        "teams": [team.name for team in state.policy.teams] if state.policy.is_shared else [],
-        "is_shared": state.policy.is_shared,
+        "teams": [team.name for team in state.policy.teams] if state.policy.has_teams else [],
+        "is_shared": state.policy.has_teams,
     }
 
 

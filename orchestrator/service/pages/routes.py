@@ -154,7 +154,7 @@ class _Pages:
 
         def may(method: str, path: str) -> bool:
             """Return whether the sender's role allows this API action."""
-            return principal.role.may(self._gate.roles.get((method, path), Role.ADMIN))
+            return principal.role.includes(self._gate.roles.get((method, path), Role.ADMIN))
 
         def may_change_job(job: JobView) -> bool:
             is_own = may_change_jobs_of(job["user"], principal, self._controller.state.policy)

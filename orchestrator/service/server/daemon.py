@@ -388,7 +388,7 @@ def _separate_users_and_make_check(
         )
 
     for user in accounts.list_users():
-        if user.role.may(Role.MEMBER):
+        if user.role.includes(Role.MEMBER):
             refuse(user.name)
     if cluster.oidc is not None:
         refuse("whom the OpenID provider signs in")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.service.server.logs import make_job_log_fields
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import placement_text
+from orchestrator.specs.attempt import format_placement
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -41,7 +41,7 @@ def make_log_line(event_or_action: Event | Launch | Stop) -> str:
         case Observed():
             return f"observed outcomes={len(event_or_action.observations)}"
         case Launch():
-            devices = placement_text(event_or_action.attempt.placement)
+            devices = format_placement(event_or_action.attempt.placement)
             return f"launch job={event_or_action.job.id} attempt={event_or_action.attempt.number} on={devices}"
         case Stop():
             return f"stop job={event_or_action.job_id} attempt={event_or_action.number}"

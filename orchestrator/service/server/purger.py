@@ -18,7 +18,7 @@ from orchestrator.backends.attempts.ended_files import (
     TRASH,
     Part,
     Removal,
-    empty_trash,
+    empty_trash_and_list_errors,
     list_removable_parts,
     move_to_trash,
     size_bytes,
@@ -144,7 +144,7 @@ class Purger:
             self._lock.release()
 
     def _purge_if_due(self, stop: threading.Event) -> None:
-        self._left = empty_trash(self._home, TRASH_PARTS)
+        self._left = empty_trash_and_list_errors(self._home, TRASH_PARTS)
         now_s = self._controller.now_s()
         if self._keep != UNLIMITED and now_s >= self._next_s:
             self._next_s = now_s + PASS_S

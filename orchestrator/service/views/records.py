@@ -246,7 +246,7 @@ def make_job_view(
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
-        team=policy.team_of(job.user).name if policy.is_shared else None,
+        team=policy.team_of(job.user).name if policy.has_teams else None,
         order=job.order,
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,

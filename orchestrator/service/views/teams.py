@@ -43,7 +43,7 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
     there are none.
     """
     policy = state.policy
-    if not policy.is_shared:
+    if not policy.has_teams:
         return []
     jobs = state.live_jobs
     tree = make_fair_tree(

@@ -19,7 +19,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
-    """Return one job document for each set of values in `array:`, in their order. Raises SpecError.
+    """Return one job document for each set of values in `array:`, in the order of the sets. Raises
+    SpecError.
 
     A value that is one placeholder alone takes the replacement with its type, such as a number.
     Elsewhere its text is inserted. All jobs of an array belong to one family, whatever their names.
@@ -43,7 +44,7 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
             hint=hint,
         )
     max_concurrent = read_max_concurrent(data, len(rows), source)
-    rest = with_array_family(rest)
+    rest = with_array_name_as_family(rest)
     return [
         fill_placeholders(rest, {INDEX: number, **row})
         | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
@@ -52,8 +53,8 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
 
 
 def read_max_concurrent(data: Mapping[str, Any], default: int, source: str) -> int:
-    """Return how many jobs of the array may run at once; `default` without a limit. Raises
-    SpecError.
+    """Return the maximum number of the array's jobs that may run at once; `default` where the array
+    sets none. Raises SpecError.
     """
     count = data.get("max_concurrent", default)
     if not isinstance(count, int) or not 1 <= count <= JOBS_MAX:
@@ -67,7 +68,7 @@ def read_max_concurrent(data: Mapping[str, Any], default: int, source: str) -> i
     return count
 
 
-def with_array_family(data: Mapping[str, Any]) -> JsonObject:
+def with_array_name_as_family(data: Mapping[str, Any]) -> JsonObject:
     """Return the document with `family` set to the array's name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)
@@ -85,12 +86,12 @@ def _list_value_sets(array: object, source: str) -> Iterator[JsonObject]:
         count = 1
         for values in array.values():
             count *= len(values)
-        _check_count(count, source)
+        _check_job_count(count, source)
         rows: Sequence[JsonObject] = [
             dict(zip(array, values, strict=True)) for values in product(*array.values())
         ]
     elif isinstance(array, list) and array and all(isinstance(row, dict) and row for row in array):
-        _check_count(len(array), source)
+        _check_job_count(len(array), source)
         rows = array
     else:
         raise SpecError("not the values of an array", source=source, path="array", allowed=ALLOWED)
@@ -113,13 +114,13 @@ def _list_value_sets(array: object, source: str) -> Iterator[JsonObject]:
         yield row
 
 
-def _check_count(count: int, source: str) -> None:
-    if count > JOBS_MAX:
+def _check_job_count(job_count: int, source: str) -> None:
+    if job_count > JOBS_MAX:
         raise SpecError(
             "too many jobs in one array",
             source=source,
             path="array",
-            got=count,
+            got=job_count,
             allowed=f"{JOBS_MAX}",
         )
 

@@ -38,7 +38,7 @@ MERGED = (
 
 @lru_cache(maxsize=32)
 def load_preset(framework: str) -> Mapping[str, Any]:
-    """Return a framework's preset: keys of a job file, and the keys of PRESET_ONLY."""
+    """Return a framework's preset: values for keys of a job file, and for the keys in PRESET_ONLY."""
     preset = load_table(__package__, f"presets/{framework}")
     base = preset.pop("extends", None)
     return preset if base is None else merge_preset(preset, load_preset(base))
@@ -57,14 +57,15 @@ def merge_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> JsonObje
     return merged
 
 
-def _merge_knob(knob: object, changes: object) -> Any:
-    """Return a preset's knob with the job's changes; a job's knob that says how it is set replaces
-    the preset's.
+def _merge_knob(preset_knob: object, job_knob: object) -> Any:
+    """Return a preset's knob (how the script takes a setting) with the job's changes.
+
+    A job's knob that says how the setting is passed replaces the preset's.
     """
-    if not isinstance(knob, Mapping) or not isinstance(changes, Mapping):
-        return changes
-    has_own_way = any(changes.get(way) is not None for way in WAYS)
-    return changes if has_own_way else {**knob, **changes}
+    if not isinstance(preset_knob, Mapping) or not isinstance(job_knob, Mapping):
+        return job_knob
+    has_own_way = any(job_knob.get(way) is not None for way in WAYS)
+    return job_knob if has_own_way else {**preset_knob, **job_knob}
 
 
 def load_knobs(framework: str) -> JsonObject:
@@ -129,17 +130,19 @@ def fill_defaults(data: Mapping[str, Any]) -> JsonObject:
 
 
 def _list_missing_knobs(
-    defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object
+    preset_knobs: Mapping[str, Any], job_knobs: Mapping[str, Any], launch_style: object
 ) -> JsonObject:
-    """Return the framework's knobs that the job does not declare, or declares without a way to set
-    them.
+    """Return the preset's knobs (options of the script) that the job does not declare, or declares
+    without a way to pass them.
     """
     knobs: JsonObject = {}
-    for name, knob in defaults.items():
+    for name, knob in preset_knobs.items():
         if knob == "derived":
             if name not in job_knobs:
                 knobs |= {name: knob}
-        elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
+        elif name not in job_knobs and (
+            knob.get("accelerate") is None or launch_style == "accelerate"
+        ):
             knobs[name] = knob
         elif (
             name in job_knobs and (merged := _merge_knob(knob, job_knobs[name])) != job_knobs[name]
@@ -149,21 +152,21 @@ def _list_missing_knobs(
 
 
 def _remove_config_flag(
-    preset: Mapping[str, Any], argv: Argv
+    preset: Mapping[str, Any], command: Argv
 ) -> tuple[dict[str, str] | None, Argv]:
     """Return (config file that the command names or None, command without that flag)."""
     flag = preset.get("config_flag")
     if flag is not None:
-        file, argv = remove_flag(argv, flag)
-        return None if file is None else {"file": file, "flag": flag}, argv
+        file, command = take_flag_from(command, flag)
+        return None if file is None else {"file": file, "flag": flag}, command
     if preset.get("config_is_first_file"):
         files = [
             word
-            for word in argv
+            for word in command
             if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))
         ]
-        return {"file": files[0]} if files else None, argv
-    return None, argv
+        return {"file": files[0]} if files else None, command
+    return None, command
 
 
 def split_command(command: object) -> Argv:
@@ -176,26 +179,26 @@ def split_command(command: object) -> Argv:
     return tuple(map(str, command)) if isinstance(command, Sequence) else ()
 
 
-def remove_flag(argv: Argv, flag: str) -> tuple[str | None, Argv]:
-    """Return (value of the flag, command without it); `true` for a bare flag, None for a missing
-    one.
+def take_flag_from(command: Argv, flag: str) -> tuple[str | None, Argv]:
+    """Return (value of the flag, command without the flag); the value is `true` for a bare flag,
+    None for a missing one.
     """
-    for index, word in enumerate(argv):
+    for index, word in enumerate(command):
         if word.startswith(f"{flag}="):
-            return word.partition("=")[2], argv[:index] + argv[index + 1 :]
+            return word.partition("=")[2], command[:index] + command[index + 1 :]
         if word == flag:
-            bare = index + 1 == len(argv) or argv[index + 1].startswith("-")
-            value = "true" if bare else argv[index + 1]
-            return value, argv[:index] + argv[index + (1 if bare else 2) :]
-    return None, argv
+            bare = index + 1 == len(command) or command[index + 1].startswith("-")
+            value = "true" if bare else command[index + 1]
+            return value, command[:index] + command[index + (1 if bare else 2) :]
+    return None, command
 
 
-def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
-    """Return (option, degree) of the first option with which the command splits its model over
-    ranks, or None.
+def find_parallelism_option(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
+    """Return (option, degree) of the first option by which the command splits its model over ranks;
+    None without one.
     """
     for flag in load_preset(trainer).get("cuts_over_ranks", ()) if trainer is not None else ():
-        degree, _ = remove_flag(tuple(command), flag)
+        degree, _ = take_flag_from(tuple(command), flag)
         if degree not in (None, "1"):
             return flag, str(degree)
     return None
@@ -203,40 +206,42 @@ def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, s
 
 def is_flag_on(command: Sequence[str], flag: str) -> bool:
     """Return whether a command sets a flag, bare or as `true`, as HfArgumentParser reads it."""
-    return str(remove_flag(tuple(command), flag)[0]).lower() == "true"
+    return str(take_flag_from(tuple(command), flag)[0]).lower() == "true"
 
 
 def _is_in_command(knob: Mapping[str, Any] | None, argv: Argv) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
-    return word is not None and remove_flag(argv, word)[0] is not None
+    return word is not None and take_flag_from(argv, word)[0] is not None
 
 
-def _move_default(knob: JsonObject, argv: Argv) -> tuple[JsonObject, Argv]:
-    """Return (the knob with its value in the command as default, the command without that value).
+def _move_default(knob: JsonObject, command: Argv) -> tuple[JsonObject, Argv]:
+    """Return (knob with the command's value for it as default, command without that value).
 
     Knobs under `also` are handled the same way.
     """
-    value, rest = remove_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
+    value, rest = take_flag_from(command, knob["flag"]) if "flag" in knob else (None, command)
     if value is not None and value.isdecimal():
         knob = {**knob, "default": int(value)}
-        argv = rest
+        command = rest
     also = []
     for companion in knob.get("also", ()):
-        changed, argv = _move_default(companion, argv)
+        changed, command = _move_default(companion, command)
         also.append(changed)
-    return ({**knob, "also": also} if also else knob), argv
+    return ({**knob, "also": also} if also else knob), command
 
 
-def _remove_precision(knob: Mapping[str, Any], argv: Argv) -> tuple[str | None, Argv]:
+def _remove_precision(knob: Mapping[str, Any], command: Argv) -> tuple[str | None, Argv]:
     """Return (precision that the command's options set or None, command without these options)."""
     precision = None
     for option in (knob, *knob.get("also", ())):
-        value, rest = remove_flag(argv, option["flag"]) if "flag" in option else (None, argv)
+        value, rest = (
+            take_flag_from(command, option["flag"]) if "flag" in option else (None, command)
+        )
         names = {
             str(word).lower(): name for name, word in option["values"].items() if word is not False
         }
         choice = value if value in get_args(_Precision) else names.get(str(value))
         if choice is not None or value == "false":
             precision = choice or precision or "fp32"
-            argv = rest
-    return precision, argv
+            command = rest
+    return precision, command

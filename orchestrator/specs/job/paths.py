@@ -14,34 +14,36 @@ KINDS_OF_FILES = ("text", "chat", "tokens", "tensors")
 Change = Callable[[str, str], str]  # (key, path) -> another path
 
 
-def change_paths(spec: JobSpec, change: Change) -> JobSpec:
-    """Return the job with `change` applied to each of its file paths.
+def change_paths(spec: JobSpec, change_path: Change) -> JobSpec:
+    """Return the job in which each file path is replaced by what `change_path(key, path)` returns.
 
     `model.hf` and similar keys count if they look like paths.
     """
     files: JsonObject = {
         kind: tuple(
-            change(f"data.{kind}[{index}]", file)
+            change_path(f"data.{kind}[{index}]", file)
             for index, file in enumerate(getattr(spec.data, kind))
         )
         for kind in KINDS_OF_FILES
     }
     data = replace(
-        spec.data, tokenizer=_change_path(change, "data.tokenizer", spec.data.tokenizer), **files
+        spec.data,
+        tokenizer=_apply_to_path(change_path, "data.tokenizer", spec.data.tokenizer),
+        **files,
     )
     changed: dict[str, object] = {"data": data}
     if spec.workdir is not None:
-        changed["workdir"] = change("workdir", spec.workdir)
+        changed["workdir"] = change_path("workdir", spec.workdir)
     if spec.resume.before is not None:
         before = [
-            _change_path(change, f"resume.before[{index}]", word)
+            _apply_to_path(change_path, f"resume.before[{index}]", word)
             for index, word in enumerate(spec.resume.before)
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     for key in ("model", "trains"):
         model = getattr(spec, key)
         if model is not None:
-            changed[key] = _with_model_paths(model, key, change)
+            changed[key] = _with_model_paths(model, key, change_path)
     return spec.model_copy(update=changed)
 
 
@@ -66,9 +68,9 @@ def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
             else model
         )
     if isinstance(model.hf, str):
-        return replace(model, hf=_change_path(change, f"{key}.hf", model.hf))
+        return replace(model, hf=_apply_to_path(change, f"{key}.hf", model.hf))
     return model
 
 
-def _change_path(change: Change, key: str, path: str | None) -> str | None:
+def _apply_to_path(change: Change, key: str, path: str | None) -> str | None:
     return change(key, path) if path is not None and path.startswith(("/", "upload:")) else path

@@ -13,7 +13,7 @@ from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import SETTINGS, Setting, format_value
+from orchestrator.specs.settings import SETTINGS, Setting, format_setting_value
 from orchestrator.specs.spec_model import HISTORY
 
 GIVEN = {
@@ -50,7 +50,7 @@ def make_unknown_setting_error(key: str, raw: object, source: str = "") -> SpecE
 def parse_setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
     """Return the value of a setting in its type, from a text or a number. Raises SpecError."""
     choices = setting.choices
-    text = format_value(raw)
+    text = format_setting_value(raw)
     if text in choices:
         return choices[text]
     if choices:
@@ -86,7 +86,7 @@ def _read_pins(raw: object, info: ValidationInfo) -> object:
             "the value is of the wrong kind", got=raw, allowed="a section of `setting: value`"
         )
     if info.context is HISTORY:
-        return tuple((key, _recorded_value(key, value)) for key, value in raw.items())
+        return tuple((key, _parse_stored_value(key, value)) for key, value in raw.items())
     values: dict[str, Any] = {}
     for name, value in raw.items():
         key = SHORT.get(str(name), str(name))
@@ -98,10 +98,12 @@ def _read_pins(raw: object, info: ValidationInfo) -> object:
     return tuple((key, values[key]) for key in GIVEN if key in values)
 
 
-def _recorded_value(key: str, value: Any) -> Any:
-    """Return a stored setting's value in its type; unchanged if no setting has this name any more."""
+def _parse_stored_value(key: str, value: Any) -> Any:
+    """Return a stored setting's value in its type; unchanged where no setting has this name any
+    more.
+    """
     setting = GIVEN.get(key)
-    return value if setting is None else setting.choices.get(format_value(value), value)
+    return value if setting is None else setting.choices.get(format_setting_value(value), value)
 
 
 Pins = Annotated[  # settings of a plan with their values
@@ -124,7 +126,8 @@ Pins = Annotated[  # settings of a plan with their values
 
 
 def make_pins(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], ...]:
-    """Return all settings of a plan as (name, value) pins, which no other plan of the job matches.
+    """Return all settings of a plan as (name, value) pins, so that the plan is the only one of the
+    job that has them.
 
     `knobs` are those of a script, None for a model: a setting without a knob is the same in all
     plans, and no pin.
@@ -132,21 +135,21 @@ def make_pins(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], 
     values = {key: getattr(plan.layout if key in AXES else plan, key) for key in GIVEN}
     values = {key: value for key, value in values.items() if value is not None}
     if knobs is not None:
-        for key in list(_settings_without_knob(values, knobs, plan.precision)):
+        for key in list(_list_settings_without_knob(values, knobs, plan.precision)):
             del values[key]
     return tuple(values.items())
 
 
-def matches_pins(part: object, pins: Mapping[str, Any]) -> bool:
-    """Return whether a layout, or another part of a plan, has the pinned value of each setting in
-    it.
+def matches_pins(plan_part: object, pins: Mapping[str, Any]) -> bool:
+    """Return whether a plan's layout, or another part of a plan, has the pinned value of each
+    setting in it.
     """
-    return all(getattr(part, key, value) == value for key, value in pins.items())
+    return all(getattr(plan_part, key, value) == value for key, value in pins.items())
 
 
 def format_pins(pins: tuple[tuple[str, Any], ...]) -> str:
     """Return the pins as text, such as `zero_stage=3, micro_batch_size=2`."""
-    return ", ".join(f"{key}={format_value(value)}" for key, value in pins)
+    return ", ".join(f"{key}={format_setting_value(value)}" for key, value in pins)
 
 
 def check_pins(
@@ -154,14 +157,14 @@ def check_pins(
     *,
     knobs: Knobs | None,
     precision: Precision,
-    other_precision: bool,
-    lengths: tuple[int | None, ...],
+    may_change_precision: bool,
+    sequence_lengths: tuple[int | None, ...],
     clip_norm: float | None,
 ) -> None:
     """Raise SpecError for a pin that no hardware can satisfy for the job.
 
-    `knobs` are those of a script, None for a model. `lengths` are its possible sequence lengths.
-    `other_precision` is whether a plan may change the job's precision.
+    `knobs` are those of a script, None for a model. `sequence_lengths` are the possible ones of the
+    job. `may_change_precision` is whether a plan may change the job's precision.
     """
     values = dict(pins)
     if values.get("optimizer_in_backward"):
@@ -175,7 +178,7 @@ def check_pins(
             allowed=", ".join(engines),
         )
     if knobs is not None:
-        for key in _settings_without_knob(values, knobs, precision):
+        for key in _list_settings_without_knob(values, knobs, precision):
             knob = KNOB_OF.get(key)
             hint = (
                 f"declare `knobs.{knob}`, or leave the setting out"
@@ -185,10 +188,10 @@ def check_pins(
             raise SpecError(
                 "no knob of the script takes this",
                 path=f"plan.{key}",
-                got=format_value(values[key]),
+                got=format_setting_value(values[key]),
                 hint=hint,
             )
-    if values.get("precision", precision) is not precision and not other_precision:
+    if values.get("precision", precision) is not precision and not may_change_precision:
         raise SpecError(
             "the job computes in another precision",
             path="plan.precision",
@@ -196,12 +199,12 @@ def check_pins(
             allowed=precision.value,
             hint=f"say `precision: {values['precision'].value}`, or `degrade: {{allow: numeric}}`",
         )
-    if "sequence_length" in values and values["sequence_length"] not in lengths:
+    if "sequence_length" in values and values["sequence_length"] not in sequence_lengths:
         raise SpecError(
             "the job has another sequence length",
             path="plan.sequence_length",
             got=values["sequence_length"],
-            allowed=", ".join(str(length) for length in lengths if length is not None),
+            allowed=", ".join(str(length) for length in sequence_lengths if length is not None),
             hint="name it in `degrade.sequence_lengths`, with `degrade.allow: semantic`",
         )
 
@@ -220,12 +223,12 @@ def check_update_in_backward(clip_norm: float | None, path: str) -> None:
         )
 
 
-def _settings_without_knob(
-    values: Mapping[str, Any], knobs: Knobs, precision: Precision
+def _list_settings_without_knob(
+    pins: Mapping[str, Any], knobs: Knobs, precision: Precision
 ) -> Iterator[str]:
     """Yield the names of pinned settings for which the script has no knob."""
     is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
-    for key, value in values.items():
+    for key, value in pins.items():
         usual = precision if key == "precision" else GIVEN[key].usual
         if key in ("engine", "dp", "tp") or value == (1 if key in AXES else usual):
             continue

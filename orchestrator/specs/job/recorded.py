@@ -8,7 +8,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.pins import KNOB_OF
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import SETTINGS, Setting, settings
+from orchestrator.specs.settings import SETTINGS, Setting, settings_as_text
 
 
 def list_recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
@@ -18,9 +18,9 @@ def list_recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     A script decides all other settings itself, so the plan's values for them are only defaults.
     """
     if not spec.is_script:
-        return settings(plan)
-    unknown = {setting.name for setting in SETTINGS if not _is_known(spec, plan, setting)}
-    return {name: value for name, value in settings(plan).items() if name not in unknown}
+        return settings_as_text(plan)
+    unknown = {setting.name for setting in SETTINGS if not _is_setting_known(spec, plan, setting)}
+    return {name: value for name, value in settings_as_text(plan).items() if name not in unknown}
 
 
 def find_recorded_precision(spec: JobSpec) -> dict[str, str]:
@@ -33,7 +33,7 @@ def find_recorded_precision(spec: JobSpec) -> dict[str, str]:
     return {"precision": spec.precision} if is_known else {}
 
 
-def _is_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
+def _is_setting_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
     """Return whether a script's setting is known: a knob sets it, `plan:` pins it, or the plan
     changes it.
     """

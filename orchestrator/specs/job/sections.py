@@ -130,7 +130,7 @@ class Dependency(SpecModel):
 
 
 class Member(SpecModel):
-    """The position of a job in its array."""
+    """The position of a job in its array (jobs made from one job file)."""
 
     number: int = Field(ge=0)  # 0, 1, 2 ...
     of: int = Field(ge=1)

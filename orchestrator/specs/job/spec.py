@@ -29,7 +29,7 @@ from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import (
     Framework,
     fill_defaults,
-    find_cut_option,
+    find_parallelism_option,
     split_command,
 )
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
@@ -143,9 +143,9 @@ class JobSpec(SpecModel):
     startup_timeout: Seconds = 900.0
     time_limit: Seconds | None = Field(default=None, gt=0)
 
-    def file_content(self) -> JsonObject:
-        """Return the content of a job file that reads as this job; keys that no file can have are
-        left out.
+    def as_job_file(self) -> JsonObject:
+        """Return the content of a job file from which this job would be read; keys that no file can
+        have are left out.
         """
         content = self.model_dump(mode="json", exclude_defaults=True, exclude=set(IN_NO_FILE))
         if self.command is not None:
@@ -294,7 +294,7 @@ class JobSpec(SpecModel):
             )
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
-        cut = find_cut_option(self.trainer, self.command or ())
+        cut = find_parallelism_option(self.trainer, self.command or ())
         if cut is not None and not self.speeds:
             raise SpecError(
                 "the command cuts the model over ranks, and plans of a script are data parallel only",
@@ -372,8 +372,8 @@ class JobSpec(SpecModel):
             self.plan,
             knobs=self.knobs if self.is_script else None,
             precision=self.precision,
-            other_precision=self.degrade.limit >= Degradation.NUMERIC,
-            lengths=(length or None, *self.degrade.sequence_lengths),
+            may_change_precision=self.degrade.limit >= Degradation.NUMERIC,
+            sequence_lengths=(length or None, *self.degrade.sequence_lengths),
             clip_norm=self.training.clip_norm,
         )
 

@@ -60,7 +60,7 @@ class Parameter(SpecModel):
     distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = None
 
     @model_validator(mode="after")
-    def _one_way(self) -> Parameter:
+    def _check_one_kind_of_values(self) -> Parameter:
         has_range = self.min is not None or self.max is not None
         if (self.value is not None) + bool(self.values) + has_range != 1:
             raise ValueError("a parameter says `values`, `value`, or `min` and `max`")
@@ -135,7 +135,7 @@ class Sweep(SpecModel):
     seed: int = Field(default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> Sweep:
+    def _check_consistent(self) -> Sweep:
         for name, parameter in self.parameters:
             if name == INDEX or not name.isidentifier():
                 raise ValueError(
@@ -159,17 +159,17 @@ class Sweep(SpecModel):
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
-    def grid_parameters(self, number: int) -> dict[str, Value]:
-        """Return {parameter: value} of the grid's trial `number`, counted from 0; the last
-        parameter varies fastest.
+    def grid_parameters_of_trial(self, trial_number: int) -> dict[str, Value]:
+        """Return {parameter: value} of this trial of the grid, counted from 0; the last parameter
+        varies fastest.
         """
         names = [name for name, _ in self.parameters]
         rows = product(*(parameter.choices for _, parameter in self.parameters))
-        return dict(zip(names, next(islice(rows, number, None)), strict=True))
+        return dict(zip(names, next(islice(rows, trial_number, None)), strict=True))
 
-    def to_check(self) -> Iterator[dict[str, Value]]:
-        """Yield the parameter values with which to check a job file: all first values, then each
-        other extreme.
+    def list_parameters_to_check(self) -> Iterator[dict[str, Value]]:
+        """Yield parameter values with which to check a job file: all first values, then one set for
+        each other extreme value.
         """
         first = {name: parameter.extremes[0] for name, parameter in self.parameters}
         yield first
@@ -207,16 +207,16 @@ class Trial(SpecModel):
 
 
 def list_template_parts(
-    data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()
+    data: Mapping[str, Any], is_template: Any, parent_keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (keys, part) of each smallest part of a document for which `says(part)` is true; `plan`
-    is one part.
+    """Yield (keys, part) of each smallest part of a document for which `is_template(part)` is true;
+    `plan` is one part.
     """
     for key, part in data.items():
-        if isinstance(part, dict) and (*keys, key) != ("plan",):
-            yield from list_template_parts(part, says, (*keys, str(key)))
-        elif says(part):
-            yield (*keys, str(key)), part
+        if isinstance(part, dict) and (*parent_keys, key) != ("plan",):
+            yield from list_template_parts(part, is_template, (*parent_keys, str(key)))
+        elif is_template(part):
+            yield (*parent_keys, str(key)), part
 
 
 def sweep_json_schema() -> JsonObject:

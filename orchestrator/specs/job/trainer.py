@@ -33,8 +33,8 @@ YES_OR_NO = (
 )  # settings that a bare switch can say
 
 
-def _command_word(value: object) -> object:
-    """Return `true` and `4` as text for a command line; null stays."""
+def _format_command_word(value: object) -> object:
+    """Return `true` and `4` as text for a command line; null unchanged."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -42,7 +42,10 @@ def _command_word(value: object) -> object:
 
 def _parse_values(values: object) -> object:
     return (
-        tuple((_command_word(name), _command_word(word)) for name, word in values.items())
+        tuple(
+            (_format_command_word(name), _format_command_word(word))
+            for name, word in values.items()
+        )
         if isinstance(values, dict)
         else values
     )
@@ -72,7 +75,9 @@ Globs = Annotated[
 
 
 class Knob(SpecModel):
-    """How a script takes one setting: exactly one of flag, switch, override, key, env and accelerate."""
+    """How a script takes one setting: exactly one of flag, switch, override, key, env and
+    accelerate.
+    """
 
     flag: str | None = None
     switch: str | None = None
@@ -90,7 +95,7 @@ class Knob(SpecModel):
     also: tuple[Knob, ...] = ()
 
     @model_validator(mode="after")
-    def _one_way(self) -> Knob:
+    def _check_one_way(self) -> Knob:
         ways = (self.flag, self.switch, self.override, self.key, self.env, self.accelerate)
         if sum(way is not None for way in ways) != 1:
             raise ValueError(
@@ -330,20 +335,26 @@ def check_script(
 
 
 def _check_knob(
-    name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]
+    knob_name: str,
+    knob: Knob,
+    launch: LaunchStyle,
+    config: ConfigFile | None,
+    phases: tuple[str, ...],
 ) -> None:
     if knob.key is not None and config is None:
         raise SpecError(
             "a key of a config file, but no file is told",
-            path=f"knobs.{name}.key",
+            path=f"knobs.{knob_name}.key",
             hint="say `config: {file: config.yaml}`, with `flag` where the script is told its path",
         )
     if knob.accelerate is not None and launch != "accelerate":
-        raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)
+        raise SpecError(
+            "needs `launch: accelerate`", path=f"knobs.{knob_name}.accelerate", got=launch
+        )
     if knob.phase is not None and knob.phase not in phases:
         raise SpecError(
             "no log line tells this phase",
-            path=f"knobs.{name}.phase",
+            path=f"knobs.{knob_name}.phase",
             got=knob.phase,
             allowed=", ".join(phases) or "the job has no `phases`",
             hint=f"say `phases: {{{knob.phase}: 'a pattern of the line that begins it'}}`",

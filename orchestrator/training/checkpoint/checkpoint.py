@@ -60,17 +60,18 @@ class SavedCheckpoint:
 
 
 def save_state(
-    folder: Path, state: State, cursor: TrainingProgress, group: dist.ProcessGroup | None = None
+    folder: Path, state: State, progress: TrainingProgress, group: dist.ProcessGroup | None = None
 ) -> dict[str, checkpoint_folder.WrittenFile]:
     """Write and fsync the state to `folder`; return {file: size and checksum} of this rank's files.
     Collective.
 
-    Nothing is gathered: each rank writes what it holds, and one holder writes a replicated value.
+    Nothing is gathered: each rank writes what it holds, and one of the ranks with the same value
+    writes that value.
     """
-    tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
+    tree = {**state, "step": torch.tensor(progress.step), "samples": torch.tensor(progress.samples)}
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
     writer.fs = files = _ChecksummedFiles()
-    with _own_out_of_memory():
+    with _reraise_own_out_of_memory():
         state_dict_saver.save(
             tree, storage_writer=writer, planner=FragmentSavePlanner(), process_group=group
         )
@@ -82,7 +83,7 @@ def load_state(folder: Path, state: State) -> None:
     Collective.
 
     A loss scale keeps its value if the checkpoint, of another precision, has none. Raises SpecError
-    if any other name is missing or has another shape.
+    if another name is missing in the checkpoint or has another shape there.
     """
     reader = FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
@@ -95,25 +96,27 @@ def load_state(folder: Path, state: State) -> None:
         _check_stored_shape(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
     wanted |= {name: value.make_fp32_buffers() for name, value in narrow.items()}
-    with _own_out_of_memory():
+    with _reraise_own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
     with torch.no_grad():
         for name, value in narrow.items():
             value.fill_from_fp32(wanted[name])
 
 
-def _check_stored_shape(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
+def _check_stored_shape(
+    folder: Path, name: str, expected_shape: tuple[int, ...], stored: object
+) -> None:
     """Raise SpecError unless the checkpoint has a tensor of this shape."""
     hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
     if not isinstance(stored, TensorStorageMetadata):
         raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
-    if tuple(stored.size) != wanted:
+    if tuple(stored.size) != expected_shape:
         raise SpecError(
             "the checkpoint has another shape",
             source=str(folder),
             path=name,
             got=tuple(stored.size),
-            allowed=f"{wanted}, the model's",
+            allowed=f"{expected_shape}, the model's",
             hint=hint,
         )
 
@@ -127,16 +130,16 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
     )
 
 
-def collect_model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
-    """Return {`model.<name>`: tensor} of parameters in `changing` and persistent buffers, sharing
-    their memory.
+def collect_model_state(module: nn.Module, trained_names: frozenset[str]) -> dict[str, Any]:
+    """Return {`model.<name>`: tensor} of the parameters in `trained_names` and of persistent
+    buffers; they share memory.
 
-    A shared parameter appears once. Parameters that no step changes are left out.
+    A parameter with several names appears once. Parameters that no step changes are left out.
     """
-    saved_names = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    saved_names = trained_names | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in saved_names}
     return {
-        f"model.{name}": prepare_weight_for_saving(value) if name in changing else value
+        f"model.{name}": prepare_weight_for_saving(value) if name in trained_names else value
         for name, value in values.items()
     }
 
@@ -150,26 +153,36 @@ def prepare_weight_for_saving(weight: Tensor) -> Tensor | Narrow:
     return Narrow(chunks.parts, chunks.size())
 
 
-def with_recipe_prefix(recipe: str, state: State) -> State:
-    """Return the state with the recipe's name, if any, inserted in all names, as several recipes
-    share a checkpoint.
+def with_recipe_prefix(recipe_name: str, state: State) -> State:
+    """Return the state with the recipe's name inserted in all names, as several recipes share a
+    checkpoint; unchanged for "".
 
     `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in
     `.<recipe>`.
     """
-    return {_add_prefix(recipe, name): value for name, value in state.items()} if recipe else state
+    return (
+        {_add_prefix(recipe_name, name): value for name, value in state.items()}
+        if recipe_name
+        else state
+    )
 
 
-def _add_prefix(recipe: str, name: str) -> str:
-    kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
-    return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
+def _add_prefix(recipe_name: str, state_name: str) -> str:
+    kind = next((kind for kind in ("model.", "optim.state.") if state_name.startswith(kind)), None)
+    return (
+        f"{kind}{recipe_name}.{state_name.removeprefix(kind)}"
+        if kind
+        else f"{state_name}.{recipe_name}"
+    )
 
 
 AnyPath = str | os.PathLike[str]
 
 
 class _ChecksummedFiles(FileSystem):
-    """torch.distributed.checkpoint's file system, which also computes a CRC-32 of every file written."""
+    """The file system of torch.distributed.checkpoint, which also computes a CRC-32 of every file
+    that it writes.
+    """
 
     def __init__(self) -> None:
         self.written: dict[str, checkpoint_folder.WrittenFile] = {}
@@ -215,9 +228,9 @@ class _Checksummed(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _own_out_of_memory() -> Iterator[None]:
-    """Open a context that raises this rank's out-of-memory error itself: torch wraps every rank's
-    exceptions.
+def _reraise_own_out_of_memory() -> Iterator[None]:
+    """Open a context that raises this rank's out-of-memory error itself; torch would raise one
+    error with all ranks' exceptions.
     """
     try:
         yield

@@ -46,9 +46,9 @@ def complete_checkpoint_path(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def unfinished_checkpoint_path(checkpoints: Path, epoch: int, step: int) -> Path:
-    """Return the folder in which attempt `epoch` writes the checkpoint of `step` until it is complete."""
-    return checkpoints / f".writing-{epoch}-step-{step:08d}"
+def unfinished_checkpoint_path(checkpoints: Path, attempt_number: int, step: int) -> Path:
+    """Return the folder in which this attempt writes the checkpoint of `step` until it is complete."""
+    return checkpoints / f".writing-{attempt_number}-step-{step:08d}"
 
 
 def step_of_checkpoint(checkpoint: Path) -> int:
@@ -59,12 +59,14 @@ def step_of_checkpoint(checkpoint: Path) -> int:
 
 
 def list_published(checkpoints: Path) -> list[Path]:
-    """Return every folder named as a complete checkpoint, oldest first. Its files are not checked."""
+    """Return every folder that is named as a complete checkpoint, oldest first. The files in it are
+    not checked.
+    """
     return sorted(_match_folders(checkpoints, _COMPLETE))
 
 
 def list_complete(checkpoints: Path) -> list[Path]:
-    """Return every checkpoint whose files all have the recorded sizes, oldest first."""
+    """Return every checkpoint whose files all have the sizes in its manifest, oldest first."""
     return [path for path in list_published(checkpoints) if not find_damage(path, read_files=False)]
 
 
@@ -81,8 +83,8 @@ def find_latest_complete(checkpoints: Path) -> Path | None:
 
 
 def list_superseded(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints that no restart needs: older than the newest complete one, unfinished
-    or damaged.
+    """Return the checkpoints that no restart needs: those older than the newest complete one, and
+    unfinished or damaged ones.
 
     Without a complete one, all published and damaged checkpoints stay.
     """
@@ -101,18 +103,18 @@ def list_superseded(checkpoints: Path) -> list[Path]:
 
 
 def find_damage(
-    checkpoint: Path, *, read_files: bool = True, part: int = 0, parts: int = 1
+    checkpoint: Path, *, read_files: bool = True, part_index: int = 0, part_count: int = 1
 ) -> list[str]:
     """Return defects of a published checkpoint's files, one sentence each; [] if intact.
 
-    Without `read_files`, only sizes are compared. With `parts`, only part number `part` of that many
-    parts of the files is checked, so that each rank can check its own.
+    Without `read_files`, only sizes are compared. The files are divided into `part_count` parts,
+    and only part `part_index` is checked, so that each rank can check its own.
     """
     try:
         files = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {_error_text(error)}"]
-    mine = sorted(files)[part::parts]
+    mine = sorted(files)[part_index::part_count]
     return [
         problem
         for name in mine
@@ -151,19 +153,21 @@ def write_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
     _sync_folder(folder)
 
 
-def make_manifest_entry(size_bytes: int, crc: int) -> WrittenFile:
+def make_manifest_entry(size_bytes: int, crc32: int) -> WrittenFile:
     """Return the manifest entry of a file with this size and zlib.crc32."""
-    return WrittenFile(size_bytes=size_bytes, crc32=_format_checksum(crc))
+    return WrittenFile(size_bytes=size_bytes, crc32=_format_checksum(crc32))
 
 
-def has_newer_attempt(epoch_file: Path, epoch: int) -> bool:
-    """Return whether a newer attempt than `epoch` exists, so that attempt `epoch` must not publish."""
-    return epoch_file.is_file() and int(epoch_file.read_text()) > epoch
+def has_newer_attempt(number_file: Path, attempt_number: int) -> bool:
+    """Return whether the file names a newer attempt (launch of the job) than this one, which then
+    must not publish.
+    """
+    return number_file.is_file() and int(number_file.read_text()) > attempt_number
 
 
-def publish_checkpoint(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
+def publish_checkpoint(checkpoints: Path, attempt_number: int, step: int, keep_count: int) -> None:
     """Rename a written checkpoint to its final name, check it, then remove all but the newest
-    `keep`.
+    `keep_count`.
 
     Raises OSError if it is damaged; older checkpoints then stay.
     """
@@ -172,20 +176,20 @@ def publish_checkpoint(checkpoints: Path, epoch: int, step: int, keep: int) -> N
         target.exists()
     ):  # an earlier attempt, resumed from an older checkpoint, wrote the same content
         _remove_checkpoint(target)
-    unfinished_checkpoint_path(checkpoints, epoch, step).rename(target)
+    unfinished_checkpoint_path(checkpoints, attempt_number, step).rename(target)
     _sync_folder(checkpoints)
     wrong = find_damage(target, read_files=False)
     if wrong:
         raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
-    newest = list_complete(checkpoints)[-keep:]
+    newest = list_complete(checkpoints)[-keep_count:]
     for old in list_published(checkpoints):
         if step_of_checkpoint(old) < step_of_checkpoint(newest[0]):
             _remove_checkpoint(old)
 
 
 def quarantine_checkpoint(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, and keep only the newest DAMAGED_KEPT of those; return its new
-    path.
+    """Rename a damaged checkpoint, and return its new path. Only the newest DAMAGED_KEPT damaged
+    ones are kept.
     """
     target = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
@@ -195,11 +199,11 @@ def quarantine_checkpoint(checkpoint: Path) -> Path:
     return target
 
 
-def remove_unfinished(checkpoints: Path, epoch: int) -> None:
-    """Remove checkpoints that attempts up to `epoch` left half written or half removed."""
+def remove_unfinished(checkpoints: Path, attempt_number: int) -> None:
+    """Remove checkpoints that this attempt and earlier ones left half written or half removed."""
     for path in _match_folders(checkpoints, _WRITING):
         match = _WRITING.fullmatch(path.name)
-        if match and int(match[1]) <= epoch:
+        if match and int(match[1]) <= attempt_number:
             shutil.rmtree(path, ignore_errors=True)
     for path in _match_folders(checkpoints, _REMOVING):
         shutil.rmtree(path, ignore_errors=True)
@@ -219,12 +223,12 @@ def _remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def _find_file_damage(path: Path, expected: WrittenFile, read: bool) -> list[str]:
+def _find_file_damage(path: Path, expected: WrittenFile, reads_content: bool) -> list[str]:
     try:
         size_bytes = path.stat().st_size
         if size_bytes != expected.size_bytes:
             return [f"{path.name}: {size_bytes} bytes instead of {expected.size_bytes}"]
-        if read and _crc32(path) != expected.crc32:
+        if reads_content and _crc32(path) != expected.crc32:
             return [f"{path.name}: its content is not what was written (CRC-32)"]
     except (OSError, ValueError) as error:  # ValueError: no name that a file can have
         return [f"{path.name}: {_error_text(error)}"]
@@ -246,8 +250,8 @@ def _error_text(error: Exception) -> str:
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _format_checksum(crc: int) -> str:
-    return f"{crc:08x}"
+def _format_checksum(crc32: int) -> str:
+    return f"{crc32:08x}"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -57,7 +57,8 @@ def list_rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
 class Chunks:
     """A rank's rectangles of a tensor of `shape`, by offset, in the form that checkpoints store.
 
-    `stored_dtype`: dtype of the values in a checkpoint, where that differs from the parts' own.
+    `stored_dtype`: dtype of the values in a checkpoint, where it differs from the dtype of the
+    rank's parts.
     """
 
     stored_dtype: torch.dtype | None = None
@@ -99,8 +100,8 @@ class Chunks:
 
 
 class Narrow(Chunks):
-    """Rectangles that a rank holds quantised or rounded, while a checkpoint stores their fp32
-    values.
+    """Rectangles whose values a rank holds quantised or rounded, while a checkpoint stores them in
+    fp32.
     """
 
     stored_dtype = torch.float32
@@ -140,12 +141,12 @@ class Fragment(Chunks):
 
 
 def local_part_of(tensor: Tensor) -> Tensor:
-    """Return the rank's part of a distributed tensor; any other tensor as it is."""
+    """Return the rank's part of a distributed tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_chunks(value: Tensor | Chunks) -> Chunks:
-    """Return the rank's part of a value in the state, sharing its memory; of a DTensor its local
+    """Return the rank's part of a value in the state, sharing its memory; for a DTensor its local
     shard.
     """
     if isinstance(value, Chunks):

@@ -33,11 +33,10 @@ class HostCopy:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
             values = {name: make_chunks(value) for name, value in state.items()}
-            local = [
-                (name, offset, _bytes_of_part(value, offset))
-                for name, value in values.items()
-                for offset in value.parts
-            ]
+            local = []
+            for name, value in values.items():
+                for offset in value.parts:
+                    local.append((name, offset, _bytes_of_part(value, offset)))
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, local, group=group)
             mine = divide_parts(everyone)[group.rank()]
@@ -53,7 +52,7 @@ class HostCopy:
         """Copy this rank's part of `state`, whose names and shapes must be those given at
         construction.
 
-        On CUDA the copies are asynchronous: call `wait` before reading them.
+        On CUDA the copies are asynchronous: call `wait` before the copies are read.
         """
         with torch.no_grad(), host_memory():
             for (name, offset), buffer in self._buffers.items():
@@ -77,8 +76,8 @@ class HostCopy:
     def _allocate(
         self, parts: Sequence[tuple[str, Shape, Chunks]]
     ) -> dict[tuple[str, Shape], Tensor]:
-        """Return a buffer for each part, all in one memory mapping, each a storage that is written
-        without a copy.
+        """Return {part: buffer}, all in one memory mapping, each a storage that is written without
+        a copy.
 
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
@@ -118,19 +117,18 @@ def _check_cuda_result(result: Any) -> None:
         )
 
 
-def divide_parts(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """Return the parts that each rank writes, given the parts each holds: every part once, balanced
-    by bytes.
+def divide_parts(parts_by_rank: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Return, for each rank, the parts that it writes: every part once, balanced by bytes.
 
-    A part with one holder is written by it. The others go, largest first, to the holder with the
-    fewest bytes.
+    `parts_by_rank` are the parts that each rank holds. A part that one rank holds is written by
+    that rank. The others go, largest first, to the holder with the fewest bytes.
     """
     holders: dict[Part, list[int]] = {}
-    for rank, local in enumerate(everyone):
+    for rank, local in enumerate(parts_by_rank):
         for part in local:
             holders.setdefault(part, []).append(rank)
-    shared: list[list[Part]] = [[] for _ in everyone]
-    load_bytes = [0] * len(everyone)
+    shared: list[list[Part]] = [[] for _ in parts_by_rank]
+    load_bytes = [0] * len(parts_by_rank)
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -part[2], part)):
         rank = min(holders[part], key=load_bytes.__getitem__)
         shared[rank].append(part)
@@ -138,13 +136,13 @@ def divide_parts(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
     return shared
 
 
-def _bytes_of_part(value: Chunks, offset: Shape) -> int:
-    part = value.parts[offset]
-    return part.numel() * value.dtype_of(part).itemsize
+def _bytes_of_part(chunks: Chunks, offset: Shape) -> int:
+    part = chunks.parts[offset]
+    return part.numel() * chunks.dtype_of(part).itemsize
 
 
 def _part_at(value: Any, offset: Shape) -> Tensor:
-    """Return the part of a value at this offset; faster than `make_chunks`, as it runs between two
-    steps.
+    """Return the rank's part of a value at this offset; faster than `make_chunks`, as it runs
+    between two steps.
     """
     return value.parts[offset] if isinstance(value, Chunks) else local_part_of(value)

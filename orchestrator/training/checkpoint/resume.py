@@ -13,7 +13,8 @@ from orchestrator.training.checkpoint import folder as checkpoint_folder
 def find_newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     """Return the newest intact checkpoint, the same on every rank of `group`; None without one.
 
-    Each rank verifies some of the files. Damaged checkpoints are named on stderr and quarantined.
+    Each rank verifies some of the files. Damaged checkpoints are named on stderr, renamed and set
+    aside.
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:
@@ -27,7 +28,7 @@ def find_newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | No
     for step in steps[0]:
         path = checkpoint_folder.complete_checkpoint_path(checkpoints, step)
         damages: list[list[str]] = [[] for _ in range(group.size())]
-        mine = checkpoint_folder.find_damage(path, part=group.rank(), parts=group.size())
+        mine = checkpoint_folder.find_damage(path, part_index=group.rank(), part_count=group.size())
         dist.all_gather_object(damages, mine, group=group)
         wrong = sorted({problem for damage in damages for problem in damage})
         if not wrong:

@@ -34,8 +34,9 @@ class CheckpointSaver:
     """
 
     def __init__(self, run: TrainingRun, device: torch.device, group: dist.ProcessGroup) -> None:
-        """`group` has all ranks, on gloo, for this saver alone. `prepare` and `save` are
-        collective.
+        """Make the saver; nothing is written yet.
+
+        `group` has all ranks, on gloo, for this saver alone. `prepare` and `save` are collective.
         """
         self._run = run
         self._device = device
@@ -49,13 +50,15 @@ class CheckpointSaver:
         """Allocate the host memory for states with these names and shapes."""
         self._copy = HostCopy(state, self._device, self._group)
 
-    def save(self, state: State, cursor: TrainingProgress) -> None:
-        """Wait for the previous save, copy the state and start saving it. Raises the previous save's error."""
+    def save(self, state: State, progress: TrainingProgress) -> None:
+        """Wait for the previous save, copy the state, and start a thread that writes it. Raises the
+        previous save's error.
+        """
         assert self._copy, "prepare comes first"
         self.wait()
         self._copy.copy_state(state)
         self._thread = threading.Thread(
-            target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True
+            target=self._save, args=(self._copy, progress), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -75,7 +78,7 @@ class CheckpointSaver:
             raise self._failure
 
     def wait_at_most(self, limit_s: float) -> None:
-        """Wait up to `limit_s` seconds for the running save; its outcome is ignored."""
+        """Wait up to `limit_s` seconds for the running save, and ignore its outcome."""
         if self._thread:
             self._thread.join(limit_s)
 
@@ -86,15 +89,17 @@ class CheckpointSaver:
             self._copy.release()
         self._copy = None
 
-    def _save(self, copy: HostCopy, cursor: TrainingProgress) -> None:
+    def _save(self, host_copy: HostCopy, progress: TrainingProgress) -> None:
         time.sleep(HAND_OVER_S)
         try:
-            copy.wait()
+            host_copy.wait()
             folder = checkpoint_folder.unfinished_checkpoint_path(
-                self._checkpoints, self._run.epoch, cursor.step
+                self._checkpoints, self._run.epoch, progress.step
             )
             self._publish(
-                folder, cursor.step, checkpoint.save_state(folder, copy.state, cursor, self._group)
+                folder,
+                progress.step,
+                checkpoint.save_state(folder, host_copy.state, progress, self._group),
             )
         except BaseException as failure:  # `wait` raises it in the training thread
             self._failure = failure

@@ -17,9 +17,11 @@ all_to_all: Any = dist.all_to_all_single
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange_with_gradient(x: Tensor, there: Change, back: Change) -> Tensor:
-    """Return `there(x)`, an exchange between ranks; in backward, `back` exchanges its gradient."""
-    return _Move.apply(x, there, back)  # type: ignore[no-untyped-call]
+def exchange_with_gradient(x: Tensor, exchange: Change, exchange_gradient: Change) -> Tensor:
+    """Return `exchange(x)`, which sends values between ranks; in backward, `exchange_gradient` is
+    applied to its gradient.
+    """
+    return _Move.apply(x, exchange, exchange_gradient)  # type: ignore[no-untyped-call]
 
 
 class _Move(torch.autograd.Function):

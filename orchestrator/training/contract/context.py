@@ -33,13 +33,15 @@ class Context:
         self._windows: dict[tuple[int, int], Tensor] = {}  # by length and window; layers share one
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """Return this rank's part [B, t] of the tokens of whole samples, or of any values per
-        token.
+        """Return this rank's part [B, t] of the tokens of whole samples [B, T], or of any values
+        per token.
         """
         return x_BT.chunk(self.ranks, dim=1)[self.rank]
 
     def first(self, own_count: int) -> int:
-        """Return the position in its sample of this rank's first token."""
+        """Return the position in its sample of this rank's first token, where each rank has
+        `own_count` tokens.
+        """
         return self.rank * own_count
 
     def window_mask(self, x_BnTH: Tensor, window: int | None) -> Tensor | None:
@@ -59,7 +61,8 @@ class Context:
     def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
         """Return the output of `attention` for this rank's tokens and all heads [B, t, N, H].
 
-        Fewer key-value heads than ranks are repeated, so that each rank has the one that its queries need.
+        Where there are fewer key-value heads than ranks, they are repeated: each rank has the head
+        that its queries need.
         """
         again = max(1, self.ranks // k_BKtH.shape[1])
         keys_and_values = (
@@ -68,29 +71,39 @@ class Context:
         out_BTnH = attention(
             *(
                 exchange_with_gradient(
-                    x.transpose(1, 2), self._to_heads, self._to_tokens
+                    x.transpose(1, 2),
+                    self._exchange_tokens_for_heads,
+                    self._exchange_heads_for_tokens,
                 ).transpose(1, 2)
                 for x in (q_BNtH, *keys_and_values)
             )
         )
-        return exchange_with_gradient(out_BTnH, self._to_tokens, self._to_heads)
+        return exchange_with_gradient(
+            out_BTnH, self._exchange_heads_for_tokens, self._exchange_tokens_for_heads
+        )
 
-    def _to_heads(self, x_BtNH: Tensor) -> Tensor:
-        """Return [B, t, N, H] (own tokens, all heads) as [B, T, n, H] (all tokens, own heads)."""
+    def _exchange_tokens_for_heads(self, x_BtNH: Tensor) -> Tensor:
+        """Return [B, T, n, H] (all tokens, this rank's heads) from [B, t, N, H] (this rank's
+        tokens, all heads).
+        """
         sent_RBtnH = self._split_axis_by_rank(x_BtNH, 2).movedim(2, 0).contiguous()
         return self._exchange(sent_RBtnH).movedim(0, 1).flatten(1, 2)
 
-    def _to_tokens(self, x_BTnH: Tensor) -> Tensor:
-        """Return [B, T, n, H] (all tokens, own heads) as [B, t, N, H] (own tokens, all heads)."""
+    def _exchange_heads_for_tokens(self, x_BTnH: Tensor) -> Tensor:
+        """Return [B, t, N, H] (this rank's tokens, all heads) from [B, T, n, H] (all tokens, this
+        rank's heads).
+        """
         sent_RBtnH = self._split_axis_by_rank(x_BTnH, 1).movedim(1, 0).contiguous()
         return self._exchange(sent_RBtnH).movedim(0, 2).flatten(2, 3)
 
     def _split_axis_by_rank(self, x: Tensor, axis: int) -> Tensor:
-        """Return `x` with this axis split in two: the rank, and the part of that rank."""
+        """Return `x` with this axis split into two: the index of a rank, and the position within
+        that rank's part.
+        """
         return x.unflatten(axis, (self.ranks, -1))  # type: ignore[no-untyped-call]
 
-    def _exchange(self, sent: Tensor) -> Tensor:
-        """Return the rows received from the other ranks: row r came from rank r."""
-        received = torch.empty_like(sent)
-        all_to_all(received, sent, group=self.group)
+    def _exchange(self, rows_by_rank: Tensor) -> Tensor:
+        """Send row r to rank r of the group, and return the rows received: row r came from rank r."""
+        received = torch.empty_like(rows_by_rank)
+        all_to_all(received, rows_by_rank, group=self.group)
         return received

@@ -35,7 +35,9 @@ class Dispatch:
     def answer(
         self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts
     ) -> Tensor:
-        """Return the weighted sum [N, D] of the chosen experts' outputs for each token, on whichever ranks they are."""
+        """Return the weighted sum [N, D] of the chosen experts' outputs for each token, wherever
+        these experts are.
+        """
         chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
         routes = self._make_routes(chosen_S)
         answers_SD = self._collect_expert_outputs(
@@ -55,7 +57,7 @@ class Dispatch:
         """Return the experts' outputs for the copies of these tokens, computed on the experts'
         ranks.
 
-        No local name outlives what is computed from it, so that memory is freed early.
+        No local variable outlives what is computed from it, so that memory is freed early.
         """
         came_RD = exchange_with_gradient(x_ND[token_S], routes.to_experts, routes.to_tokens)
         return exchange_with_gradient(
@@ -63,7 +65,7 @@ class Dispatch:
         )
 
     def _make_routes(self, chosen_S: Tensor) -> _Routes:
-        """Return where each copy of a token goes, in the order of the experts."""
+        """Return where each copy of a token goes, with copies sorted by expert."""
         ranks = self.group.size()
         sent_PL = torch.bincount(chosen_S, minlength=ranks * self._own).view(ranks, self._own)
         received_PL = torch.empty_like(sent_PL)

@@ -14,11 +14,15 @@ from orchestrator.specs.choices import Precision
 LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
-def make_input_cast_hook(low: torch.dtype) -> Callable[..., Any]:
-    """Return a hook that casts a module's floating-point inputs to `low`, as FSDP2 does."""
+def make_input_cast_hook(low_dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a hook that casts a module's floating-point inputs to `low_dtype`, as FSDP2 does."""
 
     def cast(value: Any) -> Any:
-        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return (
+            value.to(low_dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
 
     def rounded(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(cast, args), tree_map(cast, kwargs)

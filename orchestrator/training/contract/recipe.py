@@ -33,7 +33,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def token_count(self, index: int) -> int:
-        """Return how many terms the sample adds to the loss sum: labelled tokens, or 1 for a
+        """Return how many terms this sample adds to the loss sum: its labelled tokens, or 1 for a
         classified image.
         """
 
@@ -116,25 +116,26 @@ class Recipe:
 
 
 def materialise(
-    root: nn.Module,
+    whole_module: nn.Module,
     part: nn.Module,
     recipe: Recipe,
     device: torch.device,
-    place: Callable[[str, Tensor], Tensor] | None = None,
+    local_part_of_parameter: Callable[[str, Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Allocate and initialise the meta-device parameters of `part`, in place.
 
-    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns this rank's part of a
-    parameter; at most one parameter at a time is whole. `dtype` replaces the dtype of floating-point parameters.
+    Shared parameters stay shared. Names are those in `whole_module`. `local_part_of_parameter`
+    returns this rank's part of a parameter; at most one parameter at a time is whole. `dtype`
+    replaces the dtype of floating-point parameters.
     """
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    names = {id(parameter): name for name, parameter in whole_module.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     for module in part.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            is_placed = place is None or isinstance(parameter, DTensor)
+            is_placed = local_part_of_parameter is None or isinstance(parameter, DTensor)
             if not parameter.is_meta and is_placed and dtype in (None, parameter.dtype):
                 continue
             if id(parameter) not in real:
@@ -146,14 +147,16 @@ def materialise(
                     recipe.initialise(name, values)
                 if dtype is not None and values.is_floating_point():
                     values = values.to(dtype)
-                if place:
-                    values = place(name, values.to(device))
+                if local_part_of_parameter:
+                    values = local_part_of_parameter(name, values.to(device))
                 real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[key] = real[id(parameter)]
 
 
 def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
-    """Fill `values` from N(0, std**2), determined by (seed, name) and equal on every device."""
+    """Fill `values` in place from N(0, std**2), determined by (seed, name) and equal on every
+    device.
+    """
     generator = make_seeded_generator(seed, name)
     if values.device.type == "cpu":
         values.normal_(std=std, generator=generator)

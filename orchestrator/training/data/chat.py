@@ -33,33 +33,35 @@ def read_conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message
             raise SpecError("the file is empty", source=name, path="data.chat")
 
 
-def _open_conversations(name: str) -> Any:
+def _open_conversations(file_path: str) -> Any:
     try:
-        return Path(name).open("rb")
+        return Path(file_path).open("rb")
     except OSError as error:
         raise SpecError(
-            f"the file cannot be read: {error.strerror}", source=name, path="data.chat"
+            f"the file cannot be read: {error.strerror}", source=file_path, path="data.chat"
         ) from None
 
 
-def _parse_messages(line: bytes, place: str) -> list[Message]:
+def _parse_messages(json_line: bytes, file_and_line: str) -> list[Message]:
     try:
-        entry = json.loads(line.decode("utf-8"))
+        entry = json.loads(json_line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"the line is not JSON: {error}", source=place, path="data.chat") from None
+        raise SpecError(
+            f"the line is not JSON: {error}", source=file_and_line, path="data.chat"
+        ) from None
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         raise SpecError(
             "the line is not a conversation",
-            source=place,
+            source=file_and_line,
             path="data.chat",
             got=entry,
             allowed=form,
         )
     if not any(message["role"] == ASSISTANT for message in messages):
         raise SpecError(
-            "nothing to learn: no message of an assistant", source=place, path="data.chat"
+            "nothing to learn: no message of an assistant", source=file_and_line, path="data.chat"
         )
     return messages
 
@@ -70,11 +72,13 @@ def _is_message(message: object) -> bool:
     )
 
 
-def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
-    """Return a conversation's tokens, with assistant messages and their end-of-turn tokens marked as labels."""
+def mark_tokens(tokenizer: Any, messages: list[Message], file_and_line: str) -> Marked:
+    """Return a conversation's tokens, and which of them are labels: those of assistant messages
+    with their end-of-turn tokens.
+    """
     if tokenizer.chat_template is None:
         return _render_without_template(tokenizer, messages)
-    text, spans = _render_marked(tokenizer, messages, place)
+    text, spans = _render_marked(tokenizer, messages, file_and_line)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [first for first, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], [
@@ -102,25 +106,34 @@ def _render_without_template(tokenizer: Any, messages: list[Message]) -> Marked:
 
 
 def _render_marked(
-    tokenizer: Any, messages: list[Message], place: str
+    tokenizer: Any, messages: list[Message], file_and_line: str
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return (text of the conversation by the chat template, spans of its assistant messages)."""
-    whole = _render(tokenizer, messages, place)
+    whole = _render(tokenizer, messages, file_and_line)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
         content = message["content"].strip()  # many templates strip it
         before = (
-            _render(tokenizer, messages[:turn], place, add_generation_prompt=True) if turn else ""
+            _render(tokenizer, messages[:turn], file_and_line, add_generation_prompt=True)
+            if turn
+            else ""
         )
-        opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
+        if whole.startswith(before):
+            opened = len(before)
+        elif spans:
+            opened = spans[-1][1]
+        else:
+            opened = 0
         begin = whole.find(content, opened)
         if begin < 0:
             raise SpecError(
-                "the chat template changes an assistant message", source=place, path="data.chat"
+                "the chat template changes an assistant message",
+                source=file_and_line,
+                path="data.chat",
             )
-        alone = _render(tokenizer, messages[: turn + 1], place)
+        alone = _render(tokenizer, messages[: turn + 1], file_and_line)
         closing = alone[alone.rfind(content) + len(content) :]
         stop = begin + len(content)
         if whole.startswith(closing, stop):
@@ -129,28 +142,30 @@ def _render_marked(
     return whole, spans
 
 
-def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any) -> str:
+def _render(
+    tokenizer: Any, messages: list[Message], file_and_line: str, **template_settings: Any
+) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **template_settings)
     except Exception as error:  # jinja2's errors, and those that a template raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
-            f"the chat template raised an error: {reason}", source=place, path="data.chat"
+            f"the chat template raised an error: {reason}", source=file_and_line, path="data.chat"
         ) from None
 
 
 def make_token_pairs(
-    tokenizer: Any, messages: list[Message], longest: int
+    tokenizer: Any, messages: list[Message], tokens_max: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated
-    to `longest`.
+    """Yield (input tokens, target tokens) for each assistant message, for an encoder-decoder; each
+    is cut to `tokens_max`.
     """
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(earlier["content"] for earlier in messages[:turn])
             texts = ({"text": before}, {"text_target": message["content"]})
             source, target = (
-                tokenizer(**text, truncation=True, max_length=longest)["input_ids"]
+                tokenizer(**text, truncation=True, max_length=tokens_max)["input_ids"]
                 for text in texts
             )
             yield source, target

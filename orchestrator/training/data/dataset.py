@@ -25,10 +25,11 @@ FEISTEL_ROUNDS = 4
 
 
 class TokenStreams:
-    """Samples from token streams: at most `sequence_length` tokens of one stream; labels are the next tokens.
+    """Samples from token streams: at most `sequence_length` tokens of one stream; labels are the
+    next tokens.
 
-    `trained`, if given, has a byte per token: only tokens with a non-zero byte are labels, and samples without labels
-    are left out. Memory-mapped arrays cost page cache instead of tensors.
+    `trained`, if given, has a byte per token: only tokens with a non-zero byte are labels, and
+    samples without labels are left out. Memory-mapped arrays cost page cache instead of tensors.
     """
 
     def __init__(
@@ -55,7 +56,11 @@ class TokenStreams:
             self._labels = labels[self._kept]
 
     def __len__(self) -> int:
-        return (self._ends[-1] if self._ends else 0) if self._kept is None else len(self._kept)
+        if self._kept is None:
+            if self._ends:
+                return self._ends[-1]
+            return 0
+        return len(self._kept)
 
     def token_count(self, index: int) -> int:
         """Return the number of labelled tokens in a sample."""
@@ -118,38 +123,39 @@ def _map_file(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def sample_index_at(position: int, size: int, seed: int) -> int:
+def sample_index_at(position: int, sample_count: int, seed: int) -> int:
     """Return the index of the sample at a position of the training; each epoch is its own
-    permutation.
-
-    `size` is the number of samples.
+    permutation of the `sample_count` samples.
     """
-    epoch, value = divmod(position, size)
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    epoch, value = divmod(position, sample_count)
+    half_bits = max(1, ((sample_count - 1).bit_length() + 1) // 2)
     value = _permute(value, half_bits, f"{seed}:{epoch}")
     while (
-        value >= size
+        value >= sample_count
     ):  # cycle walking (Black and Rogaway 2002, section 3); the domain is below 4 * size + 4
         value = _permute(value, half_bits, f"{seed}:{epoch}")
     return value
 
 
-def _permute(value: int, half_bits: int, key: str) -> int:
-    """Return the number to which a permutation of the numbers below 4 ** half_bits maps `value`;
-    `key` selects it.
+def _permute(value: int, half_bits: int, permutation_key: str) -> int:
+    """Return the number to which a permutation of the numbers below 4 ** half_bits maps `value`.
+
+    `permutation_key` selects the permutation.
     """
     mask = (1 << half_bits) - 1
     left = value >> half_bits
     right = value & mask
     for turn in range(FEISTEL_ROUNDS):
-        digest = hashlib.blake2b(f"{key}:{turn}:{right}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{permutation_key}:{turn}:{right}".encode(), digest_size=8
+        ).digest()
         left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
     return left << half_bits | right
 
 
-def list_global_batch(first_position: int, count: int, size: int, seed: int) -> list[int]:
+def list_global_batch(first_position: int, count: int, sample_count: int, seed: int) -> list[int]:
     """Return the sample indices at `count` positions from `first_position` on."""
-    return [sample_index_at(first_position + offset, size, seed) for offset in range(count)]
+    return [sample_index_at(first_position + offset, sample_count, seed) for offset in range(count)]
 
 
 def split_micro_batches(
@@ -163,8 +169,8 @@ def split_micro_batches(
     """Return the micro-batches of data-parallel rank `rank`: its consecutive slice of a global
     batch, split.
 
-    If `normalised_ranks` ranks normalise over their simultaneous micro-batches, these take
-    consecutive samples instead.
+    If `normalised_ranks` ranks normalise over their simultaneous micro-batches, these micro-batches
+    take consecutive samples instead.
     """
     firsts = (
         (

@@ -18,7 +18,9 @@ class TensorFiles:
     """Samples along axis 0 of the tensors of all files, in order; every file has the same names and shapes."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        """Raises SpecError where a file cannot be read, or its tensors differ in axis 0 or from the first file's."""
+        """Open the files. Raises SpecError where one cannot be read, or its tensors differ in axis
+        0 or from the first file's.
+        """
         self._files = [_open_tensor_file(name) for name in files]
         self.names = tuple(sorted(self._files[0].keys()))
         counts = []
@@ -43,19 +45,22 @@ class TensorFiles:
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the samples as one tensor per name in `names`."""
         return tuple(
-            torch.stack([self._row(name, index) for index in indices]) for name in self.names
+            torch.stack([self._read_sample(name, index) for index in indices])
+            for name in self.names
         )
 
-    def _row(self, name: str, index: int) -> Tensor:
-        number = bisect_right(self._ends, index)
-        row: Tensor = self._files[number].get_slice(name)[
-            index - (self._ends[number - 1] if number else 0)
+    def _read_sample(self, tensor_name: str, sample_index: int) -> Tensor:
+        number = bisect_right(self._ends, sample_index)
+        row: Tensor = self._files[number].get_slice(tensor_name)[
+            sample_index - (self._ends[number - 1] if number else 0)
         ]
         return row
 
 
-def _open_tensor_file(name: str) -> Any:
+def _open_tensor_file(file_path: str) -> Any:
     try:
-        return safe_open(name, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+        return safe_open(file_path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
-        raise SpecError(f"no safetensors file: {error}", source=name, path="data.tensors") from None
+        raise SpecError(
+            f"no safetensors file: {error}", source=file_path, path="data.tensors"
+        ) from None

@@ -69,16 +69,16 @@ class PairDataset:
         return tokens, labels
 
 
-def load_dataset(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
-    """Return the samples of a run. `padding` is the padding token of an encoder-decoder; None for a
-    decoder.
+def load_dataset(run: TrainingRun, *, vocab_size: int, padding_token: int | None) -> Dataset:
+    """Return the samples of a run, tokenized if needed. `padding_token` is that of an
+    encoder-decoder; None for a decoder.
 
     Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's
     vocabulary.
     """
     data = run.data
     length = run.plan.sequence_length or run.data.sequence_length
-    if padding is not None and not data.chat:
+    if padding_token is not None and not data.chat:
         raise SpecError(
             "an encoder-decoder needs inputs and targets: running text has none",
             path="data",
@@ -86,17 +86,21 @@ def load_dataset(run: TrainingRun, *, vocabulary: int, padding: int | None) -> D
             hint="write each example as one user and one assistant message",
         )
     if data.tokens:
-        return _token_files(run, length, vocabulary)
+        return _load_token_files(run, length, vocab_size)
     source = find_tokenizer_source(run)
     if source is None:
-        return _load_byte_dataset(data, length, vocabulary)
+        return _load_byte_dataset(data, length, vocab_size)
     folder = Path(run.job_folder) / "data"
-    _write_once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
-    _check_vocabulary(folder, vocabulary)
+    _fill_once(
+        folder, lambda into: _tokenise(into, data, source, as_pairs=padding_token is not None)
+    )
+    _check_vocabulary(folder, vocab_size)
     tokens = _map_file(folder / "tokens.bin", np.int32)
     dataset: Dataset
-    if padding is not None:
-        dataset = PairDataset(tokens, np.fromfile(folder / "bounds.bin", np.int64), length, padding)
+    if padding_token is not None:
+        dataset = PairDataset(
+            tokens, np.fromfile(folder / "bounds.bin", np.int64), length, padding_token
+        )
     else:
         learnt = [_map_file(folder / "learnt.bin", np.uint8)] if data.chat else None
         dataset = TokenStreams([tokens], length, learnt)
@@ -118,43 +122,45 @@ def find_tokenizer_source(run: TrainingRun) -> str | None:
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
 
-def _load_byte_dataset(data: DataSpec, length: int, vocabulary: int) -> Dataset:
+def _load_byte_dataset(data: DataSpec, sequence_length: int, vocab_size: int) -> Dataset:
     if data.chat:
         raise SpecError(
             "a conversation needs a tokenizer",
             path="data.tokenizer",
             allowed="a folder, or a hub's name",
         )
-    if vocabulary < BYTE_VOCABULARY:
+    if vocab_size < BYTE_VOCABULARY:
         raise SpecError(
             "text without a tokenizer is bytes",
             path="model.hf.vocab_size",
-            got=vocabulary,
+            got=vocab_size,
             hint="set `data.tokenizer`, or a larger vocabulary",
         )
-    return TextDataset(data.text, length)
+    return TextDataset(data.text, sequence_length)
 
 
-def _token_files(run: TrainingRun, length: int, vocabulary: int) -> Dataset:
-    streams = [_token_file(name) for name in run.data.tokens]
+def _load_token_files(run: TrainingRun, sequence_length: int, vocab_size: int) -> Dataset:
+    streams = [_map_token_file(name) for name in run.data.tokens]
     folder = Path(run.job_folder) / "data"
-    _write_once(
+    _fill_once(
         folder,
-        lambda into: _write_about(into, max(map(_largest_token, streams)), sum(map(len, streams))),
+        lambda into: _write_token_statistics(
+            into, max(map(_largest_token, streams)), sum(map(len, streams))
+        ),
     )
-    _check_vocabulary(folder, vocabulary)
-    return _check_not_empty(TokenStreams(streams, length), run.data)
+    _check_vocabulary(folder, vocab_size)
+    return _check_not_empty(TokenStreams(streams, sequence_length), run.data)
 
 
-def _token_file(name: str) -> np.ndarray:
+def _map_token_file(file_path: str) -> np.ndarray:
     try:
-        array = np.load(name, mmap_mode="r", allow_pickle=False)
+        array = np.load(file_path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise SpecError(f"not a .npy file: {error}", source=name, path="data.tokens") from None
+        raise SpecError(f"not a .npy file: {error}", source=file_path, path="data.tokens") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
         raise SpecError(
             "not token numbers",
-            source=name,
+            source=file_path,
             path="data.tokens",
             got=f"{array.dtype} {list(array.shape)}",
             allowed="integers [tokens]",
@@ -173,8 +179,8 @@ def _largest_token(tokens: np.ndarray) -> int:
     return largest
 
 
-def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make the first rank fill `folder` atomically, while the others wait until it exists."""
+def _fill_once(folder: Path, fill_folder: Callable[[Path], None]) -> None:
+    """Fill `folder` atomically on the first rank, while the other ranks wait until it exists."""
     if dist.is_initialized() and dist.get_rank() > 0:
         deadline_s = time.monotonic() + WAIT_S
         while not folder.is_dir():
@@ -188,30 +194,37 @@ def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
             shutil.rmtree(left, ignore_errors=True)
         temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
         temporary.mkdir(parents=True)
-        write(temporary)
+        fill_folder(temporary)
         temporary.rename(folder)
 
 
-def _check_vocabulary(folder: Path, vocabulary: int) -> None:
+def _check_vocabulary(folder: Path, vocab_size: int) -> None:
     largest = json.loads((folder / "about.json").read_text())["largest"]
-    if largest >= vocabulary:
+    if largest >= vocab_size:
         raise SpecError(
             "the data hold tokens that the model does not know",
             path="data",
             got=largest,
-            allowed=f"tokens below {vocabulary}, the model's vocabulary",
+            allowed=f"tokens below {vocab_size}, the model's vocabulary",
             hint="use the tokenizer of this model",
         )
 
 
-def _write_about(folder: Path, largest: int, count: int) -> None:
-    (folder / "about.json").write_text(json.dumps({"largest": largest, "tokens": count}))
+def _write_token_statistics(folder: Path, largest_token: int, token_count: int) -> None:
+    (folder / "about.json").write_text(
+        json.dumps({"largest": largest_token, "tokens": token_count})
+    )
 
 
-def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> None:
-    tokenizer = read_tokenizer(source)
+def _tokenise(
+    target_folder: Path, data: DataSpec, tokenizer_source: str, *, as_pairs: bool
+) -> None:
+    tokenizer = read_tokenizer(tokenizer_source)
     largest = count = 0
-    with (into / "tokens.bin").open("wb") as tokens, (into / "learnt.bin").open("wb") as learnt:
+    with (
+        (target_folder / "tokens.bin").open("wb") as tokens,
+        (target_folder / "learnt.bin").open("wb") as learnt,
+    ):
         bounds = []
         for ids, marks in _list_document_tokens(data, tokenizer, as_pairs=as_pairs):
             np.asarray(ids, np.int32).tofile(tokens)
@@ -221,8 +234,8 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
             count += len(ids)
             bounds.append(count)
     if as_pairs:
-        np.asarray(bounds, np.int64).tofile(into / "bounds.bin")
-    _write_about(into, largest, count)
+        np.asarray(bounds, np.int64).tofile(target_folder / "bounds.bin")
+    _write_token_statistics(target_folder, largest, count)
 
 
 def _list_document_tokens(
@@ -252,20 +265,20 @@ def _tokenise_texts(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in files:
         yield begin
-        pieces = _read_pieces(name)
+        pieces = _read_text_pieces(name)
         while batch := list(islice(pieces, PIECES_AT_ONCE)):
             yield from tokenizer(batch, add_special_tokens=False)["input_ids"]
         yield end
 
 
-def _read_pieces(name: str) -> Iterator[str]:
-    """Yield the file's text in pieces of whole lines. Raises SpecError if it cannot be read or is
-    empty.
+def _read_text_pieces(file_path: str) -> Iterator[str]:
+    """Yield the text of a file in pieces of whole lines. Raises SpecError if the file cannot be
+    read or is empty.
     """
     lines_read: list[str] = []
     size = number = 0
     try:
-        with Path(name).open("rb") as lines:
+        with Path(file_path).open("rb") as lines:
             for line in lines:
                 number += 1
                 lines_read.append(line.decode("utf-8"))
@@ -276,29 +289,31 @@ def _read_pieces(name: str) -> Iterator[str]:
                     size = 0
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text"
+            f"not UTF-8 text: {error.reason}", source=f"{file_path}:{number}", path="data.text"
         ) from None
     except OSError as error:
         raise SpecError(
-            f"the file cannot be read: {error.strerror}", source=name, path="data.text"
+            f"the file cannot be read: {error.strerror}", source=file_path, path="data.text"
         ) from None
     if not number:
-        raise SpecError("the file is empty", source=name, path="data.text")
+        raise SpecError("the file is empty", source=file_path, path="data.text")
     if lines_read:
         yield "".join(lines_read)
 
 
-def read_tokenizer(source: str) -> Any:
-    """Return the tokenizer of a folder or a hub name. Raises SpecError if there is none."""
+def read_tokenizer(folder_or_hub_name: str) -> Any:
+    """Return the tokenizer in a folder or of a hub name. Raises SpecError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            source, local_files_only=Path(source).is_dir(), trust_remote_code=False
+            folder_or_hub_name,
+            local_files_only=Path(folder_or_hub_name).is_dir(),
+            trust_remote_code=False,
         )
     except (OSError, ValueError, ImportError) as error:
         hint = "set `data.tokenizer` to a folder with tokenizer.json, or to a name on the hub or in its local cache"
         reason = str(error).splitlines()[0]
         raise SpecError(
-            f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint
+            f"no tokenizer: {reason}", path="data.tokenizer", got=folder_or_hub_name, hint=hint
         ) from None
     # samples are cut here, so a warning about long texts would mislead
     tokenizer.model_max_length = 2**62

@@ -37,10 +37,10 @@ class AlternatingEngine:
         recipe: Recipe,
         plan: Plan,
         training: TrainingSpec,
-        build: Callable[[Recipe, TrainingSpec], Engine],
+        build_engine: Callable[[Recipe, TrainingSpec], Engine],
     ) -> None:
-        """`build` returns a recipe's engine. Raises SpecError if the plan or the job does not
-        support several recipes.
+        """Make the engines; `build_engine` returns one recipe's engine. Raises SpecError if plan or job do
+        not support several recipes.
         """
         recipes = (recipe, *recipe.then)
         if plan.world_size > plan.layout.dp:
@@ -55,9 +55,9 @@ class AlternatingEngine:
                 path="plan.optimizer_in_backward",
                 got="true",
             )
-        _check_names(recipes, training)
+        _check_recipe_names(recipes, training)
         seeded = [self._with_own_randomness(part) for part in recipes]
-        self._engines = [build(part, _recipe_training(part, training)) for part in seeded]
+        self._engines = [build_engine(part, _training_of_recipe(part, training)) for part in seeded]
         self._parts = [_TurnModule(part.module) for part in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for
         # its own turn only.
@@ -83,8 +83,8 @@ class AlternatingEngine:
         return {name: value for engine in self._engines for name, value in engine.state().items()}
 
     def _with_own_randomness(self, recipe: Recipe) -> Recipe:
-        """Return the recipe; its module's layers draw the same random numbers whichever recipe's
-        turn it is.
+        """Return the recipe with a loss whose layers draw the same random numbers, whichever
+        recipe's turn it is.
         """
 
         def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
@@ -114,9 +114,9 @@ class _TurnModule:
             parameter.grad = None
 
 
-def _recipe_training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
-    """Return the job's settings for one recipe: its own learning rate, and `freeze` by its own
-    parameter names.
+def _training_of_recipe(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
+    """Return the job's training settings for one recipe: with its own learning rate, and `freeze`
+    by its own parameter names.
     """
     names = [name for name, _ in recipe.module.named_parameters()]
     freeze = tuple(
@@ -130,12 +130,11 @@ def _recipe_training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
     )
 
 
-def _check_names(recipes: Sequence[Recipe], training: TrainingSpec) -> None:
-    names = [
-        f"{recipe.name}.{name}"
-        for recipe in recipes
-        for name, _ in recipe.module.named_parameters()
-    ]
+def _check_recipe_names(recipes: Sequence[Recipe], training: TrainingSpec) -> None:
+    names = []
+    for recipe in recipes:
+        for name, _ in recipe.module.named_parameters():
+            names.append(f"{recipe.name}.{name}")
     for entry in training.freeze:
         if not any(fnmatchcase(name, entry.parameters) for name in names):
             example = f"a pattern of names such as {names[0]}"

@@ -44,8 +44,8 @@ def prepare_batch_norms(layers: list[_BatchNorm], plan: Plan, training: Training
     """Make the layers compute statistics in fp32 over `training.batch_norm_samples` samples, in
     place.
 
-    Raises SpecError if the plan normalises another number, or the job sets none and the plan splits
-    its global batch.
+    Raises SpecError if the plan gives another number of samples, or the job sets no number and the
+    plan splits its global batch.
     """
     if not layers:
         return
@@ -83,7 +83,7 @@ def prepare_batch_norms(layers: list[_BatchNorm], plan: Plan, training: Training
         raise SpecError(
             "the model has SyncBatchNorm", path="training.sync_batch_norm", allowed="true"
         )
-    forward = _over_all_ranks if training.sync_batch_norm else _over_own_samples
+    forward = _normalise_over_all_ranks if training.sync_batch_norm else _normalise_over_own_samples
     for layer in layers:
         layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
 
@@ -106,8 +106,8 @@ def keeping_running_statistics(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class RunningStatistics:
-    """Engine for several ranks, around another, that keeps running statistics equal to those of one
-    process.
+    """Engine for several ranks that wraps another engine, and keeps BatchNorm's running statistics
+    equal to those of one process.
     """
 
     def __init__(self, engine: Engine, layers: list[_BatchNorm]) -> None:
@@ -124,16 +124,18 @@ class RunningStatistics:
     def state(self) -> State:
         return self._engine.state()
 
-    def _combine_over_ranks(self, before: list[Tensor], counted: list[int]) -> None:
+    def _combine_over_ranks(
+        self, previous_statistics: list[Tensor], batch_counts: list[int]
+    ) -> None:
         ranks = dist.get_world_size()
         rank = dist.get_rank()
         added = []
         faded = []
         for layer, old, new, count, now in zip(
             self._layers,
-            before,
+            previous_statistics,
             self._list_running_statistics(),
-            counted,
+            batch_counts,
             self._list_batch_counts(),
             strict=True,
         ):
@@ -147,7 +149,7 @@ class RunningStatistics:
         dist.all_reduce(total)
         total += torch.cat(faded)
         for layer, statistics in zip(
-            self._layers, torch.split(total, [len(old) for old in before]), strict=True
+            self._layers, torch.split(total, [len(old) for old in previous_statistics]), strict=True
         ):
             mean, variance = statistics.chunk(2)
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
@@ -164,8 +166,8 @@ class RunningStatistics:
         return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]
 
 
-def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """Return BatchNorm's output over this rank's samples.
+def _normalise_over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """Return BatchNorm's output with statistics over this rank's samples alone.
 
     torch's function requires weights and running statistics of one precision.
     """
@@ -187,9 +189,9 @@ def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
     )
 
 
-def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """Return BatchNorm's output over all ranks' inputs, [N, C, ...] each; torch's does not support
-    CPU tensors.
+def _normalise_over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """Return BatchNorm's output with statistics over all ranks' inputs, [N, C, ...] each; torch's
+    does not support CPU tensors.
     """
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     wide = x.float()

@@ -43,9 +43,9 @@ from orchestrator.training.engines.deepspeed_masters import (
     MasterPiece,
     list_masters,
     list_pieces,
-    own_run_of_elements,
+    own_start_and_length,
 )
-from orchestrator.training.engines.deepspeed_release import release_with
+from orchestrator.training.engines.deepspeed_release import dismantle_after
 from orchestrator.training.engines.deepspeed_settings import make_deepspeed_settings
 from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.engines.optimizers import (
@@ -72,8 +72,8 @@ class DeepSpeedEngine:
         device: torch.device,
         resume_from: checkpoint.SavedCheckpoint | None,
     ) -> None:
-        """`training` is the run's, or one recipe's share of it. Raises SpecError where files cannot
-        take the offload.
+        """Make the engine. `training` is the run's, or the settings of one recipe. Raises SpecError
+        where files cannot take the offload.
         """
         plan = run.plan
         self._recipe = recipe
@@ -88,19 +88,19 @@ class DeepSpeedEngine:
         }
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_parameters(recipe.module, training.freeze, step)
-        _join_deepspeed(device)
+        _make_deepspeed_join_process_group(device)
         config = make_deepspeed_settings(plan, training, device, self._file_offload_settings(run))
-        exact = self._exact_weights() if self._keeps_copies and not resume_from else None
+        exact = self._make_initial_weights() if self._keeps_copies and not resume_from else None
         self._make_parameters(config, resume_from)
         if resume_from:  # before DeepSpeed copies the weights into its masters
-            self._load(resume_from, self._computed_with())
+            self._load(resume_from, self._weights_in_use())
         self._updates = OptimizerUpdates(
             self._module.named_parameters(), training, optimizer_state_device(plan, device), step
         )
         self._trained = self._updates.parameters
-        self._waiting = tuple(self._waiting_pieces())
+        self._waiting = tuple(self._make_frozen_copies())
         self._engine = self._initialise_deepspeed(config)
-        release_with(self, self._engine, self._updates.optimizer)
+        dismantle_after(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
         self._initialise_states(resume_from, exact)
 
@@ -137,56 +137,73 @@ class DeepSpeedEngine:
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> State:
-        return checkpoint.with_recipe_prefix(self._recipe.name, self._state(self._in_files()))
+        return checkpoint.with_recipe_prefix(
+            self._recipe.name, self._state(self._copy_swapped_to_host())
+        )
 
     def _initialise_states(
-        self, resume_from: checkpoint.SavedCheckpoint | None, exact: Callable[[str], Tensor] | None
+        self,
+        resume_from: checkpoint.SavedCheckpoint | None,
+        initial_weight: Callable[[str], Tensor] | None,
     ) -> None:
-        """Initialise masters, moments and counters."""
+        """Initialise fp32 masters, moments and counters: from the checkpoint, else from
+        `initial_weight(name)` where given.
+        """
         if self._is_swapped:
-            deepspeed_nvme.allocate_moments(self._engine.optimizer, self._moments)
-        values = self._in_files()
+            deepspeed_nvme.write_zero_moments(self._engine.optimizer, self._moments)
+        values = self._copy_swapped_to_host()
         if resume_from:
-            self._load(resume_from, self._state(values, known_at=resume_from.cursor.step))
-            self._updates.set_steps()
+            self._load(resume_from, self._state(values, moments_until_step=resume_from.cursor.step))
+            self._updates.copy_steps_to_optimizer()
         if (
-            exact
+            initial_weight
         ):  # DeepSpeed derives the masters from rounded weights, which changes the loss by 1e-3
-            for piece in (*self._waiting, *self._pieces()):
+            for piece in (*self._waiting, *self._list_master_pieces()):
                 master = (
                     values[id(piece.flat)][deepspeed_nvme.MASTER]
                     if id(piece.flat) in values
                     else piece.flat
                 )
                 piece.view_in(master).copy_(
-                    exact(piece.name).flatten().narrow(0, piece.start, piece.count)
+                    initial_weight(piece.name).flatten().narrow(0, piece.start, piece.count)
                 )
         if self._is_swapped:
             deepspeed_nvme.write_back(self._engine.optimizer, self._moments, values)
 
-    def _load(self, saved: checkpoint.SavedCheckpoint, state: State) -> None:
-        checkpoint.load_state(saved.path, checkpoint.with_recipe_prefix(self._recipe.name, state))
+    def _load(self, saved_checkpoint: checkpoint.SavedCheckpoint, state: State) -> None:
+        checkpoint.load_state(
+            saved_checkpoint.path, checkpoint.with_recipe_prefix(self._recipe.name, state)
+        )
 
-    def _in_files(self) -> deepspeed_nvme.Swapped:
-        """Return host copies of what is offloaded to files; empty without such offload."""
+    def _copy_swapped_to_host(self) -> deepspeed_nvme.Swapped:
+        """Return host copies of the masters and moments that are offloaded to files; empty without
+        such offload.
+        """
         return (
             deepspeed_nvme.copy_swapped(self._engine.optimizer, self._moments)
             if self._is_swapped
             else {}
         )
 
-    def _state(self, in_files: deepspeed_nvme.Swapped, known_at: int | None = None) -> State:
-        """The canonical tensors; with `known_at`, without moments of groups still frozen before that step."""
+    def _state(
+        self, swapped: deepspeed_nvme.Swapped, moments_until_step: int | None = None
+    ) -> State:
+        """Return the tensors of the canonical checkpoint by reference, offloaded ones from
+        `swapped`.
+
+        With `moments_until_step`, moments of parameters that unfreeze only at that step or later
+        are left out.
+        """
         if self._plan.zero_stage is ZeroStage.NONE:
             return checkpoint.collect_model_state(
                 self._module, self._changing
-            ) | self._updates.state(unfrozen_before=known_at)
+            ) | self._updates.state(only_unfrozen_before_step=moments_until_step)
         state: dict[str, Any] = dict(
             checkpoint.collect_model_state(self._module, frozenset())
         )  # buffers
         state |= (
-            dict(self._frozen_until_later())
-            | dict(self._fragments(in_files, known_at))
+            dict(self._weights_that_unfreeze_later())
+            | dict(self._fragments(swapped, moments_until_step))
             | {STEPS: self._updates.steps}
         )
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
@@ -198,8 +215,8 @@ class DeepSpeedEngine:
         return norm
 
     def _initialise_deepspeed(self, config: JsonObject) -> Any:
-        """Return DeepSpeed's engine; in low precision, inputs are cast as FSDP2 does, and buffers
-        stay.
+        """Return DeepSpeed's engine. In low precision, inputs are cast as FSDP2 does, and buffers
+        keep their dtype.
         """
         buffers = [
             (
@@ -222,8 +239,8 @@ class DeepSpeedEngine:
         return engine
 
     def _masters(self) -> list[list[Tensor]] | None:
-        """Return this rank's flat masters per group of parameters; None if the parameters
-        themselves are updated.
+        """Return this rank's flat master weights, per group of parameters; None at stage 0, which
+        updates the parameters themselves.
         """
         if self._plan.zero_stage is ZeroStage.NONE:
             return None
@@ -231,8 +248,10 @@ class DeepSpeedEngine:
             self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups)
         )
 
-    def _pieces(self) -> Iterator[MasterPiece]:
-        """Yield the rank's pieces of the masters of all trained parameters, from stage 1 on."""
+    def _list_master_pieces(self) -> Iterator[MasterPiece]:
+        """Yield the rank's pieces of the master weights of all trained parameters, at stages 1 to
+        3.
+        """
         return list_pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
     def _make_parameters(
@@ -267,29 +286,29 @@ class DeepSpeedEngine:
                 module=part, config_dict_or_path=config, param_swapper=swapper
             ).param_swapper
 
-    def _computed_with(self) -> State:
-        """Return the weights and buffers in use before `initialize`: whole, or at stage 3 this
-        rank's runs.
+    def _weights_in_use(self) -> State:
+        """Return {name: weight or buffer} before DeepSpeed's `initialize`: whole, or at stage 3
+        this rank's part.
         """
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.collect_model_state(self._module, self._changing)
         buffers = checkpoint.collect_model_state(self._module, frozenset())
-        return buffers if self._weights_swapped else buffers | self._own_runs(self._changing)
+        return buffers if self._weights_swapped else buffers | self._own_fragments(self._changing)
 
-    def _own_runs(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return {`model.<name>`: this rank's run of elements} of parameters that stage 3 has
+    def _own_fragments(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return {`model.<name>`: this rank's consecutive elements} of parameters that stage 3 has
         partitioned.
         """
         named = dict(self._module.named_parameters())
         runs = {}
         for name in names:
-            start, count = own_run_of_elements(self._shapes[name].numel())
+            start, count = own_start_and_length(self._shapes[name].numel())
             run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
             runs[f"model.{name}"] = Fragment(run, start, self._shapes[name])
         return runs
 
-    def _exact_weights(self) -> Callable[[str], Tensor]:
-        """Return a function from a name to the initial fp32 weight.
+    def _make_initial_weights(self) -> Callable[[str], Tensor]:
+        """Return a function that returns the initial fp32 weight of a parameter by its name.
 
         Weights are made again one by one if the recipe can, else they come from host copies.
         """
@@ -309,17 +328,19 @@ class DeepSpeedEngine:
 
         return again
 
-    def _waiting_pieces(self) -> Iterator[MasterPiece]:
-        """Yield the rank's part, in host memory, of the fp32 weights that thaw later."""
+    def _make_frozen_copies(self) -> Iterator[MasterPiece]:
+        """Yield buffers of zeros in host memory for this rank's fp32 copies of weights that
+        unfreeze later; none where no copy is needed.
+        """
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
-            start, count = own_run_of_elements(self._shapes[name].numel())
+            start, count = own_start_and_length(self._shapes[name].numel())
             with host_memory():
                 flat = torch.zeros(count)
             yield MasterPiece(name=name, flat=flat, offset=0, start=start, count=count)
 
-    def _frozen_until_later(self) -> Mapping[str, Any]:
-        """Return {`model.<name>`: weight} of parameters that thaw later: fp32 copies, or the
-        weights in use.
+    def _weights_that_unfreeze_later(self) -> Mapping[str, Any]:
+        """Return {`model.<name>`: weight} of parameters that unfreeze later: the fp32 copies, else
+        the weights in use.
         """
         if self._keeps_copies:
             return {
@@ -328,19 +349,26 @@ class DeepSpeedEngine:
             }
         names = self._changing - set(self._trained)
         if self._plan.zero_stage is ZeroStage.PARAMETERS:
-            return self._own_runs(names)
+            return self._own_fragments(names)
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
     def _fragments(
-        self, in_files: deepspeed_nvme.Swapped, known_at: int | None
+        self, swapped: deepspeed_nvme.Swapped, moments_until_step: int | None
     ) -> Iterator[tuple[str, Fragment]]:
-        """Yield the rank's fragments of every master and of every known moment."""
-        thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
-        for piece in self._pieces():
+        """Yield (name, fragment) of this rank's part of every master and moment.
+
+        With `moments_until_step`, moments of parameters that unfreeze only at that step or later
+        are left out.
+        """
+        thaws = {}
+        for thaw, group in self._updates.groups.items():
+            for name in group:
+                thaws[name] = thaw
+        for piece in self._list_master_pieces():
             flat = piece.flat
             shape = self._shapes[piece.name]
-            values = in_files.get(id(flat)) or {
+            values = swapped.get(id(flat)) or {
                 deepspeed_nvme.MASTER: flat,
                 **self._updates.optimizer.state[flat],
             }
@@ -348,7 +376,7 @@ class DeepSpeedEngine:
                 f"model.{piece.name}",
                 Fragment(piece.view_in(values[deepspeed_nvme.MASTER]), piece.start, shape),
             )
-            if known_at is not None and thaws[piece.name] >= known_at:
+            if moments_until_step is not None and thaws[piece.name] >= moments_until_step:
                 continue
             for moment in self._moments:
                 yield (
@@ -357,11 +385,13 @@ class DeepSpeedEngine:
                 )
 
     def _file_offload_settings(self, run: TrainingRun) -> JsonObject | None:
-        """Return the configuration's part for offload to files; None without such offload."""
+        """Return the part of DeepSpeed's configuration for offload to files; None without such
+        offload.
+        """
         if not self._is_swapped:
             return None
         folder = deepspeed_nvme.prepare_swap_folder(run) / (self._recipe.name or "model")
-        run_elements = deepspeed_nvme.largest_run_elements(
+        run_elements = deepspeed_nvme.largest_part_elements(
             list(self._shapes.values()), self._plan.layout.dp
         )
         return deepspeed_nvme.offload_settings(
@@ -389,7 +419,7 @@ class DeepSpeedEngine:
         return list_state_names(self._training, (1,))
 
 
-def _join_deepspeed(device: torch.device) -> None:
+def _make_deepspeed_join_process_group(device: torch.device) -> None:
     """Make DeepSpeed use the existing process group, without compiling anything."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":

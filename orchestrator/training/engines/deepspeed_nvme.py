@@ -37,25 +37,26 @@ Swapped = dict[
 ]  # by id of a flat master: its values and those of its moments, by name
 
 
-def why_no_nvme_offload(extensions: Path) -> str | None:
+def why_no_nvme_offload(extensions_folder: Path) -> str | None:
     """Return why DeepSpeed cannot offload to files, with the remedy; None if it can.
 
-    `extensions` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions under the
-    service.
+    `extensions_folder` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions
+    under the service.
     """
     from deepspeed.git_version_info import installed_ops
 
     if installed_ops.get("async_io", False):  # compiled with deepspeed itself
         return None
-    problem = _missing_tools()
+    problem = _name_missing_tools()
     if problem:
         return problem
     for operation in OPERATIONS:
-        folder = extensions / operation
+        folder = extensions_folder / operation
         if not (folder / f"{operation}.so").is_file():
             lock = folder / "lock"
             first = f"remove {lock}, which a killed compiler left, and " if lock.exists() else ""
-            command = f"TORCH_EXTENSIONS_DIR={shlex.quote(str(extensions))} {shlex.quote(sys.executable)} -m {MODULE}"
+            variable = f"TORCH_EXTENSIONS_DIR={shlex.quote(str(extensions_folder))}"
+            command = f"{variable} {shlex.quote(sys.executable)} -m {MODULE}"
             return (
                 f"DeepSpeed's {operation} is not compiled: {first}run `{command}` (minutes, once)"
             )
@@ -93,75 +94,84 @@ def prepare_swap_folder(run: TrainingRun) -> Path:
 
 
 def remove_older_swap_folders(folder: Path) -> None:
-    """Remove the swap folders of older attempts of the job."""
+    """Remove the swap folders of the job's older attempts beside this one."""
     for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
         if old.name.isdigit() and int(old.name) < int(folder.name):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def offload_settings(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> JsonObject:
+def offload_settings(
+    plan: Plan, folder: Path, largest_part_elements: int, *, pin_memory: bool
+) -> JsonObject:
     """Return the plan's entries of `zero_optimization` for offload to files.
 
-    `largest_run` is the largest number of elements of a parameter on a rank.
+    `largest_part_elements` is the largest number of elements of a parameter on a rank.
     """
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
     settings: JsonObject = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
-        settings["offload_param"] = {**files, "buffer_size": largest_run, "max_in_cpu": 0}
+        settings["offload_param"] = {**files, "buffer_size": largest_part_elements, "max_in_cpu": 0}
     return settings
 
 
-def allocate_moments(zero: Any, names: Sequence[str]) -> None:
-    """Write zeros for the moments `names` of the master weights that are in files."""
-    for flat in _swapped_in(zero, write=True):
-        zero.optimizer.state[flat] |= {
-            name: torch.zeros_like(flat, requires_grad=False) for name in names
+def write_zero_moments(zero_optimizer: Any, moment_names: Sequence[str]) -> None:
+    """Write zeros to the files for these moments of every master weight that is in files."""
+    for flat in _iterate_swapped_in(zero_optimizer, writes_back=True):
+        zero_optimizer.optimizer.state[flat] |= {
+            name: torch.zeros_like(flat, requires_grad=False) for name in moment_names
         }
 
 
-def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
+def copy_swapped(zero_optimizer: Any, moment_names: Sequence[str]) -> Swapped:
     """Return host copies of the master weights and moments in files, read one sub-group after the other."""
     copies: Swapped = {}
-    for flat in _swapped_in(zero, write=False):
+    for flat in _iterate_swapped_in(zero_optimizer, writes_back=False):
         copies[id(flat)] = {
-            name: tensor.clone() for name, tensor in _tensors_of_master(zero, flat, names).items()
+            name: tensor.clone()
+            for name, tensor in _tensors_of_master(zero_optimizer, flat, moment_names).items()
         }
     return copies
 
 
-def write_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
-    """Write the copies from `copy_swapped` back to the files."""
-    for flat in _swapped_in(zero, write=True):
-        for name, tensor in _tensors_of_master(zero, flat, names).items():
-            tensor.copy_(values[id(flat)][name])
+def write_back(zero_optimizer: Any, moment_names: Sequence[str], host_copies: Swapped) -> None:
+    """Write the host copies that `copy_swapped` returned back to the files."""
+    for flat in _iterate_swapped_in(zero_optimizer, writes_back=True):
+        for name, tensor in _tensors_of_master(zero_optimizer, flat, moment_names).items():
+            tensor.copy_(host_copies[id(flat)][name])
 
 
-def _tensors_of_master(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
-    return {MASTER: flat.detach()} | {name: zero.optimizer.state[flat][name] for name in names}
+def _tensors_of_master(
+    zero_optimizer: Any, master: Tensor, moment_names: Sequence[str]
+) -> Mapping[str, Tensor]:
+    return {MASTER: master.detach()} | {
+        name: zero_optimizer.optimizer.state[master][name] for name in moment_names
+    }
 
 
-def _swapped_in(zero: Any, *, write: bool) -> Iterator[Tensor]:
-    """Yield each master that is in files, loaded into memory with its moments; written back if
-    `write`.
+def _iterate_swapped_in(zero_optimizer: Any, *, writes_back: bool) -> Iterator[Tensor]:
+    """Yield each master that is in files, loaded into memory with its moments; each is written back
+    if `writes_back`.
 
     These are private calls of DeepSpeed's stage 3.
     """
-    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        if zero._swappable_optimizer_subgroup(index):
-            zero._optimizer_states_and_gradient_swap_in(index)
+    for index, flat in enumerate(zero_optimizer.fp32_partitioned_groups_flat):
+        if zero_optimizer._swappable_optimizer_subgroup(index):
+            zero_optimizer._optimizer_states_and_gradient_swap_in(index)
             yield flat
-            if write:
-                zero._optimizer_states_and_gradient_swap_out(index)
+            if writes_back:
+                zero_optimizer._optimizer_states_and_gradient_swap_out(index)
             else:
-                zero._release_swap_buffers(index)
+                zero_optimizer._release_swap_buffers(index)
 
 
-def largest_run_elements(shapes: Sequence[torch.Size], ranks: int) -> int:
-    """Return the elements of the largest part of a parameter on one rank."""
-    return max(math.ceil(shape.numel() / ranks) for shape in shapes)
+def largest_part_elements(shapes: Sequence[torch.Size], rank_count: int) -> int:
+    """Return the elements of the largest part of any of these parameters on one of `rank_count`
+    ranks.
+    """
+    return max(math.ceil(shape.numel() / rank_count) for shape in shapes)
 
 
-def _missing_tools() -> str | None:
+def _name_missing_tools() -> str | None:
     """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -187,7 +197,7 @@ def _compile_async_io() -> int:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     os.environ["PATH"] = _path_with_environment()
-    problem = _missing_tools()
+    problem = _name_missing_tools()
     if problem:
         print(problem, file=sys.stderr)
         return 1

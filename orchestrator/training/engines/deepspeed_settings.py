@@ -47,10 +47,10 @@ def make_deepspeed_settings(
     plan: Plan,
     training: TrainingSpec,
     device: torch.device,
-    nvme: dict[str, JsonObject] | None = None,
+    file_offload: dict[str, JsonObject] | None = None,
 ) -> JsonObject:
-    """Return the plan as a DeepSpeed configuration; `nvme` is the result of
-    `deepspeed_nvme.offload_settings`.
+    """Return the plan as a DeepSpeed configuration; `file_offload` is what
+    `deepspeed_nvme.offload_settings` returned, or None.
     """
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: JsonObject = {
@@ -66,8 +66,8 @@ def make_deepspeed_settings(
     }
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if plan.offload_target is OffloadTarget.NVME:
-        assert nvme is not None, "offload to NVMe needs its folder"
-        zero |= {"sub_group_size": buckets.swapped, **nvme}
+        assert file_offload is not None, "offload to NVMe needs its folder"
+        zero |= {"sub_group_size": buckets.swapped, **file_offload}
     else:
         if plan.offload is not Offload.NONE:
             zero["offload_optimizer"] = host

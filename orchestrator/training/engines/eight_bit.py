@@ -48,7 +48,7 @@ def make_optimizer_state(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def _make_zero_moment(tensor: Tensor, is_signed: bool) -> Tensor:
+def _make_zero_moment(tensor: Tensor, has_sign: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     local = local_part_of(tensor)
@@ -56,7 +56,7 @@ def _make_zero_moment(tensor: Tensor, is_signed: bool) -> Tensor:
         moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
     else:
         moment = OptimState8bit.zeros(
-            local.shape, is_signed, BLOCK, local.device, dtype=torch.float32
+            local.shape, has_sign, BLOCK, local.device, dtype=torch.float32
         )
     if not isinstance(tensor, DTensor):
         return moment

@@ -31,8 +31,8 @@ class ExpertParallel:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
-        """Raises SpecError where the recipe's experts cannot be spread over so many ranks, or not
-        by this torch.
+        """Spread the recipe's experts over ranks. Raises SpecError where that many ranks cannot, or
+        this torch cannot.
         """
         degree = plan.expert_parallel
         path = "plan.expert_parallel"
@@ -69,18 +69,20 @@ class ExpertParallel:
         )
         experts.spread(Dispatch(self._mesh["ep"].get_group(), experts.count))
 
-    def place(self, name: str, values: Tensor) -> Tensor:
+    def place(self, parameter_name: str, whole_values: Tensor) -> Tensor:
         """Return the rank's part of an expert parameter, copied, as a DTensor; any other parameter unchanged."""
-        if name not in self._names:
-            return values
+        if parameter_name not in self._names:
+            return whole_values
         mesh = self._mesh["ep"]
-        local = values.chunk(mesh.size())[mesh.get_local_rank()].clone()
+        local = whole_values.chunk(mesh.size())[mesh.get_local_rank()].clone()
         return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
-    def placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
-        """Return FSDP2's placement of a layer's parameter, (axis, mesh that shards it); None for non-experts.
+    def fsdp_placement_of(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
+        """Return the placement for FSDP2 of a layer's parameter, (axis, mesh that shards it); None
+        for non-experts.
 
-        Experts are divided among ranks. Where their number does not divide evenly, each expert is sharded.
+        Experts are divided among ranks. Where their number does not divide evenly, each expert is
+        sharded.
         """
         if not isinstance(parameter, DTensor):
             return None
@@ -88,6 +90,10 @@ class ExpertParallel:
         local = parameter.to_local()
         return self._result(Shard(0 if len(local) % ranks == 0 else 1), self._shared)
 
-    def select_experts(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    def select_experts(
+        self, parameters_by_name: Mapping[str, nn.Parameter]
+    ) -> tuple[nn.Parameter, ...]:
         """Return those of the named parameters that belong to experts."""
-        return tuple(parameter for name, parameter in named.items() if name in self._names)
+        return tuple(
+            parameter for name, parameter in parameters_by_name.items() if name in self._names
+        )

@@ -11,13 +11,13 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze
 
 
-def thaw_step_of(name: str, freeze: Sequence[Freeze]) -> int | None:
+def thaw_step_of(parameter_name: str, freeze: Sequence[Freeze]) -> int | None:
     """Return the number of optimizer steps after which a parameter is trained; 0: at once, None:
     never.
 
     If several entries match, the one that freezes longest counts.
     """
-    until = [entry.until_step for entry in freeze if fnmatchcase(name, entry.parameters)]
+    until = [entry.until_step for entry in freeze if fnmatchcase(parameter_name, entry.parameters)]
     if None in until:
         return None
     return max((step for step in until if step is not None), default=0)

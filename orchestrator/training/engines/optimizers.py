@@ -41,37 +41,37 @@ class OptimizerUpdates:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
         training: TrainingSpec,
         device: torch.device,
-        step: int,
-        seed: Callable[[str], None] | None = None,
+        steps_done: int,
+        seed_update: Callable[[str], None] | None = None,
     ) -> None:
-        """`named` are all parameters, frozen as `freeze_parameters` leaves them; `device` holds the
-        states.
+        """Make the optimizer. `named_parameters` are all, frozen as `freeze_parameters` leaves
+        them; `device` holds the states.
 
-        Where updates are rounded stochastically, `seed` is called with a parameter's name before
-        its update.
+        Where updates are rounded stochastically, `seed_update` is called with a parameter's name
+        before its update.
         """
         self._training = training
         self._thaws = list_thaw_steps(training.freeze)
         groups: dict[int, Named] = {}
-        for name, parameter in named:
+        for name, parameter in named_parameters:
             thaw = thaw_step_of(name, training.freeze)
             if parameter.requires_grad:
                 assert thaw is not None, f"{name} was to be frozen"
                 groups.setdefault(thaw, {})[name] = parameter
         self.groups = dict(sorted(groups.items()))
-        self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
+        self.steps = torch.tensor([float(max(0, steps_done - thaw)) for thaw in self._thaws])
         self._thawed = torch.tensor(
-            [thaw <= step for thaw in self._thaws]
+            [thaw <= steps_done for thaw in self._thaws]
         )  # a pipeline stage may have none of a group
         self.optimizer = _make_optimizer(self.groups, training, device)
         self._alone: dict[nn.Parameter, _SingleParameterOptimizer] = {}
         self._device = device
-        self._seed = seed
-        if seed:
-            self._update_alone()
+        self._seed = seed_update
+        if seed_update:
+            self._make_single_optimizers()
 
     @property
     def parameters(self) -> Named:
@@ -80,60 +80,69 @@ class OptimizerUpdates:
             name: parameter for group in self.groups.values() for name, parameter in group.items()
         }
 
-    def allocate(self, tensors: Sequence[Sequence[Tensor]] | None = None) -> None:
-        """Allocate zero states for every updated tensor, so that the first update needs no more memory than later ones.
+    def allocate(self, tensors_by_group: Sequence[Sequence[Tensor]] | None = None) -> None:
+        """Allocate zero states for every updated tensor, so that the first update needs no more
+        memory than later ones.
 
-        `tensors`: per group, the tensors that an engine updates instead of the parameters.
+        `tensors_by_group` are the tensors that an engine updates in place of each group's
+        parameters; None: the parameters.
         """
-        self._updated = tensors or [list(group.values()) for group in self.groups.values()]
+        self._updated = tensors_by_group or [list(group.values()) for group in self.groups.values()]
         for tensor in (tensor for group in self._updated for tensor in group):
             self.optimizer.state[tensor] = _new_state(self.optimizer, self._training, tensor)
-        self.set_steps()
+        self.copy_steps_to_optimizer()
 
-    def state(self, *, unfrozen_before: int | None = None) -> dict[str, Any]:
-        """Return {`optim.state.<name>.<state>`: tensor} by reference.
+    def state(self, *, only_unfrozen_before_step: int | None = None) -> dict[str, Any]:
+        """Return {`optim.state.<name>.<state>`: tensor} and the update counts, by reference.
 
-        With a step as `unfrozen_before`, only groups of parameters that unfroze before it.
+        With `only_unfrozen_before_step`, states of parameters that unfreeze at that step or later
+        are left out.
         """
         return {
-            f"optim.state.{name}.{key}": self._saved(self.optimizer.state[parameter][key])
+            f"optim.state.{name}.{key}": self._prepare_for_saving(
+                self.optimizer.state[parameter][key]
+            )
             for thaw, group in self.groups.items()
-            if unfrozen_before is None or thaw < unfrozen_before
+            if only_unfrozen_before_step is None or thaw < only_unfrozen_before_step
             for name, parameter in group.items()
             for key in list_state_names(self._training, parameter.shape)
         } | {STEPS: self.steps}
 
-    def set_steps(self) -> None:
-        """Set the optimizer's own step counters to `steps`, after a checkpoint was loaded."""
+    def copy_steps_to_optimizer(self) -> None:
+        """Set the optimizer's own step counters to `steps`, as needed after a checkpoint was
+        loaded.
+        """
         for thaw, group in zip(self.groups, self._updated, strict=True):
             done = float(self.steps[self._thaws.index(thaw)])
             for state in (self.optimizer.state[tensor] for tensor in group):
                 if "step" in state:
                     state["step"].fill_(done)
 
-    def update_in_backward(self, ready: Callable[[nn.Parameter], None]) -> None:
-        """Switch to updates in the backward pass: each parameter is updated once its gradient is complete.
+    def update_in_backward(self, before_update: Callable[[nn.Parameter], None]) -> None:
+        """Switch to updates in the backward pass: each parameter is updated once its gradient is
+        complete.
 
-        The gradient is then dropped. Before the update, `ready` gets the parameter. FSDP2 runs the hook with a reduced
-        shard (foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
+        The gradient is then dropped. Before the update, `before_update` is called with the
+        parameter. FSDP2 runs the hook with a reduced shard (foreach_reduce in
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
         """
 
         def update(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            ready(parameter)
-            self._step_alone(self._alone[parameter])
+            before_update(parameter)
+            self._step_single(self._alone[parameter])
             parameter.grad = None
 
         if not self._alone:
-            self._update_alone()
+            self._make_single_optimizers()
         for parameter in self._alone:
             parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
-    def prepare(self, step: int) -> None:
-        """Set the learning rate of the update that follows `step` optimizer steps."""
+    def prepare(self, steps_done: int) -> None:
+        """Set the learning rate of the update that follows `steps_done` optimizer steps."""
         for optimizer in (self.optimizer, *(alone.optimizer for alone in self._alone.values())):
             for group in optimizer.param_groups:
-                rate = learning_rate_after(self._training, step)
+                rate = learning_rate_after(self._training, steps_done)
                 if isinstance(group["lr"], Tensor):  # of a compiled update
                     group["lr"].fill_(rate)
                 else:
@@ -143,16 +152,16 @@ class OptimizerUpdates:
         """Update every parameter with its gradient."""
         if self._alone:
             for alone in self._alone.values():
-                self._step_alone(alone)
+                self._step_single(alone)
         else:
             self._step(self.optimizer)
         self.count()
 
     def count(self) -> None:
-        """Increment the count of updates."""
+        """Add one to the number of updates of each group that is trained now."""
         self.steps[self._thawed] += 1
 
-    def _update_alone(self) -> None:
+    def _make_single_optimizers(self) -> None:
         """Give each parameter its own optimizer."""
         for thaw, group in self.groups.items():
             for name, parameter in group.items():
@@ -161,10 +170,10 @@ class OptimizerUpdates:
                 optimizer.state = self.optimizer.state
                 self._alone[parameter] = _SingleParameterOptimizer(name, optimizer)
 
-    def _step_alone(self, alone: _SingleParameterOptimizer) -> None:
+    def _step_single(self, single: _SingleParameterOptimizer) -> None:
         if self._seed:
-            self._seed(alone.name)
-        self._step(alone.optimizer)
+            self._seed(single.name)
+        self._step(single.optimizer)
 
     def _step(self, optimizer: Any) -> None:
         with (
@@ -174,7 +183,7 @@ class OptimizerUpdates:
         ):
             optimizer.step()
 
-    def _saved(self, state: Tensor) -> Tensor | Chunks:
+    def _prepare_for_saving(self, state: Tensor) -> Tensor | Chunks:
         return eight_bit.prepare_moment_for_saving(state) if self._is_eight_bit else state
 
     @property
@@ -183,7 +192,7 @@ class OptimizerUpdates:
 
 
 def list_state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the optimizer's states for a parameter of this shape, as its
+    """Return the names of the optimizer's states for a parameter of this shape, as the optimizer's
     implementation names them.
     """
     if training.optimizer is Optimizer.SGD:
@@ -194,7 +203,9 @@ def list_state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str,
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the global norm of the gradients, a scalar; DTensor gradients count over all their ranks."""
+    """Return the global norm of the gradients, a scalar; the norm of a DTensor gradient is over all
+    its ranks.
+    """
     norm = torch.nn.utils.get_total_norm(
         [parameter.grad for parameter in parameters if parameter.grad is not None]
     )
@@ -209,7 +220,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def clipping_factor(norm: float, clip_norm: float | None) -> float:
-    """Return the factor that limits gradients of this norm to `clip_norm` (torch's formula); 1
+    """Return the factor that scales gradients of this norm down to `clip_norm` (torch's formula); 1
     where that is None.
     """
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))

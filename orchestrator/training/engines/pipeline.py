@@ -30,7 +30,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
-from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.training.checkpoint.fragment import local_part_of
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
@@ -50,8 +50,8 @@ class StageShare:
     shared: tuple[str, ...]  # parameters that the first and the last stage both have
 
 
-def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
-    """Return pipeline rank `rank`'s part of the model. Other ranks' parts are removed from
+def split_model(recipe: Recipe, plan: Plan, pipeline_rank: int) -> StageShare:
+    """Return this pipeline rank's part of the model. Other ranks' parts are removed from
     `recipe.module`, in place.
 
     Raises SpecError if the recipe cannot be split into that many stages.
@@ -67,7 +67,7 @@ def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
         )
     ranges = list_stage_ranges(len(recipe.layers), plan)
     names, shared = _map_shared_names(recipe, ranges)
-    stage_indices = range(rank, count, plan.layout.pp)
+    stage_indices = range(pipeline_rank, count, plan.layout.pp)
     first = recipe.stages.first
     last = recipe.stages.last
     layer_names = _layer_names(recipe)
@@ -79,7 +79,10 @@ def split_model(recipe: Recipe, plan: Plan, rank: int) -> StageShare:
 
     names_of = {stage: [layer_names[index] for index in ranges[stage]] for stage in stage_indices}
     for stage in stage_indices:
-        names_of[stage] += first if stage == 0 else last if stage == count - 1 else ()
+        if stage == 0:
+            names_of[stage] += first
+        elif stage == count - 1:
+            names_of[stage] += last
     whole = set().union(*names_of.values())
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
@@ -107,7 +110,9 @@ def list_stage_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
     """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     try:
-        return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
+        return list_stage_layer_ranges(
+            layers, count, plan.first_stage_layers, plan.last_stage_layers
+        )
     except ValueError as error:
         raise SpecError(
             "every pipeline stage needs a layer", path="plan.layout.pp", got=str(error)
@@ -125,14 +130,16 @@ class Stage(nn.Module):
         autocast: Callable[[], contextlib.AbstractContextManager[object]],
         *,
         is_last: bool,
-        tokens: TokenSplit | None,
+        token_split: TokenSplit | None,
     ) -> None:
-        """`tokens`: how the hidden states that come in are spread; None where they are not, or none come."""
+        """Make the stage; `token_split` says how incoming hidden states are spread over ranks; None
+        where they are whole, or none come.
+        """
         super().__init__()
         assert recipe.stages
         self.module = recipe.module
         self._stages = recipe.stages
-        self._tokens = tokens
+        self._tokens = token_split
         self._autocast = autocast
         self._is_last = is_last
 
@@ -152,23 +159,27 @@ class Pipeline:
 
     def __init__(
         self,
-        roots: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module],
         plan: Plan,
-        mesh: DeviceMesh,
+        pipeline_mesh: DeviceMesh,
         device: torch.device,
         randomness: Randomness,
     ) -> None:
-        """`roots`: the rank's stages, each a Stage or its wrapper; `mesh`: the pipeline axis."""
+        """Make the schedule of the rank's `stage_modules`, each a Stage or its wrapper; `pipeline_mesh`
+        has the pipeline's ranks.
+        """
         self._randomness = randomness
         self._place = (0, 0)
         self._device = device
         self._scale = 1.0
-        self._replicated = [root for root in roots if isinstance(root, DistributedDataParallel)]
-        self._rank = mesh.get_local_rank()
-        self._ranks = mesh.size()
-        self._group = mesh.get_group()
-        count = len(roots) * self._ranks
-        kind = _Stage if len(roots) == 1 else _InterleavedStage
+        self._replicated = [
+            root for root in stage_modules if isinstance(root, DistributedDataParallel)
+        ]
+        self._rank = pipeline_mesh.get_local_rank()
+        self._ranks = pipeline_mesh.size()
+        self._group = pipeline_mesh.get_group()
+        count = len(stage_modules) * self._ranks
+        kind = _Stage if len(stage_modules) == 1 else _InterleavedStage
         stages = [
             kind(
                 self._seed_micro_batch,
@@ -178,7 +189,7 @@ class Pipeline:
                 device,
                 group=self._group,
             )
-            for turn, root in enumerate(roots)
+            for turn, root in enumerate(stage_modules)
         ]
         self._stages = stages
         settings: dict[str, Any] = {"loss_fn": self._scale_loss, "scale_grads": False}
@@ -194,14 +205,21 @@ class Pipeline:
         """Whether this rank has the last stage, hence the loss."""
         return self._rank == self._ranks - 1
 
-    def step(self, step: int, first: int, micro_batches: Iterable[Batch], scale: float) -> Tensor:
-        """Run forward and backward of all micro-batches; return the loss sum, float64, zero without the last stage.
+    def step(
+        self,
+        steps_done: int,
+        first_micro_batch: int,
+        micro_batches: Iterable[Batch],
+        loss_scale: float,
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches; return their loss sum in float64, 0 on
+        ranks without the last stage.
 
-        `first` is the index of the first micro-batch in the global batch of the step after `step` steps. Gradients are
-        those of the loss sum times `scale`.
+        `first_micro_batch` is the index of the first micro-batch in the global batch of the step
+        after `steps_done` steps. Gradients are those of the loss sum times `loss_scale`.
         """
-        self._place = (step, first)
-        self._scale = scale
+        self._place = (steps_done, first_micro_batch)
+        self._scale = loss_scale
         inputs: list[Tensor] = []
         keywords: dict[str, Any] = {}
         target = None
@@ -228,7 +246,7 @@ class Pipeline:
             losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
         )
 
-    def add_up(self, gradients: Iterable[Tensor]) -> None:
+    def sum_shared_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Sum the gradients of parameters that the first and the last stage share, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
@@ -316,7 +334,9 @@ class _Stage(PipelineStage):
             self._describe(self.grad_recv_info, num_microbatches)
 
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
-        """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
+        """Make the first micro-batch's buffers shapes without memory, and give every micro-batch
+        buffers of these shapes.
+        """
         self._allocate_buffers(infos[0], "meta")
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
@@ -357,13 +377,15 @@ class _InterleavedStage(_Stage):
         self._backward = _send_after([], self._backward)
 
 
-def _send_after(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]:
-    """Start sending once the messages sent before have arrived; return the messages being sent."""
-    for work, _ in before:
+def _send_after(send_ops: Iterable[dist.P2POp], pending_sends: Iterable[Message]) -> list[Message]:
+    """Start sending once the messages sent before have arrived; return the handles of the sends
+    that are under way.
+    """
+    for work, _ in pending_sends:
         work.wait()
     return [
         (op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), op.tensor)
-        for op in ops
+        for op in send_ops
     ]
 
 
@@ -396,7 +418,10 @@ def _map_shared_names(
     assert recipe.stages
     layers = _layer_names(recipe)
     count = len(ranges)
-    stage_of = {layers[index]: stage for stage, indices in enumerate(ranges) for index in indices}
+    stage_of = {}
+    for number, indices in enumerate(ranges):
+        for index in indices:
+            stage_of[layers[index]] = number
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}
     first_names: dict[nn.Parameter, str] = {}
@@ -431,35 +456,37 @@ class _SkippedLayer(nn.Module):
         return x
 
 
-def _replace_by_placeholders(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> None:
-    """Replace the named layers by placeholders, and the parts in `ends` by None."""
-    for name in names:
+def _replace_by_placeholders(
+    module: nn.Module, layer_names: Iterable[str], end_names: Sequence[str]
+) -> None:
+    """Replace the named layers by placeholders, and the named end parts by None, in place."""
+    for name in layer_names:
         around, _, key = name.rpartition(".")
-        module.get_submodule(around)._modules[key] = None if name in ends else _SkippedLayer()
+        module.get_submodule(around)._modules[key] = None if name in end_names else _SkippedLayer()
 
 
-def _drop_tensors(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
-    """Drop the tensors of `parts` except those in `excepted`, since the recipe still references the
+def _drop_tensors(parts: Iterable[nn.Module], kept_parameters: set[nn.Parameter]) -> None:
+    """Drop the tensors of `parts` except those in `kept_parameters`, since the recipe still references the
     modules.
     """
     for module in (module for part in parts for module in part.modules()):
         for key, parameter in module._parameters.items():
-            module._parameters[key] = parameter if parameter in excepted else None
+            module._parameters[key] = parameter if parameter in kept_parameters else None
         module._buffers.clear()
 
 
-def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
-    """Return a shallow copy of the module structure around `parts`; everything else is shared with
-    the original.
+def _copy_parts(module: nn.Module, module_name: str, part_names: set[str]) -> nn.Module:
+    """Return a shallow copy of the module structure around the named parts; everything else is
+    shared with the original.
     """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     twin._buffers = dict(module._buffers)
     twin._modules = {}
     for key, child in module._modules.items():
-        path = f"{name}.{key}".lstrip(".")
-        around = child is not None and any(part.startswith(f"{path}.") for part in parts)
+        path = f"{module_name}.{key}".lstrip(".")
+        around = child is not None and any(part.startswith(f"{path}.") for part in part_names)
         twin._modules[key] = (
-            _copy_parts(child, path, parts) if child is not None and around else child
+            _copy_parts(child, path, part_names) if child is not None and around else child
         )
     return twin

@@ -27,11 +27,15 @@ _UPDATE = 1  # where the seeds of updates start; those of micro-batches start at
 class Randomness:
     """Seeds the generators before each micro-batch and layer of a recipe's module."""
 
-    def __init__(self, recipe: Recipe, seed: int, part: int = 0) -> None:
-        """`part`: which of a sample's tokens this rank's layers have; other parts draw other numbers."""
+    def __init__(self, recipe: Recipe, seed: int, token_part: int = 0) -> None:
+        """Prepare the seeds and hooks. `token_part` is the index of the part of a sample's tokens
+        that this rank's layers have.
+
+        Different parts draw different random numbers.
+        """
         self._seed = seed
         self._micro_batch = 0
-        self._part = part
+        self._part = token_part
         # Not torch.manual_seed: it checks every kind of accelerator, 0.1 ms a call.
         self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -39,20 +43,24 @@ class Randomness:
         for index, layer in enumerate(recipe.layers, start=1):
             layer.register_forward_pre_hook(self._seed_layer(index))
 
-    def begin(self, step: int, micro_batch: int) -> None:
-        """Seed the generators for a micro-batch of the step that follows `step` steps.
+    def begin(self, steps_done: int, micro_batch_index: int) -> None:
+        """Seed the generators for a micro-batch of the step that follows `steps_done` steps.
 
-        `micro_batch` is its index in the global batch.
+        `micro_batch_index` is its index in the global batch.
         """
         self._micro_batch = _mix_numbers(
-            _mix_numbers(_mix_numbers(0, self._seed), step), micro_batch
+            _mix_numbers(_mix_numbers(0, self._seed), steps_done), micro_batch_index
         )
         self._restart(self._micro_batch)
 
-    def begin_update(self, step: int, name: str) -> None:
+    def begin_update(self, steps_done: int, parameter_name: str) -> None:
         """Seed the generators for the update of a parameter, equally on every rank that has it."""
-        of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        self._restart(_mix_numbers(_mix_numbers(_mix_numbers(_UPDATE, self._seed), step), of_name))
+        of_name = int.from_bytes(
+            hashlib.blake2b(parameter_name.encode(), digest_size=7).digest(), "big"
+        )
+        self._restart(
+            _mix_numbers(_mix_numbers(_mix_numbers(_UPDATE, self._seed), steps_done), of_name)
+        )
 
     def _seed_layer(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def restart(_module: nn.Module, _inputs: Any) -> None:
@@ -67,7 +75,7 @@ class Randomness:
 
 
 def _mix_numbers(state: int, value: int) -> int:
-    """Return one round of splitmix64's finaliser over both numbers."""
+    """Return a number mixed from both, by one round of splitmix64's finaliser."""
     mixed = (state * 31 + value + 1) * _ODD & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     return (mixed ^ mixed >> 27) & _MASK

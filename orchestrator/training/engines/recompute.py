@@ -45,21 +45,23 @@ def apply_checkpointing(
     layers: Sequence[nn.Module],
     mode: ActivationCheckpointing,
     full_layers: int = 0,
-    stages: Sequence[range] = (),
+    stage_layers: Sequence[range] = (),
 ) -> None:
     """Apply activation checkpointing to every layer, in place.
 
-    The first `full_layers` layers of each pipeline stage are recomputed in full; () as `stages`
-    means one stage.
+    The first `full_layers` layers of each pipeline stage are recomputed in full. `stage_layers` are
+    the layer indices of each stage; () means one stage.
     """
     if mode is ActivationCheckpointing.NONE:
         return
-    full = {index for stage in stages or (range(len(layers)),) for index in stage[:full_layers]}
+    full: set[int] = set()
+    for stage in stage_layers or (range(len(layers)),):
+        full.update(stage[:full_layers])
     for index, layer in enumerate(layers):
-        _recompute(layer, ActivationCheckpointing.FULL if index in full else mode)
+        _checkpoint_layer(layer, ActivationCheckpointing.FULL if index in full else mode)
 
 
-def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
+def _checkpoint_layer(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     norms = list_batch_norms(layer)
     if norms:
@@ -72,7 +74,9 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
 
 
 def offload_layer_inputs(layers: Iterable[nn.Module]) -> None:
-    """Offload the layers' inputs, which full checkpointing saves, to host memory; in place, after compilation."""
+    """Make the layers' inputs, which full checkpointing saves, wait in host memory; in place, after
+    compilation.
+    """
     for layer in layers:
         layer.forward = functools.partial(_with_input_on_host, layer.forward)
 

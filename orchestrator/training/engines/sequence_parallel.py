@@ -29,16 +29,20 @@ from orchestrator.training.contract.collectives import (
 class TokenSplit:
     """The split of every micro-batch's tokens over the ranks of a tensor-parallel group."""
 
-    def __init__(self, group: dist.ProcessGroup, samples: int, length: int) -> None:
-        """`samples` and `length`: B and T of every micro-batch."""
+    def __init__(self, group: dist.ProcessGroup, sample_count: int, tokens_per_sample: int) -> None:
+        """Make the split; every micro-batch has `sample_count` (B) samples of `tokens_per_sample`
+        (T) tokens.
+        """
         self.group = group
-        self._samples = samples
-        self._length = length
-        self._own_count = -(-samples * length // group.size())  # N, padding included
+        self._samples = sample_count
+        self._length = tokens_per_sample
+        self._own_count = -(
+            -sample_count * tokens_per_sample // group.size()
+        )  # N, padding included
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
         """Return this rank's tokens [1, N, D] of the sum over the ranks (a reduce-scatter)."""
-        return exchange_with_gradient(x_BTD, self._reduce_scatter_sum, self._whole)
+        return exchange_with_gradient(x_BTD, self._reduce_scatter_sum, self._gather_all_tokens)
 
     def make_stand_in(self, x_1ND: Tensor) -> Tensor:
         """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions
@@ -55,21 +59,25 @@ class TokenSplit:
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
-        x_BTD: Any = exchange_with_gradient(x_1ND, self._whole, self._reduce_scatter_sum)
+        x_BTD: Any = exchange_with_gradient(
+            x_1ND, self._gather_all_tokens, self._reduce_scatter_sum
+        )
         x_BTD.own = x_1ND.detach()
         x_BTD.gathered = GatheredInput(self)
         return x_BTD
 
-    def _whole(self, x_1ND: Tensor) -> Tensor:
-        return self.finish_whole(*self.begin_whole(x_1ND))
+    def _gather_all_tokens(self, x_1ND: Tensor) -> Tensor:
+        return self.finish_gathering_all(*self.begin_gathering_all(x_1ND))
 
-    def begin_whole(self, x_1ND: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return (all ranks' tokens [R + padding, D], the pending gather or None). Wait for it before use."""
+    def begin_gathering_all(self, x_1ND: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Start gathering; return (all ranks' tokens [R + padding, D], the pending gather to wait
+        for, or None).
+        """
         x_RD = x_1ND.new_empty(self.group.size() * self._own_count, x_1ND.shape[-1])
         work = all_gather(x_RD, x_1ND.flatten(0, 1).contiguous(), group=self.group, async_op=True)
         return x_RD, work
 
-    def finish_whole(self, x_RD: Tensor, work: dist.Work | None) -> Tensor:
+    def finish_gathering_all(self, x_RD: Tensor, work: dist.Work | None) -> Tensor:
         if work is not None:
             work.wait()
         return x_RD[: self._samples * self._length].view(self._samples, self._length, -1)
@@ -79,8 +87,8 @@ class TokenSplit:
 
 
 class GatheredInput:
-    """State shared by the products of one gathered input: their backward passes gather it once
-    more.
+    """State that the products of one gathered input share, so that their backward passes gather the
+    input again only once.
     """
 
     def __init__(self, tokens: TokenSplit) -> None:
@@ -95,12 +103,12 @@ class GatheredInput:
     def begin_gathering(self, x_1ND: Tensor) -> None:
         """Start gathering the input again, unless another product already has."""
         if self._coming is None:
-            self._coming = self.tokens.begin_whole(x_1ND)
+            self._coming = self.tokens.begin_gathering_all(x_1ND)
 
     def finish_gathering(self) -> Tensor:
         """Return the gathered input [B, T, D]; the call of the last product frees it."""
         assert self._coming is not None
-        x_BTD = self.tokens.finish_whole(*self._coming)
+        x_BTD = self.tokens.finish_gathering_all(*self._coming)
         self._readers -= 1
         if not self._readers:
             self._coming = None
@@ -124,16 +132,17 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
 
 
 def column_product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return `x` times this rank's rows of a weight. The backward pass gathers `x` again instead of keeping it.
+    """Return `x` times this rank's rows of a weight. The backward pass gathers `x` again instead of
+    keeping it.
 
-    `x` is kept if it is not the gathered tensor itself, since a hook or the model replaced it.
+    Where a hook or the model replaced the gathered tensor by another, `x` is kept.
     """
     if not hasattr(x_BTD, "gathered"):
-        return _product(x_BTD, weight_FD, bias_F)
+        return _column_product_of_tokens(x_BTD, weight_FD, bias_F)
     return _ColumnProduct.apply(x_BTD, x_BTD.own, weight_FD, bias_F, x_BTD.gathered)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+def _column_product_of_tokens(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     dtype = x_BTD.dtype
     return functional.linear(
         x_BTD, weight_FD.to(dtype), None if bias_F is None else bias_F.to(dtype)
@@ -157,7 +166,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.gathered = gathered
         if ctx.needs_input_grad[2]:
             gathered.add_reader()
-        return _product(x_BTD, weight_FD, bias_F)
+        return _column_product_of_tokens(x_BTD, weight_FD, bias_F)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -188,7 +197,9 @@ def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: TokenSplit) -> Tensor:
 
 
 class _RowFactors(torch.autograd.Function):
-    """Attaches both factors of a product to a stand-in that has the product's shape but no memory."""
+    """Function that attaches both factors of a product to a stand-in, which has the product's shape
+    but no memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
@@ -218,14 +229,15 @@ class _RowSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_1ND: Tensor) -> Gradients:
-        return ctx.tokens._whole(grad_1ND), None, None, None
+        return ctx.tokens._gather_all_tokens(grad_1ND), None, None, None
 
 
 @torch.library.custom_op("orchestrator::summed_product", mutates_args=())
 def summed_product(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
-    """Return `x @ weight.T` [N, D] of this rank's tokens, summed over the group.
+    """Return this rank's tokens [N, D] of `x @ weight.T`, summed over the group.
 
-    One operation, so that selective checkpointing keeps its result and not the product of all tokens.
+    It is one operation, so that selective checkpointing keeps its result and not the product of all
+    tokens.
     """
     return _reduce_scatter(x_RF @ weight_DF.T, _resolve_process_group(GroupName(group_name)))
 

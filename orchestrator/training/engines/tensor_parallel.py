@@ -62,14 +62,14 @@ class TensorParallel:
     ]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
     tokens: TokenSplit | None  # with sequence parallelism
 
-    def place(self, name: str, values: Tensor) -> Tensor:
+    def place(self, parameter_name: str, whole_values: Tensor) -> Tensor:
         """Return the rank's shard of a whole parameter, copied, as a DTensor."""
-        if name not in self.axes:  # a ParallelStyle cuts it later
-            return values
-        axis = self.axes[name]
+        if parameter_name not in self.axes:  # a ParallelStyle cuts it later
+            return whole_values
+        axis = self.axes[parameter_name]
         if axis is None:
-            return DTensor.from_local(values, self.mesh, (Replicate(),), run_check=False)
-        local = values.chunk(self.mesh.size(), dim=axis)[self.mesh.get_local_rank()].clone(
+            return DTensor.from_local(whole_values, self.mesh, (Replicate(),), run_check=False)
+        local = whole_values.chunk(self.mesh.size(), dim=axis)[self.mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format
         )
         return DTensor.from_local(local, self.mesh, (Shard(axis),), run_check=False)
@@ -81,45 +81,54 @@ class TensorParallel:
             if style:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
-    def spread(self, layers: Sequence[nn.Module]) -> None:
-        """Make the first of consecutive layers take this rank's tokens, in place; only under
+    def spread_tokens(self, layers: Sequence[nn.Module]) -> None:
+        """Make the first of consecutive layers take this rank's tokens only, in place; only under
         sequence parallelism.
         """
         if self.tokens:
             layers[0].register_forward_pre_hook(
-                _changing_first(own_tokens), prepend=True, with_kwargs=True
+                _make_first_argument_hook(own_tokens), prepend=True, with_kwargs=True
             )
 
-    def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Return the parameters whose gradients must be summed over ranks, in the same order on every rank."""
-        return tuple(named[name] for name in sorted(self.partial & named.keys()))
+    def select_partial_gradients(
+        self, parameters_by_name: Mapping[str, nn.Parameter]
+    ) -> tuple[nn.Parameter, ...]:
+        """Return the parameters whose gradients are partial sums on each rank, in the same order on
+        every rank.
+        """
+        return tuple(
+            parameters_by_name[name] for name in sorted(self.partial & parameters_by_name.keys())
+        )
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these parameters over the ranks, in place."""
+        """Sum the gradients of these parameters over the ranks of `mesh`, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         sum_gradients([local_part_of(gradient) for gradient in gradients], self.mesh.get_group())
 
 
 def shard_recipe(
-    recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int
+    recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, group_tokens_per_sample: int
 ) -> TensorParallel:
     """Make the recipe's modules compute on their shards, in place; return the sharding of their
     parameters.
 
-    `length`: tokens of each sample that the group's ranks have together. Raises SpecError if the
-    recipe's plan is missing or matches nothing, or the degree does not divide a size.
+    `group_tokens_per_sample` are the tokens of each sample that the group's ranks have together.
+    Raises SpecError if the recipe's plan is missing or matches nothing, or the degree does not
+    divide a size.
     """
     degree = mesh.size()
     _check_sizes(recipe, degree)
     chosen = _match_plan(recipe)
     tokens = None
     if is_sequence_parallel(recipe):
-        tokens = TokenSplit(mesh.get_group(), micro_batch_size, length)
+        tokens = TokenSplit(mesh.get_group(), micro_batch_size, group_tokens_per_sample)
     axes: dict[str, int | None] = {}
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
     changed: dict[object, type[nn.Module]] = {}
-    layers = {part for layer in recipe.layers for part in layer.modules()}
+    layers: set[nn.Module] = set()
+    for layer in recipe.layers:
+        layers.update(layer.modules())
     gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
@@ -134,7 +143,9 @@ def shard_recipe(
         }
         if word == GATHERED:
             assert tokens
-            module.register_forward_pre_hook(_changing_first(tokens.gather), with_kwargs=True)
+            module.register_forward_pre_hook(
+                _make_first_argument_hook(tokens.gather), with_kwargs=True
+            )
         elif word and "weight" not in paths:
             raise SpecError(
                 f"{word} cuts modules that have a weight",
@@ -150,7 +161,7 @@ def shard_recipe(
         if word in PARTIAL or (tokens and module in layers):
             partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
-            module.padding_idx = _own_padding_row(module, mesh)
+            module.padding_idx = _find_local_padding_row(module, mesh)
         if paths and word != "head":  # a head takes the DTensor itself
             kind = (type(module), word, tuple(module._parameters), is_inside)
             if kind not in changed:
@@ -171,12 +182,12 @@ def is_sequence_parallel(recipe: Recipe) -> bool:
     return GATHERED in recipe.tensor_parallel.values()
 
 
-def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
+def _check_ends(style_by_module: Mapping[str, str | ParallelStyle]) -> None:
     """Raise SpecError if a model with gathered modules does not begin and end with its ranks' own
     tokens.
     """
     for word in ("embedding", "head"):
-        if word not in chosen.values():
+        if word not in style_by_module.values():
             raise SpecError(
                 "own tokens go from embedding to head",
                 path="tensor_parallel",
@@ -185,13 +196,15 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
             )
 
 
-def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, str]) -> None:
+def _check_inside(
+    name: str, module: nn.Module, style: str, style_by_path: Mapping[str, str]
+) -> None:
     """Raise SpecError if a module's parameter gradients would be wrong on gathered tokens.
 
     There every rank has all tokens, and the ranks' gradients must be partial sums.
     """
-    is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
-    if paths and not is_cut and word != "headwise":
+    is_cut = style in ("colwise", "rowwise") and isinstance(module, nn.Linear)
+    if style_by_path and not is_cut and style != "headwise":
         raise SpecError(
             "a gathered module has a part that is not cut",
             path="tensor_parallel",
@@ -200,16 +213,18 @@ def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, s
         )
 
 
-def _changing_first(
-    change: Callable[[Tensor], Tensor],
+def _make_first_argument_hook(
+    change_hidden: Callable[[Tensor], Tensor],
 ) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-    """Return a hook that changes the first argument of a call, the hidden states."""
+    """Return a hook that replaces the first argument of a call, the hidden states, by what
+    `change_hidden` returns.
+    """
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
-            return (change(args[0]), *args[1:]), kwargs
+            return (change_hidden(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return args, {**kwargs, first: change(kwargs[first])}
+        return args, {**kwargs, first: change_hidden(kwargs[first])}
 
     return hook
 
@@ -263,26 +278,28 @@ def _match_plan(recipe: Recipe) -> dict[str, str | ParallelStyle]:
     }
 
 
-def _find_cut_axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
-    """Return the axis along which `word` cuts a parameter; None if it stays whole.
+def _find_cut_axis(
+    module: nn.Module, style: str, module_name: str, parameter_key: str, degree: int
+) -> int | None:
+    """Return the axis along which the style cuts a parameter; None if the parameter stays whole.
 
     Raises SpecError if the parameter cannot be cut.
     """
-    if word in ("", GATHERED):
+    if style in ("", GATHERED):
         return None
-    cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
-    if key not in cuts:
-        got = f"{name} of a {type(module).__name__}"
+    cuts = {"weight": 1} if style == "colwise" and isinstance(module, nn.Embedding) else CUTS[style]
+    if parameter_key not in cuts:
+        got = f"{module_name} of a {type(module).__name__}"
         raise SpecError(
-            f"{word} does not say how to cut this parameter",
+            f"{style} does not say how to cut this parameter",
             path="tensor_parallel",
             got=got,
             allowed=f"parameters {', '.join(cuts)}",
         )
-    axis = cuts[key]
-    size = 0 if axis is None else module._parameters[key].shape[axis]  # type: ignore[union-attr]
+    axis = cuts[parameter_key]
+    size = 0 if axis is None else module._parameters[parameter_key].shape[axis]  # type: ignore[union-attr]
     if size % degree:
-        got = f"{size} in axis {axis} of {name}"
+        got = f"{size} in axis {axis} of {module_name}"
         raise SpecError(
             f"tp={degree} does not divide a parameter",
             path="plan.layout.tp",
@@ -292,7 +309,7 @@ def _find_cut_axis(module: nn.Module, word: str, name: str, key: str, degree: in
     return axis
 
 
-def _own_padding_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
+def _find_local_padding_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
     """Return the embedding's padding row as a row of this rank's shard; None if another rank has
     it.
     """
@@ -316,41 +333,41 @@ def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
 
 def _make_local_class(
     kind: type[nn.Module],
-    word: str,
-    keys: tuple[str, ...],
+    style: str,
+    parameter_keys: tuple[str, ...],
     mesh: DeviceMesh,
-    tokens: TokenSplit | None,
+    token_split: TokenSplit | None,
 ) -> type[nn.Module]:
     """Return a subclass of `kind` whose parameters read as local shards, and that sums partial
-    results.
+    results over ranks.
 
-    With `tokens` its inputs are gathered already, and sums are reduce-scattered; an embedding's
-    result is a stand-in.
+    With `token_split` its inputs are gathered already, and sums are reduce-scattered; an
+    embedding's result is a stand-in (a tensor without memory).
     """
     body: dict[str, Any] = {"__module__": kind.__module__}
     group = mesh.get_group()
-    for key in keys:
+    for key in parameter_keys:
         body[key] = property(_make_local_property(key))
     forward: Callable[..., Any] = kind.forward
-    if word == "colwise" and tokens is not None:
+    if style == "colwise" and token_split is not None:
         body["forward"] = lambda self, x: column_product(x, self.weight, self.bias)
-    elif word == "colwise" and not issubclass(kind, nn.Embedding):
+    elif style == "colwise" and not issubclass(kind, nn.Embedding):
         body["forward"] = lambda self, x, *args, **kwargs: forward(
-            self, _summed_backward(x, group), *args, **kwargs
+            self, _all_reduce_in_backward(x, group), *args, **kwargs
         )
-    if word == "rowwise":
+    if style == "rowwise":
         body["bias"] = None  # added once, after the sum
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            if tokens is not None:
-                out = row_product(*args, self.weight, tokens)  # type: ignore[call-arg]
+            if token_split is not None:
+                out = row_product(*args, self.weight, token_split)  # type: ignore[call-arg]
             else:
-                out = _summed_forward(forward(self, *args, **kwargs), group)
+                out = _all_reduce_in_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
             return out if bias is None else out + local_part_of(bias)
 
         body["forward"] = rowwise
-    if word == "embedding":
+    if style == "embedding":
         rank = mesh.get_local_rank()
 
         def embedding(self: nn.Module, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -359,9 +376,9 @@ def _make_local_class(
             elsewhere = (local < 0) | (local >= rows)
             out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
-            if tokens is not None:
-                return tokens.make_stand_in(tokens.sum_tokens(out))
-            return _summed_forward(out, group)
+            if token_split is not None:
+                return token_split.make_stand_in(token_split.sum_tokens(out))
+            return _all_reduce_in_forward(out, group)
 
         body["forward"] = embedding
     return type(kind.__name__, (kind,), body)
@@ -379,15 +396,17 @@ def _make_local_property(key: str) -> Callable[[nn.Module], Tensor | None]:
     return part
 
 
-def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the all-reduced `x`; in backward, the gradient unchanged (g of arXiv:1909.08053,
-    section 3).
+def _all_reduce_in_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` summed over the ranks; the backward pass leaves the gradient unchanged (g of
+    arXiv:1909.08053, section 3).
     """
     return exchange_with_gradient(x, functools.partial(all_reduce_sum, group=group), _identity)
 
 
-def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x` unchanged; in backward, the all-reduced gradient (f of the same section)."""
+def _all_reduce_in_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` unchanged; the backward pass sums the gradient over the ranks (f of
+    arXiv:1909.08053, section 3).
+    """
     return (
         exchange_with_gradient(x, _identity, functools.partial(all_reduce_sum, group=group))
         if x.requires_grad

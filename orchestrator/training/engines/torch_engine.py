@@ -93,7 +93,7 @@ class TorchEngine:
         self._device = device
         self._clip_norm = training.clip_norm
         self._mesh = make_device_mesh(plan, device)
-        self._context = _make_context_group(recipe, plan) if plan.layout.cp > 1 else None
+        self._context = _join_context_group(recipe, plan) if plan.layout.cp > 1 else None
         self._experts = ExpertParallel(recipe, plan, device) if plan.expert_parallel > 1 else None
         part = self._context.rank if self._context else 0
         if plan.layout.tp > 1 and is_sequence_parallel(recipe):
@@ -102,12 +102,14 @@ class TorchEngine:
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_parameters(recipe.module, training.freeze, step)
-        self._build()
+        self._build_callable_model()
         names = self._share.names if self._share else {}  # of checkpoints
         self._named = {
             names.get(name, name): parameter for name, parameter in recipe.module.named_parameters()
         }
-        self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
+        self._partial = dict.fromkeys(
+            self._cut.select_partial_gradients(self._named) if self._cut else ()
+        )
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
         seed = (
@@ -139,12 +141,12 @@ class TorchEngine:
             self._copies = {
                 parameter: copies for copies, some in self._by_copies.items() for parameter in some
             }
-            self._updates.update_in_backward(self._count_norm)
+            self._updates.update_in_backward(self._add_norm_of)
         if resume_from:
-            checkpoint.load_state(resume_from.path, self._state(known_at=step))
-            self._updates.set_steps()
+            checkpoint.load_state(resume_from.path, self._state(moments_until_step=step))
+            self._updates.copy_steps_to_optimizer()
 
-    def _build(self) -> None:
+    def _build_callable_model(self) -> None:
         """Build what a step calls: the whole model, or the rank's pipeline stages."""
         recipe = self._recipe
         plan = self._plan
@@ -161,7 +163,7 @@ class TorchEngine:
                 recipe, recipe.module, plan, mesh, self._device, cut, self._experts
             )
             if cut:
-                cut.spread(recipe.layers)
+                cut.spread_tokens(recipe.layers)
             return
         # Only here: importing torch.distributed.pipelining takes a quarter of a rank's start.
         from orchestrator.training.engines import pipeline
@@ -172,10 +174,10 @@ class TorchEngine:
         for turn, stage in enumerate(self._share.stages, start=1):
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
             tokens = cut.tokens if cut and rank + turn > 1 else None
-            root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
+            root = pipeline.Stage(stage, self._autocast, is_last=is_last, token_split=tokens)
             roots.append(_wrap_module(stage, root, plan, mesh, self._device, cut))
             if cut:
-                cut.spread(stage.layers)
+                cut.spread_tokens(stage.layers)
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
@@ -183,21 +185,21 @@ class TorchEngine:
         turns = self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
         scale = factor * layout.dp_cp / tokens  # DDP and FSDP2 average gradients over so many ranks
-        first = layout.dp_rank(dist.get_rank()) * turns
+        first = layout.data_parallel_index_of(dist.get_rank()) * turns
         if self._context:
             micro_batches = (tuple(map(self._context.own, batch)) for batch in micro_batches)
         self._step = step
         self._updates.prepare(step)
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
-            self._pipeline.add_up(
+            self._pipeline.sum_shared_gradients(
                 parameter.grad for parameter in self._shared if parameter.grad is not None
             )
         else:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
             for turn, batch in enumerate(micro_batches):
                 self._randomness.begin(step, first + turn)
-                with self._sync_on_last(is_last=turn == turns - 1):
+                with self._sync_only_if_last(is_last=turn == turns - 1):
                     loss += self._forward_backward(batch, scale)
         norm = self._clip_and_update(factor)
         counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks have the same loss
@@ -206,7 +208,7 @@ class TorchEngine:
     def state(self) -> State:
         return self._state()
 
-    def _state(self, known_at: int | None = None) -> State:
+    def _state(self, moments_until_step: int | None = None) -> State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
         model = checkpoint.collect_model_state(self._recipe.module, self._changing)
         if self._share:  # a shared parameter's name on the last stage is not its first name
@@ -215,7 +217,7 @@ class TorchEngine:
                 f"model.{name}": checkpoint.prepare_weight_for_saving(self._named[name])
                 for name in named
             }
-        state = model | self._updates.state(unfrozen_before=known_at) | scale
+        state = model | self._updates.state(only_unfrozen_before_step=moments_until_step) | scale
         return checkpoint.with_recipe_prefix(self._recipe.name, state)
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
@@ -225,12 +227,14 @@ class TorchEngine:
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach().double()
 
-    def _clip_and_update(self, factor: float) -> float:
-        """Clip the gradients and update; return their norm without `factor`. An overflowed fp16
-        step is skipped.
+    def _clip_and_update(self, loss_factor: float) -> float:
+        """Clip the gradients and update the parameters; return the gradients' norm without
+        `loss_factor`.
+
+        An overflowed fp16 step is skipped.
         """
         if self._plan.optimizer_in_backward:
-            norm = self._over_all_ranks(self._squared)
+            norm = self._norm_over_all_ranks(self._squared)
             self._squared.zero_()
             self._updates.count()
             return norm
@@ -240,16 +244,16 @@ class TorchEngine:
         scale_gradients(
             self._spread, 1 / self._plan.expert_parallel
         )  # FSDP2 averaged over the ranks that share them
-        norm = self._gradient_norm() / factor
+        norm = self._gradient_norm() / loss_factor
         if self._loss_scale is None or self._loss_scale.update(norm):
-            scale_gradients(self._trained, clipping_factor(norm, self._clip_norm) / factor)
+            scale_gradients(self._trained, clipping_factor(norm, self._clip_norm) / loss_factor)
             self._updates.update()
         self._updates.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _gradient_norm(self) -> float:
-        """Return the global norm of the gradients, bitwise equal on all ranks: it decides if a fp16
-        step is skipped.
+        """Return the global norm of the gradients, bitwise equal on all ranks, since it decides
+        whether an fp16 step is skipped.
         """
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
@@ -261,10 +265,12 @@ class TorchEngine:
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
                 squared += norms.to(squared).square().sum() / copies
-        return self._over_all_ranks(squared)
+        return self._norm_over_all_ranks(squared)
 
-    def _count_norm(self, parameter: nn.Parameter) -> None:
-        """Redistribute the parameter's gradient and store its norm, before the gradient is freed."""
+    def _add_norm_of(self, parameter: nn.Parameter) -> None:
+        """Redistribute the parameter's gradient, and add its squared norm to the step's, before the
+        gradient is freed.
+        """
         if self._cut:
             _redistribute_gradients([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
@@ -272,19 +278,19 @@ class TorchEngine:
         norm = torch.linalg.vector_norm(local_part_of(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
-    def _over_all_ranks(self, squared: Tensor) -> float:
-        """Return the norm over all ranks, from each rank's sum of squares divided by the ranks that
-        share a part.
+    def _norm_over_all_ranks(self, squared_sum: Tensor) -> float:
+        """Return the norm over all ranks. `squared_sum` is this rank's sum of squares, each divided
+        by the ranks with the same part.
         """
         if set(self._by_copies) == {self._plan.world_size}:
-            return squared.mul(self._plan.world_size).sqrt().item()
-        squared = squared.clone()
-        dist.all_reduce(squared)
-        return squared.sqrt().item()
+            return squared_sum.mul(self._plan.world_size).sqrt().item()
+        squared_sum = squared_sum.clone()
+        dist.all_reduce(squared_sum)
+        return squared_sum.sqrt().item()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return autocast if weights stay fp32, else an empty context; FSDP2 casts gathered weights
-        itself.
+        """Return an autocast context if weights stay fp32, else an empty context; FSDP2 casts
+        gathered weights itself.
         """
         is_held_low = self._plan.master_weights is MasterWeights.BF16
         if (
@@ -295,7 +301,7 @@ class TorchEngine:
             return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
 
-    def _sync_on_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
+    def _sync_only_if_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         if isinstance(self._model, DistributedDataParallel) and not is_last:
             return self._model.no_sync()
         if self._plan.mechanics.stage is ZeroStage.OPTIMIZER:
@@ -323,9 +329,9 @@ def make_device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _make_context_group(recipe: Recipe, plan: Plan) -> Context:
-    """Prepare the recipe's module for context parallelism, and return the ranks that share its
-    samples.
+def _join_context_group(recipe: Recipe, plan: Plan) -> Context:
+    """Prepare the recipe's module for context parallelism, in place, and return the group of ranks
+    that share its samples.
 
     Raises SpecError where the recipe does not support it.
     """
@@ -378,8 +384,8 @@ def _group_by_copies(
 
 
 def _redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Redistribute every gradient to its parameter's placements, in place: torch styles may leave
-    partial sums.
+    """Redistribute every gradient to its parameter's placements, in place, since torch's styles may
+    leave partial sums.
     """
     for parameter in parameters:
         grad = parameter.grad
@@ -393,62 +399,64 @@ def _redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def _wrap_module(
     recipe: Recipe,
-    root: nn.Module,
+    root_module: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
     device: torch.device,
-    cut: TensorParallel | None,
-    experts: ExpertParallel | None = None,
+    tensor_parallel: TensorParallel | None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> nn.Module:
-    """Return `root`, which contains the recipe's module, with parameters made, wrapped in DDP or
-    FSDP2.
+    """Return `root_module`, which contains the recipe's module, with parameters made, wrapped in
+    DDP or FSDP2.
     """
     mechanics = plan.mechanics
     match mechanics:
         case Fsdp2():
-            return _shard_module(recipe, root, plan, mechanics, mesh, device, cut, experts)
+            return _shard_module(
+                recipe, root_module, plan, mechanics, mesh, device, tensor_parallel, expert_parallel
+            )
         case Replicated():
-            return _replicate_module(recipe, root, plan, mesh, device, cut)
+            return _replicate_module(recipe, root_module, plan, mesh, device, tensor_parallel)
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
             refuse_unknown(mechanics)
 
 
-def _make_parameters(
+def _materialise_part(
     part: nn.Module,
     recipe: Recipe,
     plan: Plan,
     device: torch.device,
-    cut: TensorParallel | None,
-    experts: ExpertParallel | None = None,
+    tensor_parallel: TensorParallel | None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> None:
     """Allocate and initialise this rank's parts of the parameters of `part`."""
-    cuts = cut or experts
+    cuts = tensor_parallel or expert_parallel
     dtype = torch.bfloat16 if plan.master_weights is MasterWeights.BF16 else None
     materialise(recipe.module, part, recipe, device, cuts.place if cuts else None, dtype)
-    if cut:
-        cut.finish(part)
+    if tensor_parallel:
+        tensor_parallel.finish(part)
 
 
 def _replicate_module(
     recipe: Recipe,
-    root: nn.Module,
+    root_module: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
     device: torch.device,
-    cut: TensorParallel | None,
+    tensor_parallel: TensorParallel | None,
 ) -> nn.Module:
-    _make_parameters(recipe.module, recipe, plan, device, cut)
-    root.to(device)
-    trains = any(parameter.requires_grad for parameter in root.parameters())
+    _materialise_part(recipe.module, recipe, plan, device, tensor_parallel)
+    root_module.to(device)
+    trains = any(parameter.requires_grad for parameter in root_module.parameters())
     if mesh["dp_shard"].size() == 1 or not trains:
-        return root
+        return root_module
     with warnings.catch_warnings():
         # broadcast_buffers is deprecated in newer releases; older ones lack its replacement.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
-            root,
+            root_module,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=mesh["dp_shard"].get_group(),
             broadcast_buffers=False,  # equal at the start, and batch_norm.py keeps them equal
@@ -460,13 +468,13 @@ def _replicate_module(
 
 def _shard_module(
     recipe: Recipe,
-    root: nn.Module,
+    root_module: nn.Module,
     plan: Plan,
     fsdp: Fsdp2,
     mesh: DeviceMesh,
     device: torch.device,
-    cut: TensorParallel | None,
-    experts: ExpertParallel | None,
+    tensor_parallel: TensorParallel | None,
+    expert_parallel: ExpertParallel | None,
 ) -> nn.Module:
     low = LOW_PRECISION.get(plan.precision) if plan.master_weights is MasterWeights.FP32 else None
     mixed = (
@@ -475,14 +483,14 @@ def _shard_module(
         else MixedPrecisionPolicy()
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for part in (*recipe.layers, root):
-        _make_parameters(part, recipe, plan, device, cut, experts)
+    for part in (*recipe.layers, root_module):
+        _materialise_part(part, recipe, plan, device, tensor_parallel, expert_parallel)
         fully_shard(
             part,
             mesh=mesh["dp_replicate", "dp_shard"] if fsdp.copies > 1 else mesh["dp_shard"],
-            reshard_after_forward=not fsdp.keeps_gathered and part is not root,
+            reshard_after_forward=not fsdp.keeps_gathered and part is not root_module,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
-            shard_placement_fn=experts.placement if experts else None,
+            shard_placement_fn=expert_parallel.fsdp_placement_of if expert_parallel else None,
         )
-    return root
+    return root_module

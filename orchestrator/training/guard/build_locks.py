@@ -61,8 +61,8 @@ def _remove_if_unheld(path: str) -> bool:
 
 @contextlib.contextmanager
 def _open_unheld(path: str) -> Iterator[bool]:
-    """Open a context in which the file is locked; it yields whether no other process holds the
-    file.
+    """Open a context in which this process locks the file; it yields whether no other process holds
+    the file.
 
     The other process may be unguarded, without our lock.
     """
@@ -77,23 +77,25 @@ def _open_unheld(path: str) -> Iterator[bool]:
         os.close(file)
 
 
-def _is_unheld(path: str, file: int) -> bool:
+def _is_unheld(path: str, file_descriptor: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return time.time() - os.fstat(file).st_mtime > UNLOCKED_S
+        return time.time() - os.fstat(file_descriptor).st_mtime > UNLOCKED_S
     try:
-        if os.stat(path).st_ino != os.fstat(file).st_ino:  # made anew meanwhile
+        if os.stat(path).st_ino != os.fstat(file_descriptor).st_ino:  # made anew meanwhile
             return False
     except OSError:
         return False
-    return not _is_open_elsewhere(os.fstat(file))
+    return not _is_open_elsewhere(os.fstat(file_descriptor))
 
 
 def _is_open_elsewhere(status: os.stat_result) -> bool:
-    """Return whether another process of this machine, as far as we may see, has the file open."""
+    """Return whether another process of this machine has the file open, as far as this user may see
+    its processes.
+    """
     for folder in Path("/proc").glob("[0-9]*/fd"):
         if folder.parent.name == str(os.getpid()):
             continue

@@ -44,8 +44,8 @@ class FailureReporter:
         self._is_wrapped = False  # guard.py runs the script and sees how it ends
         os.register_at_fork(after_in_child=self._after_fork)
 
-    def wrap(self, rank: int) -> None:
-        """Record that guard.py runs this process as rank `rank`."""
+    def record_guarded_rank(self, rank: int) -> None:
+        """Record that guard.py runs the program of rank `rank` in this process."""
         self._is_wrapped = True
         self.monitor.set_rank(rank)
 
@@ -61,7 +61,8 @@ class FailureReporter:
             write_durably(self.folder.caught(self.monitor.rank), self._noted)
 
     def watch_errors(self, torch: Any) -> None:
-        """Record every `torch.cuda.OutOfMemoryError` when it is constructed.
+        """Replace the constructor of `torch.cuda.OutOfMemoryError`, so that every such error is
+        recorded.
 
         The class is mutable. PyTorch's C++ code constructs it for errors of the CUDA allocator
         (torch/csrc/Exceptions.h), as Python code does. So the hook needs no CUDA call.
@@ -77,10 +78,10 @@ class FailureReporter:
 
         kind.__init__ = noted
 
-    def on_exit(self, end: SystemExit) -> None:
+    def on_exit(self, system_exit: SystemExit) -> None:
         """After a SystemExit with a non-zero exit code, report the last out-of-memory error."""
-        if end.code not in (None, 0):
-            self._report_oom(end)
+        if system_exit.code not in (None, 0):
+            self._report_oom(system_exit)
         self.monitor.write_heartbeat()
 
     def on_exception(self, error: BaseException) -> None:
@@ -97,11 +98,11 @@ class FailureReporter:
             os._exit(OOM_EXIT_CODE)  # a destructor could deadlock with ranks that wait for this one
 
     def watch_signals(self) -> None:
-        """Record SIGTERM and SIGINT before the program's own handler, which may save and exit with
-        0, runs.
+        """Replace `signal.signal`, so that SIGTERM and SIGINT are recorded before the program's own
+        handler runs.
 
-        The program sees its own handlers. Without a handler a signal ends the process, and its exit
-        code tells.
+        That handler may save and exit with 0. The program sees its own handlers. Without a handler
+        a signal ends the process, and its exit code tells.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # only there may a handler be set
@@ -125,8 +126,8 @@ class FailureReporter:
         for number in (signal.SIGTERM, signal.SIGINT):
             watched(number, current(number))
 
-    def watch_children(self) -> None:
-        """Report the end of `multiprocessing` children that turn out to be ranks."""
+    def watch_child_processes(self) -> None:
+        """Make `multiprocessing` children that turn out to be ranks report their end."""
         process = importlib.import_module("multiprocessing.process").BaseProcess
         run = process.run
 
@@ -142,8 +143,10 @@ class FailureReporter:
 
         process.run = watched
 
-    def watch_leaving(self) -> None:
-        """Write a last heartbeat before `os._exit`, which runs no hook and ends many trainings."""
+    def watch_immediate_exit(self) -> None:
+        """Replace `os._exit`, so that a last heartbeat is written before: it runs no hook and ends
+        many trainings.
+        """
         leave = os._exit
 
         @functools.wraps(leave)
@@ -154,8 +157,10 @@ class FailureReporter:
 
         os._exit = leave_at_once
 
-    def watch_exit(self) -> None:
-        """Report the end of this process if it is a rank that the script spawned, outside guard.py."""
+    def watch_spawned_rank(self) -> None:
+        """Install hooks that report the end of this process, if it is a rank that the script
+        spawned, outside guard.py.
+        """
         hook = sys.excepthook
 
         def excepthook(
@@ -178,8 +183,8 @@ class FailureReporter:
             self.monitor.write_heartbeat()
 
     def _at_exit(self) -> None:
-        """Report an out-of-memory error at exit, since some frameworks turn every exception into an
-        exit code.
+        """Report the last out-of-memory error at exit, since some frameworks turn every exception
+        into an exit code.
 
         hydra does so under dora.
         """
@@ -246,12 +251,14 @@ class FailureReporter:
 
 
 def _unwrap_handler(handler: Any) -> Any:
-    """Return the program's own signal handler."""
+    """Return the program's own signal handler, from inside ours."""
     return getattr(handler, "orc_handler", handler)
 
 
 def _live_and_capacity_bytes(device: VirtualDevice | None) -> tuple[int, int]:
-    """Return (live bytes, capacity in bytes) of this rank's device; zeros if no device is in use."""
+    """Return (live bytes, capacity in bytes) of this rank's virtual device; zeros if none is in
+    use.
+    """
     if device:
         return device.live_bytes, device.capacity_bytes
     torch = sys.modules.get("torch")

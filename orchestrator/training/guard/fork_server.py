@@ -64,7 +64,11 @@ class ForkRefused(Exception):
 
 
 def main() -> None:
-    """Serve as NAME until idle. Returns where another process does; in a forked rank, after its program."""
+    """Serve under the socket name in `sys.argv[1]` until idle; in a forked rank, run the rank's
+    program and return.
+
+    Returns at once where another process has the name.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind("\0" + sys.argv[1])
@@ -81,10 +85,12 @@ def main() -> None:
 
 
 class ImportedModules:
-    """The imported modules, and the reason, if any, why a process with them must not be forked."""
+    """The modules that this server has imported, and why a process with them must not be forked, if
+    so.
+    """
 
     def __init__(self) -> None:
-        before = _open_files()
+        before = _list_open_descriptors()
         printed = os.memfd_create("printed")
         for stream in (1, 2):
             os.dup2(printed, stream)
@@ -100,10 +106,10 @@ class ImportedModules:
         for stream in (1, 2):
             os.dup2(0, stream)
         os.close(printed)
-        if _open_files() != before:
+        if _list_open_descriptors() != before:
             self._doubt = self._doubt or "importing torch opens files"
         self.names = {name.partition(".")[0] for name in sys.modules}
-        self._files = {path: _file_stamp(path) for path in self._paths()}
+        self._files = {path: _file_stamp(path) for path in self._list_watched_paths()}
         gc.collect()
         gc.freeze()  # the collector of a rank does not copy these pages
 
@@ -124,8 +130,8 @@ class ImportedModules:
         if not child:
             os._exit(0)
 
-    def _paths(self) -> list[str]:
-        """Return the files of the modules, and the folders in which other modules are searched."""
+    def _list_watched_paths(self) -> list[str]:
+        """Return the files of the imported modules, and the folders in which modules are searched."""
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         return [*filter(None, files), *sys.path]
 
@@ -133,8 +139,8 @@ class ImportedModules:
         """Return whether a file of a module was changed since it was imported."""
         return any(_file_stamp(path) != stamp for path, stamp in self._files.items())
 
-    def find_doubt(self) -> str:
-        """Return why nothing can be forked now; "" where it can."""
+    def why_not_forkable(self) -> str:
+        """Return why no rank can be forked from this process now; "" where one can."""
         if self._doubt:
             return self._doubt
         threads = len(os.listdir("/proc/self/task"))
@@ -163,12 +169,12 @@ def _serve_requests(listener: socket.socket) -> Request | None:
             connection.close()
             continue
         is_stale = imports.is_stale()
-        doubt = "installed files changed" if is_stale else imports.find_doubt()
+        doubt = "installed files changed" if is_stale else imports.why_not_forkable()
         if doubt:
             _send_answer(connection, {"why": doubt})
         elif not os.fork():
             listener.close()
-            _fork_and_hold(request, imports)
+            _fork_rank_and_wait(request, imports)
             return request
         connection.close()
         os.close(request.log)
@@ -183,9 +189,9 @@ def peer_user_id(connection: socket.socket) -> int:
     return int(struct.unpack("3i", peer)[1])
 
 
-def _fork_and_hold(request: Request, imports: ImportedModules) -> None:
-    """Fork the rank, and return in the rank's process. The parent waits for it, reports its exit
-    code, and exits.
+def _fork_rank_and_wait(request: Request, imports: ImportedModules) -> None:
+    """Fork the rank, and return in the rank's process alone. The parent waits for the rank, reports
+    its exit code, and exits.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = request.connection
@@ -209,10 +215,12 @@ def _fork_and_hold(request: Request, imports: ImportedModules) -> None:
     os._exit(0)  # a rank that lives ends by its PR_SET_PDEATHSIG
 
 
-def _become_rank(request: Request, imports: ImportedModules, holder: int) -> None:
-    """Become the requested rank, and return when the launcher says so; otherwise end the process."""
+def _become_rank(request: Request, imports: ImportedModules, holder_pid: int) -> None:
+    """Make this process the requested rank, and return when the launcher says so; otherwise end the
+    process.
+    """
     try:
-        _take_over_request(request, imports, holder)
+        _take_over_request(request, imports, holder_pid)
     except Exception as error:  # nothing of the program has run
         _send_answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
         os._exit(1)
@@ -222,12 +230,12 @@ def _become_rank(request: Request, imports: ImportedModules, holder: int) -> Non
     request.connection.close()
 
 
-def _take_over_request(request: Request, imports: ImportedModules, holder: int) -> None:
-    """Take over the environment that the launcher would give a fresh process. Raises ForkRefused or
-    OSError.
+def _take_over_request(request: Request, imports: ImportedModules, holder_pid: int) -> None:
+    """Set folder, variables, streams and modules as the launcher would for a fresh process. Raises
+    ForkRefused or OSError.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != holder:
+    if os.getppid() != holder_pid:
         raise ForkRefused("its holder ended")
     os.setsid()
     os.chdir(request.workdir)
@@ -254,19 +262,23 @@ def _take_over_request(request: Request, imports: ImportedModules, holder: int) 
     _reseed()
 
 
-def _rewrite_proc_field(name: str, field: int, offset: int, words: list[str]) -> None:
-    """Make /proc/PID/NAME show `words` from `offset` on, as in a fresh process. Raises ForkRefused."""
-    path = Path("/proc/self") / name
+def _rewrite_proc_field(
+    proc_file: str, field_number: int, offset: int, shown_words: list[str]
+) -> None:
+    """Make the kernel show `shown_words` in /proc/PID/`proc_file` from `offset` on, as in a fresh
+    process. Raises ForkRefused.
+    """
+    path = Path("/proc/self") / proc_file
     shown = path.read_bytes()
-    text = b"".join(os.fsencode(word) + b"\0" for word in words)
+    text = b"".join(os.fsencode(word) + b"\0" for word in shown_words)
     room = len(shown) - offset
     if len(text) > room:
-        raise ForkRefused(f"its {name} is too long")
+        raise ForkRefused(f"its {proc_file} is too long")
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     text = text.ljust(room, b"\0")
-    ctypes.memmove(int(fields[field]) + offset, text, room)
+    ctypes.memmove(int(fields[field_number]) + offset, text, room)
     if path.read_bytes() != shown[:offset] + text:
-        raise ForkRefused(f"its {name} cannot be rewritten")
+        raise ForkRefused(f"its {proc_file} cannot be rewritten")
 
 
 def _reseed() -> None:
@@ -292,8 +304,8 @@ def _send_answer(connection: socket.socket, message: JsonObject) -> None:
         connection.send(json.dumps(message).encode())
 
 
-def _open_files() -> set[str]:
-    """Return the numbers of this process's open file descriptors."""
+def _list_open_descriptors() -> set[str]:
+    """Return the numbers of this process's open file descriptors, as text."""
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 

@@ -40,9 +40,11 @@ QUIET = ("torch", "numpy", "numpy.libs", "nvidia", "triton")
 SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
-def main(argv: list[str]) -> None:
-    """Run the target under the guard. Returns on success; otherwise the process ends as the target did."""
-    target = _split_target(argv)
+def main(arguments: list[str]) -> None:
+    """Run the program in `arguments` under the guard. Returns on success; otherwise the process
+    ends as the program did.
+    """
+    target = _split_target(arguments)
     if not getattr(
         sys.flags, "safe_path", False
     ):  # since Python 3.11; before the first import from this folder
@@ -54,8 +56,8 @@ def main(argv: list[str]) -> None:
     from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
 
-    settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
-    _map_settings_file(argv[0])
+    settings = GuardSettings(**json.loads(Path(arguments[0]).read_text()))
+    _map_settings_file(arguments[0])
     rank = int(os.environ.get(GUARDED_RANK) or os.environ.get("RANK", "0"))
     inherited = _withdraw_inherited()
     reporter = inherited or FailureReporter(
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> None:
     )
     monitor = reporter.monitor
     if inherited:
-        reporter.wrap(rank)
+        reporter.record_guarded_rank(rank)
     else:
         _call_when_imported("torch", functools.partial(_install_monitor, reporter))
     if settings.virtual_capacity_bytes is not None:
@@ -99,14 +101,18 @@ def main(argv: list[str]) -> None:
     _end_process(None)
 
 
-def _split_target(argv: list[str]) -> list[str]:
-    """Return the program and its arguments, and leave the settings' path first in `argv`; exit 2 without a program."""
-    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
-    if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
+def _split_target(arguments: list[str]) -> list[str]:
+    """Return the program and its arguments, and leave in `arguments` the settings' path alone; exit
+    2 without a program.
+    """
+    local_rank = (
+        [arguments.pop(0)] if arguments and arguments[0].startswith("--local_rank=") else []
+    )
+    if len(arguments) < 3 or arguments[1] != "--" or arguments[2:] == ["-m"]:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
-    program = 2 if argv[2] == "-m" else 1
-    return [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
+    program = 2 if arguments[2] == "-m" else 1
+    return [*arguments[2 : 2 + program], *local_rank, *arguments[2 + program :]]
 
 
 def _buffer_lines() -> None:
@@ -116,7 +122,7 @@ def _buffer_lines() -> None:
 
 
 def inherit(settings_path: str) -> None:
-    """Guard this process once it imports torch; it becomes a rank when it trains, and writes
+    """Make this process guarded once it imports torch. It becomes a rank when it trains, and writes
     nothing before.
 
     Called in every Python process that guard.py does not run (inherited/sitecustomize.py): ranks
@@ -143,21 +149,21 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
     monitor = Monitor(settings, None)
     reporter = FailureReporter(monitor, AttemptFolder(settings.attempt_folder))
     _install_monitor(reporter, torch)
-    reporter.watch_exit()
+    reporter.watch_spawned_rank()
     reporter.watch_signals()
     _inherited.append(reporter)
 
 
 def _install_monitor(reporter: FailureReporter, torch: Any) -> None:
-    """Install the monitor, the hooks for children, and the virtual device or the out-of-memory
-    hook.
+    """Install the monitor, the hooks for child processes, and the virtual device or else the
+    out-of-memory hook.
     """
     from orchestrator.training.guard import build_locks
 
     build_locks.install_build_locks()
     reporter.monitor.attach(torch)
-    reporter.watch_children()
-    reporter.watch_leaving()
+    reporter.watch_child_processes()
+    reporter.watch_immediate_exit()
     device = reporter.monitor.device
     if device is None:
         reporter.watch_errors(torch)
@@ -170,9 +176,10 @@ def _install_monitor(reporter: FailureReporter, torch: Any) -> None:
 
 
 def _exclude_loader_workers(device: VirtualDevice) -> None:
-    """Make data loader workers leave the virtual device, since they use host memory.
+    """Install a hook by which data loader workers leave the virtual device, since they use host
+    memory.
 
-    Spawned ones unpickle the hook by its name.
+    Spawned workers unpickle the hook by its name.
     """
     workers: Any = importlib.import_module("torch.utils.data._utils.worker")
     loop = workers._worker_loop
@@ -186,8 +193,8 @@ def _exclude_loader_workers(device: VirtualDevice) -> None:
 
 
 def _include_forked_ranks(device: VirtualDevice) -> None:
-    """Make a forked child use the virtual device again once it joins a process group; before, it
-    uses none.
+    """Install a hook by which a forked child uses the virtual device again once it joins a process
+    group; before, it uses none.
     """
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_available():
@@ -239,7 +246,7 @@ def _has_foreign_library() -> bool:
 
 
 def _has_object_with_finaliser() -> bool:
-    """Return whether an object exists whose end may do something: an open file, a generator, a
+    """Return whether any object exists whose end may have an effect: an open file, a generator, a
     `__del__`.
     """
     streams = set[int]()
@@ -298,19 +305,19 @@ _shown: list[mmap.mmap] = []
 
 
 def _map_settings_file(settings_path: str) -> None:
-    """Map the settings file into memory, by which the launcher recognises guarded processes and
-    their forks.
+    """Map the settings file into this process's memory: so the launcher recognises guarded
+    processes and their forks.
     """
     with open(settings_path, "rb") as settings:
         _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _note_unwatched(settings_path: str, why: str) -> None:
-    """Report on stderr and in the file `unwatched` that this process trains without the guard, and
-    why.
+def _note_unwatched(settings_path: str, reason: str) -> None:
+    """Report on stderr, and in the file `unwatched`, that this process trains without the guard,
+    with the reason.
     """
     version = ".".join(map(str, sys.version_info[:3]))
-    line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
+    line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {reason}"
     print(f"guard: not watched: {line}", file=sys.stderr)
     with (
         contextlib.suppress(OSError),
@@ -330,25 +337,27 @@ def _withdraw_inherited() -> FailureReporter | None:
     return next(iter(getattr(sys.modules.get("_orchestrator_guard"), "_inherited", ())), None)
 
 
-def _call_when_imported(name: str, then: Callable[[Any], None]) -> None:
-    """Call `then(module)` when the module is imported, at once if it already is."""
-    if name in sys.modules:
-        then(sys.modules[name])
+def _call_when_imported(module_name: str, callback: Callable[[Any], None]) -> None:
+    """Register that `callback(module)` is called when the module is imported; call it at once if
+    that has happened.
+    """
+    if module_name in sys.modules:
+        callback(sys.modules[module_name])
     else:
-        sys.meta_path.insert(0, _ImportHook(name, then))
+        sys.meta_path.insert(0, _ImportHook(module_name, callback))
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Import hook that calls `then` once, after the named module has been executed.
+    """Import hook that calls a callback once, after the named module has been executed.
 
     Programs look a module up without importing it (`importlib.util.find_spec`), import it late
     (LazyLoader), or retry a failed import. So every spec's loader is wrapped, and the hook stays
     until one has executed the module.
     """
 
-    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self._name = name
-        self._then = then
+    def __init__(self, module_name: str, callback: Callable[[Any], None]) -> None:
+        self._name = module_name
+        self._then = callback
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None

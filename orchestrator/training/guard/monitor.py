@@ -94,7 +94,7 @@ class Monitor:
         self._peak_bytes = self._reserved_bytes = 0
 
     def set_rank(self, rank: int) -> None:
-        """Write heartbeats as this rank from now on."""
+        """Set the rank under which heartbeats are written from now on."""
         self._rank = rank
         self.is_rank = True
 
@@ -126,13 +126,15 @@ class Monitor:
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._on_reported_step)
-        progress.measure(self._peak_of_step)
-        torch.autograd.backward = self._watch(torch.autograd.backward)
-        torch.autograd.grad = self._watch(torch.autograd.grad)
-        self._until_forward(torch)
+        progress.measure(self._peak_since_last_call)
+        torch.autograd.backward = self._count_backward_calls(torch.autograd.backward)
+        torch.autograd.grad = self._count_backward_calls(torch.autograd.grad)
+        self._end_startup_at_forward(torch)
 
-    def _until_forward(self, torch: Any) -> None:
-        """End the startup phase at the first forward pass in training mode, then remove the hook."""
+    def _end_startup_at_forward(self, torch: Any) -> None:
+        """Install a hook that ends the startup phase at the first forward pass in training mode,
+        and then removes itself.
+        """
 
         def begun(module: Any, _: Any) -> None:
             if module.training and torch.is_grad_enabled():
@@ -154,13 +156,13 @@ class Monitor:
         """Return the number of allocations so far on this rank's device."""
         if self.device is not None:
             return self.device.allocations
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         return 0 if cuda is None else int(cuda.memory_stats().get("allocation.all.allocated", 0))
 
-    def _watch(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _count_backward_calls(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._look_at_graph(*args)
+            self._record_mixing_operations(*args)
             if self.steps_done < PROBE_STEPS:
                 self._forward_bytes = max(self._forward_bytes, self.live_bytes())
             self._passes.begin_backward()
@@ -173,8 +175,10 @@ class Monitor:
 
         return watched
 
-    def _look_at_graph(self, *args: Any) -> None:
-        """Record the operations of the first backward graph that mix samples of a micro-batch, as batch norm does."""
+    def _record_mixing_operations(self, *args: Any) -> None:
+        """Record which operations of the first backward graph mix the samples of a micro-batch, as
+        batch norm does.
+        """
         if self._is_mixing_known:
             return
         self._is_mixing_known = True
@@ -211,7 +215,7 @@ class Monitor:
             backwards=self._backwards,
             live_bytes=self.live_bytes(),
             forward_bytes=self._forward_bytes,
-            group_size=self._ranks_met(),
+            group_size=self._largest_group_size(),
             signal=self._signal,
             mixing=self._mixing,
             step_at_s=self._step_at_s,
@@ -223,19 +227,19 @@ class Monitor:
                 write_json(path, beat)
         self._next_beat_s = time.monotonic() + self._interval_s
 
-    def note_signal(self, number: int) -> None:
-        """Record a signal that a handler of the program gets, since it was told to end, whatever it
-        then does.
+    def note_signal(self, signal_number: int) -> None:
+        """Record a signal for which the program has a handler, whatever the handler then does: the
+        process was told to end.
         """
-        self._signal = number
+        self._signal = signal_number
         if self.is_rank:
             self.write_heartbeat()
 
-    def _ranks_met(self) -> int | None:
+    def _largest_group_size(self) -> int | None:
         """Return the size of the largest process group that this process has joined.
 
-        0 where it can have met no other rank; None where a library other than torch.distributed may
-        join them.
+        0 where it can have exchanged data with no other rank; None where a library other than
+        torch.distributed may connect ranks.
         """
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
@@ -252,23 +256,24 @@ class Monitor:
     def peak_bytes(self) -> int:
         """Return the peak bytes of live tensors so far on this rank's device; 0 before first use.
 
-        On CUDA these are requested bytes. `max_memory_allocated` counts whole blocks: up to 1 MiB more for each tensor,
-        3 % of a Llama of 0.4 billion parameters (H100, 2026-11-26). `reserved_bytes` has them.
+        On CUDA these are requested bytes. `max_memory_allocated` counts whole blocks: up to 1 MiB
+        more for each tensor, 3 % of a Llama of 0.4 billion parameters (H100, 2026-11-26).
+        `reserved_bytes` includes these.
         """
         if self.device is not None:
             return self.device.peak_bytes
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         return (
             self._peak_bytes if cuda is None else max(self._peak_bytes, _requested_peak_bytes(cuda))
         )
 
-    def _peak_of_step(self) -> int:
-        """Return the peak bytes of live tensors since the last call; PyTorch's own peak is reset."""
+    def _peak_since_last_call(self) -> int:
+        """Return the peak bytes of live tensors since the last call, and reset PyTorch's own peak."""
         if self.device is not None:
             peak_bytes = self.device.recent_peak_bytes
             self.device.reset_recent_peak()
             return peak_bytes
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         if cuda is None:
             return 0
         peak_bytes = _requested_peak_bytes(cuda)
@@ -283,20 +288,22 @@ class Monitor:
         """Return the bytes allocated now on this rank's device; 0 before first use."""
         if self.device is not None:
             return self.device.live_bytes
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         return 0 if cuda is None else int(cuda.memory_allocated())
 
     def reserved_bytes(self) -> int:
         """Return the peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         return 0 if cuda is None else max(self._reserved_bytes, int(cuda.max_memory_reserved()))
 
     def allocator_room_bytes(self) -> int | None:
-        """Return the minimum so far of free plus reserved bytes on this rank's device; None without CUDA.
+        """Return the minimum so far of free plus reserved bytes on this rank's device; None without
+        CUDA.
 
-        The context, communicators, libraries with their own allocations and other processes hold the rest.
+        The context, communicators, libraries with their own allocations and other processes hold
+        the rest.
         """
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         if cuda is not None and not cuda.is_current_stream_capturing():
             # After a CUDA error the queries raise. Free memory is read first: what the allocator
             # reserves in between
@@ -310,7 +317,7 @@ class Monitor:
 
     def _device_model(self) -> str:
         """Return the driver's name for this rank's device; "" before its first use."""
-        cuda = self._cuda()
+        cuda = self._initialised_cuda()
         if cuda is not None and not self._model:
             # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
             with contextlib.suppress(Exception):
@@ -318,8 +325,8 @@ class Monitor:
                 self._uuid = str(getattr(cuda.get_device_properties(), "uuid", ""))
         return self._model
 
-    def _cuda(self) -> Any:
-        """Return torch.cuda once this rank has initialised a real device, else None."""
+    def _initialised_cuda(self) -> Any:
+        """Return the module torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
@@ -392,7 +399,7 @@ class Monitor:
         self.step = step
         self.steps_done += 1
         self._passes.complete_step()
-        self._ranks_met()
+        self._largest_group_size()
         # a program may stand still after its last step, which no later step would tell
         is_due = self.steps_done == 1 or step == self._declared_last_step
         if is_due or self.beat_after_next_step or now_s >= self._next_beat_s:
@@ -429,7 +436,9 @@ def _requested_peak_bytes(cuda: Any) -> int:
 
 
 def _other_process_leads(path: Path, beat: Heartbeat) -> bool:
-    """Return whether the file at `path` is the heartbeat of another process with more steps."""
+    """Return whether the file at `path` is the heartbeat of another process of this rank with more
+    steps.
+    """
     try:
         other = json.loads(path.read_text())
         return bool(other["pid"] != beat.pid and other["steps_done"] > beat.steps_done)

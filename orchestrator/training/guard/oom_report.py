@@ -28,29 +28,35 @@ NOT_OUT_OF_MEMORY = "Tried to allocate more than 1EB memory"
 OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemoryError"))
 
 
-def _patterns(*texts: str) -> tuple[re.Pattern[str], ...]:
-    """Return the compiled patterns, in which AMOUNT stands for a number of bytes with its unit."""
+def _compile_patterns(*texts: str) -> tuple[re.Pattern[str], ...]:
+    """Return the texts compiled as patterns, in which AMOUNT stands for a number of bytes with its
+    unit.
+    """
     return tuple(re.compile(text.replace("AMOUNT", AMOUNT)) for text in texts)
 
 
 # Three generations of PyTorch's message, and that of its asynchronous allocator.
-REQUESTED = _patterns("Tried to allocate AMOUNT", "Requested +: AMOUNT")
-(ALLOWED,) = _patterns("AMOUNT allowed")  # a cap set by torch.cuda.set_per_process_memory_fraction
-CAPACITY = _patterns(
+REQUESTED = _compile_patterns("Tried to allocate AMOUNT", "Requested +: AMOUNT")
+(ALLOWED,) = _compile_patterns(
+    "AMOUNT allowed"
+)  # a cap set by torch.cuda.set_per_process_memory_fraction
+CAPACITY = _compile_patterns(
     "total capaci?ty of AMOUNT",  # 2.1 misspells it
     "; AMOUNT total capaci?ty",
     "Device limit +: AMOUNT",
 )
-FREE = _patterns("of which AMOUNT is free", "; AMOUNT free", r"Free \(according to CUDA\): AMOUNT")
-ALLOCATED = _patterns(
+FREE = _compile_patterns(
+    "of which AMOUNT is free", "; AMOUNT free", r"Free \(according to CUDA\): AMOUNT"
+)
+ALLOCATED = _compile_patterns(
     "Of the allocated memory AMOUNT is allocated by PyTorch",
     "; AMOUNT already allocated",
     "Currently allocated +: AMOUNT",
 )
-RESERVED = _patterns("; AMOUNT reserved in total by PyTorch", "; AMOUNT cached")
-UNALLOCATED = _patterns("AMOUNT is reserved by PyTorch but unallocated")
-OWN = _patterns("this process has AMOUNT memory in use")
-(NAMED,) = _patterns(r"(?<!this )\bProcess \d+ has AMOUNT memory in use")
+RESERVED = _compile_patterns("; AMOUNT reserved in total by PyTorch", "; AMOUNT cached")
+UNALLOCATED = _compile_patterns("AMOUNT is reserved by PyTorch but unallocated")
+OWN = _compile_patterns("this process has AMOUNT memory in use")
+(NAMED,) = _compile_patterns(r"(?<!this )\bProcess \d+ has AMOUNT memory in use")
 # Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a
 # quarter of the device.
 # A context has 0.47 to 1.78 GiB (stas00/ml-engineering, training/performance/README.md).
@@ -66,12 +72,14 @@ def find_oom_exception(error: BaseException) -> BaseException | None:
 
 
 def requested_bytes(message: str) -> int | None:
-    """Return the bytes that the failed allocation requested; None if the message lacks them."""
+    """Return the bytes that the failed allocation requested; None if the message does not say."""
     return _first_amount(REQUESTED, message)
 
 
 def capacity_bytes(message: str) -> int | None:
-    """Return the bytes of the device, or of this process's cap if one is set; None if the message lacks them."""
+    """Return the bytes of the device, or of this process's cap if one is set; None if the message
+    has neither.
+    """
     return _first_amount((ALLOWED, *CAPACITY), message)
 
 
@@ -84,7 +92,7 @@ def has_process_cap(message: str) -> bool:
 
 
 def free_bytes(message: str) -> int | None:
-    """Return the free bytes of the device; None if the message lacks them."""
+    """Return the free bytes of the device; None if the message does not say."""
     return _first_amount(FREE, message)
 
 
@@ -94,7 +102,7 @@ def allocated_bytes(message: str) -> int | None:
 
 
 def unallocated_bytes(message: str) -> int | None:
-    """Return the bytes reserved by PyTorch but not allocated; None if the message lacks them."""
+    """Return the bytes reserved by PyTorch but not allocated; None if the message does not say."""
     reserved = _first_amount(RESERVED, message)
     allocated = _first_amount(ALLOCATED, message)
     if reserved is not None and allocated is not None:
@@ -103,10 +111,12 @@ def unallocated_bytes(message: str) -> int | None:
 
 
 def foreign_bytes(message: str) -> int:
-    """Return the bytes that other processes hold on the device, as far as the message lists them; else 0.
+    """Return the bytes that other processes hold on the device, as far as the message lists them; 0
+    where it lists none.
 
-    PyTorch lists every process that NVML reports except its own. In a container it cannot recognise its own, since NVML
-    reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.
+    PyTorch lists every process that NVML reports except its own. In a container it cannot recognise
+    its own, since NVML reports host process ids. Then the smallest listed process that can hold
+    PyTorch's bytes counts as this one.
     """
     named = [_parse_amount(match) or 0 for match in NAMED.finditer(message)]
     own_bytes = _first_amount(OWN, message)

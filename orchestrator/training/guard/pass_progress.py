@@ -11,13 +11,15 @@ LOSS = re.compile(r"(?i)loss|cross_entropy|criterion")
 
 
 class PassProgress:
-    """Counts allocations at the start and end of each pass, so that nothing is added inside a training step.
+    """Measures how much of a forward or backward pass is done, by the allocations until now.
 
-    The number of tensors of a pass depends on the model's code, not on the number or length of its samples.
+    Allocations are read only at the start and end of each pass, so that nothing is added inside a
+    training step. The number of tensors of a pass depends on the model's code, not on the number or
+    length of its samples.
     """
 
-    def __init__(self, allocations: Callable[[], int]) -> None:
-        self._allocations = allocations
+    def __init__(self, count_allocations: Callable[[], int]) -> None:
+        self._allocations = count_allocations
         self._began = 0
         self._forward: int | None = None  # allocations of the forward pass whose backward pass runs
         self._now: list[tuple[int, int]] = []  # (forward, backward) of each pass of this step
@@ -49,7 +51,9 @@ class PassProgress:
             self._now = []
 
     def fraction_done(self, phase: str) -> float | None:
-        """Return the done fraction of the pass in `phase`; None if no such pass has completed before."""
+        """Return the done fraction (0 to 1) of the pass in `phase`; None if no such pass has
+        completed before.
+        """
         reference = (
             self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
         )
@@ -60,11 +64,13 @@ class PassProgress:
 
 
 def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
-    """Return the fraction of leaf modules registered before the running one; None where that says nothing.
+    """Return the fraction (0 to 1) of the model's leaf modules registered before the running one;
+    None where that says nothing.
 
-    The model is the outermost module on the stack of `frame`. Most models register modules in execution order. Its loss
-    comes last: a module or function with such a name counts as 1.0. Other code of the model outside its submodules may
-    be anywhere in the pass (U-Nets, functional models), and gives None.
+    The model is the outermost module on the stack of `frame`. Most models register modules in
+    execution order. Its loss comes last: a module or function with such a name counts as 1.0. Other
+    code of the model outside its submodules may be anywhere in the pass (U-Nets, functional
+    models), and gives None.
     """
     running: list[Any] = []
     functions: list[str] = []  # of the innermost module

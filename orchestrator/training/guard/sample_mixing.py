@@ -17,12 +17,14 @@ BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "SyncBatc
 
 
 def list_mixing_operations(loss: Any) -> tuple[str, ...]:
-    """Return the operations that mix the samples of a micro-batch, in a few words each; () if none
-    is seen.
+    """Return the operations that mix the samples of a micro-batch, in a few words each; () if the
+    graph has none.
 
-    The loss is a tensor whose graph still has its saved tensors.
+    `loss` is a tensor whose graph still has its saved tensors.
     """
-    counts = Counter(kind for node in _list_graph_nodes(loss.grad_fn) if (kind := _kind_of(node)))
+    counts = Counter(
+        kind for node in _list_graph_nodes(loss.grad_fn) if (kind := _mixing_kind_of(node))
+    )
     rows = []
     if layers := counts["norm"]:
         rows.append(f"batch norm in {layers} layer{'s' * (layers > 1)}")
@@ -43,7 +45,7 @@ def _list_graph_nodes(root: Any) -> Iterator[Any]:
             left += [parent for parent, _ in node.next_functions]
 
 
-def _kind_of(node: Any) -> str | None:
+def _mixing_kind_of(node: Any) -> str | None:
     name = type(node).__name__
     if name.startswith(BATCH_NORMS):
         has_statistics = getattr(node, "_saved_training", True)

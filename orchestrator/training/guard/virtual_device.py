@@ -101,9 +101,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage = out.untyped_storage()
                     if self._sizes.get(storage._cdata) == storage.nbytes():
                         return out
-                    added = self._count(storage)
+                    added = self._grown_bytes(storage)
                 except NotImplementedError:  # sparse and opaque layouts have no storage
-                    added = self._count_parts(out)
+                    added = self._count_inner_tensors(out)
         elif out is not None:
             added = sum(
                 self._count_tensor(leaf)
@@ -112,7 +112,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
             out = storage = args = kwargs = None  # type: ignore[assignment]  # the traceback keeps nothing alive
-            raise self._out_of_memory(added)
+            raise self._make_out_of_memory_error(added)
         return out
 
     def __enter__(self) -> VirtualDevice:
@@ -127,7 +127,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = resize
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resize
         self._registration = register_module_parameter_registration_hook(self._count_parameter)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._leave_if_used)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -136,9 +136,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._registration.remove()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
-    def _forked(self) -> None:
-        """Leave the device in a forked child if the parent has used it, as CUDA does not survive a
-        fork either.
+    def _leave_if_used(self) -> None:
+        """Leave the device in a forked child if the parent has used the device, as CUDA does not
+        survive a fork either.
         """
         if self.peak_bytes:
             self.leave()
@@ -170,7 +170,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self not in _get_current_dispatch_mode_stack():
                 super().__enter__()  # type: ignore[no-untyped-call]
 
-    def _count(self, storage: torch.UntypedStorage) -> int:
+    def _grown_bytes(self, storage: torch.UntypedStorage) -> int:
         """Return the bytes by which the storage grew since it was last counted; negative if it
         shrank.
         """
@@ -190,7 +190,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0
         self.live_bytes = live = self.live_bytes + size - counted
         if live > self.recent_peak_bytes and live <= self.capacity_bytes:
-            if live > self.peak_bytes and _in_gang():
+            if live > self.peak_bytes and _is_in_process_group():
                 _wait_for_gloo()
             self._note_peak()
         return size - counted
@@ -203,7 +203,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether the capacity is still exceeded after gloo's threads have released finished
         tensors.
         """
-        for _ in range(LET_GO_TRIES if _in_gang() else 0):
+        for _ in range(LET_GO_TRIES if _is_in_process_group() else 0):
             time.sleep(10 * LET_GO_S)
             if self.live_bytes <= self.capacity_bytes:
                 self._note_peak()
@@ -214,17 +214,17 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_cpu:
             return 0
         try:
-            return self._count(tensor.untyped_storage())
+            return self._grown_bytes(tensor.untyped_storage())
         except NotImplementedError:
-            return self._count_parts(tensor)
+            return self._count_inner_tensors(tensor)
 
-    def _count_parts(self, tensor: torch.Tensor) -> int:
+    def _count_inner_tensors(self, tensor: torch.Tensor) -> int:
         names = PARTS.get(tensor.layout, ())
         return sum(self._count_tensor(getattr(tensor, name)()) for name in names)
 
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":
-            self._check_room(self._count(storage))
+            self._check_room(self._grown_bytes(storage))
 
     def _count_parameter(
         self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None
@@ -234,19 +234,21 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_room(self._count_tensor(parameter))
 
     def _check_room(self, added_bytes: int) -> None:
-        """Raise the out-of-memory error if the capacity is exceeded after `added_bytes` were added."""
+        """Raise the out-of-memory error if the capacity is exceeded, after `added_bytes` were added
+        to the live bytes.
+        """
         if added_bytes > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
-            raise self._out_of_memory(added_bytes)
+            raise self._make_out_of_memory_error(added_bytes)
 
-    def _forget(self, death: _StorageRef) -> None:
-        del self._deaths[death.key]
-        size = self._sizes.pop(death.key)
-        if not death.host:
+    def _forget(self, storage_reference: _StorageRef) -> None:
+        del self._deaths[storage_reference.key]
+        size = self._sizes.pop(storage_reference.key)
+        if not storage_reference.host:
             self.live_bytes -= size
 
-    def _out_of_memory(self, requested_bytes: int) -> torch.cuda.OutOfMemoryError:
-        """Return the error in the wording of PyTorch's CUDA allocator, so that existing parsers
-        read it.
+    def _make_out_of_memory_error(self, requested_bytes: int) -> torch.cuda.OutOfMemoryError:
+        """Return the out-of-memory error in the wording of PyTorch's CUDA allocator, so that
+        existing parsers read it.
         """
         used = self.live_bytes
         error = torch.cuda.OutOfMemoryError(
@@ -284,39 +286,37 @@ def _wait_for_gloo() -> None:
     """Sleep until gloo's threads are idle, at most LET_GO_TRIES * LET_GO_S seconds."""
     for _ in range(LET_GO_TRIES):
         time.sleep(LET_GO_S)
-        if not any(map(_is_gloo_at_work, _threads())):
+        if not any(map(_is_gloo_at_work, _list_threads())):
             return
 
 
-def _threads() -> list[str]:
+def _list_threads() -> list[str]:
     try:
         return os.listdir("/proc/self/task")
     except OSError:  # not Linux: one sleep only
         return []
 
 
-def _is_gloo_at_work(thread: str) -> bool:
+def _is_gloo_at_work(thread_id: str) -> bool:
     """Return whether the thread is one of gloo's and is running or runnable."""
     try:
-        with open(f"/proc/self/task/{thread}/stat") as stat:
+        with open(f"/proc/self/task/{thread_id}/stat") as stat:
             name, _, state = stat.read().rpartition(")")
     except OSError:  # the thread has ended
         return False
     return name.endswith(GLOO_THREAD) and state.startswith(" R")
 
 
-def _in_gang() -> bool:
+def _is_in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def _format_bytes(count: int) -> str:
-    return (
-        f"{count / MIB:.2f} MiB"
-        if count >= MIB
-        else f"{count / 1024:.2f} KiB"
-        if count >= 1024
-        else f"{count} B"
-    )
+    if count >= MIB:
+        return f"{count / MIB:.2f} MiB"
+    if count >= 1024:
+        return f"{count / 1024:.2f} KiB"
+    return f"{count} B"
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):

@@ -110,12 +110,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _SpreadTokens:
     """Tokens that the ranks of a group hold in equal shares, processed chunk by chunk."""
 
-    def __init__(self, group: dist.ProcessGroup, own_count: int, labels_N: Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, own_token_count: int, labels_N: Tensor) -> None:
         self._group = group
         ranks = group.size()
-        padding = own_count * ranks - len(labels_N)
+        padding = own_token_count * ranks - len(labels_N)
         self._labels = functional.pad(labels_N, (0, padding), value=IGNORED_LABEL).view(
-            ranks, own_count
+            ranks, own_token_count
         )
         self.chunk_tokens = max(1, CHUNK_TOKENS // ranks)  # of one rank
 
@@ -128,9 +128,9 @@ class _SpreadTokens:
         all_gather(whole, chunk.contiguous(), group=self._group)
         return whole
 
-    def sum_into(self, rows: Tensor, whole: Tensor) -> None:
-        """Write this rank's rows of the sum of `whole` over the ranks to `own`."""
-        reduce_scatter(rows, whole.to(rows.dtype), group=self._group)
+    def sum_into(self, own_rows: Tensor, all_rows: Tensor) -> None:
+        """Sum `all_rows` over the ranks, and write this rank's rows of the sum to `own_rows`."""
+        reduce_scatter(own_rows, all_rows.to(own_rows.dtype), group=self._group)
 
 
 def add_chunk_gradients(
@@ -140,8 +140,8 @@ def add_chunk_gradients(
     hidden_grad_CD: Tensor | None,
     weight_grad_VD: Tensor | None,
 ) -> None:
-    """Compute a chunk's gradient for the hidden states and add to the weight's gradient, both in
-    place.
+    """Write a chunk's gradient for the hidden states, and add its gradient for the weight to that
+    of earlier chunks, in place.
     """
     if hidden_grad_CD is not None:
         hidden_grad_CD.copy_(grad_CV @ weight_VD)
@@ -157,7 +157,8 @@ def _loss_and_gradient(
     """Return (summed loss of a chunk, its gradient for the logits), fp32; the memory of fp32 logits
     is reused.
 
-    `labels` count from this rank's first word, so the words of other ranks are outside the logits.
+    `labels_C` count from this rank's first vocabulary entry, so those of other ranks are outside
+    the logits.
     """
     logits_CV = logits_CV.float()
     here_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])

@@ -121,7 +121,9 @@ class Decoder(nn.Module):
         return self.norm(x_BTD) if self.norm is not None else x_BTD
 
     def share_context(self, context: Context) -> None:
-        """Switch to context parallelism: take this rank's tokens, and attend to those of all ranks."""
+        """Switch to context parallelism, in place: take this rank's tokens, and attend to those of
+        all ranks.
+        """
         for module in self.modules():
             if isinstance(module, Attention | Decoder):
                 module.context = context
@@ -151,8 +153,8 @@ STAGES = Stages(
 
 
 def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
-    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is
-    below 256.
+    """Return the recipe of a decoder on the meta device, which reads text as bytes. Raises
+    SpecError for a vocabulary below 256.
     """
     if spec.vocab_size < BYTE_VOCABULARY:
         raise SpecError(
@@ -193,12 +195,14 @@ def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:
 
 
 def _rotary_tables(
-    first: int, length: int, width: int, device: torch.device
+    first_position: int, length: int, head_width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     frequencies = ROTARY_BASE ** (
-        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+        -torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     )
-    places = torch.arange(first, first + length, device=device, dtype=torch.float32)
+    places = torch.arange(
+        first_position, first_position + length, device=device, dtype=torch.float32
+    )
     angles = torch.outer(places, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 

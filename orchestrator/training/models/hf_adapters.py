@@ -22,16 +22,16 @@ ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 
 
 def make_lora_config(
-    lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None
+    lora: LoraSpec, *, is_encoder_decoder: bool, base_model_name: str | None = None
 ) -> LoraConfig:
-    """Return peft's configuration of the adapters; `base` is the name of their base model."""
+    """Return peft's configuration of the adapters; `base_model_name` is stored in it."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules) or ALL_LINEAR,
-        task_type="SEQ_2_SEQ_LM" if encoder_decoder else "CAUSAL_LM",
-        base_model_name_or_path=base,
+        task_type="SEQ_2_SEQ_LM" if is_encoder_decoder else "CAUSAL_LM",
+        base_model_name_or_path=base_model_name,
     )
 
 
@@ -41,7 +41,7 @@ def add_adapters(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
 
     Raises SpecError if a name in `target_modules` matches no layer.
     """
-    config = make_lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
+    config = make_lora_config(lora, is_encoder_decoder=module.config.is_encoder_decoder)
     try:
         return inject_adapter_in_model(config, module)
     except ValueError as error:
@@ -63,8 +63,8 @@ def add_adapters(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
 def list_four_bit_weights(module: Any) -> frozenset[str]:
     """Return the names of the frozen weights that `load_quantised` would hold in 4 bits.
 
-    Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts
-    in one tensor.
+    Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23). Experts in
+    one tensor are not.
     """
     head = module.get_output_embeddings()
     return frozenset(
@@ -76,12 +76,12 @@ def list_four_bit_weights(module: Any) -> frozenset[str]:
     )
 
 
-def cast_frozen_tables(module: Any, low: torch.dtype) -> None:
-    """Convert frozen embeddings and the head to the dtype `low`, in place, as most models are
-    published in it.
+def cast_frozen_tables(module: Any, low_dtype: torch.dtype) -> None:
+    """Convert frozen embeddings and the head to `low_dtype`, in place, as most models are published
+    in it.
 
     An embedding returns fp32 as before, so that only its values are rounded. Autocast rounds the
-    head's at every use.
+    head's weight at every use.
     """
     tables: dict[int, torch.nn.Parameter] = {}
     head = module.get_output_embeddings()
@@ -90,7 +90,7 @@ def cast_frozen_tables(module: Any, low: torch.dtype) -> None:
             layer is not head and not isinstance(layer, torch.nn.Embedding)
         ) or layer.weight.requires_grad:
             continue
-        table = torch.nn.Parameter(layer.weight.to(low), requires_grad=False)
+        table = torch.nn.Parameter(layer.weight.to(low_dtype), requires_grad=False)
         layer.weight = tables.setdefault(id(layer.weight), table)
         if layer is not head:
             layer.register_forward_hook(lambda _layer, _inputs, rows: rows.float())

@@ -32,13 +32,13 @@ Named = dict[str, Tensor]
 Prepared = Callable[[Named], contextlib.AbstractContextManager[Named]]
 
 
-def has_loss(head: Any) -> bool:
-    """Return whether a class is a model whose `forward` takes labels."""
-    is_model = isinstance(head, type) and issubclass(head, PreTrainedModel)
-    return is_model and bool({*LABELS} & {*inspect.signature(head.forward).parameters})
+def has_loss(head_class: Any) -> bool:
+    """Return whether this transformers class is a model whose `forward` takes labels."""
+    is_model = isinstance(head_class, type) and issubclass(head_class, PreTrainedModel)
+    return is_model and bool({*LABELS} & {*inspect.signature(head_class.forward).parameters})
 
 
-def find_named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def find_head_in_architectures(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that `architectures` names; None if the installed transformers has none for
     it.
     """
@@ -49,41 +49,41 @@ def find_named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def compute_own_loss(module: Any, named: Named) -> Tensor:
-    """Return the module's own loss (a mean) of a batch times its samples. Raises ValueError if it
-    returns none.
+def compute_own_loss(module: Any, tensors_by_name: Named) -> Tensor:
+    """Return the module's own loss of a batch (a mean) times the number of its samples. Raises
+    ValueError if it returns none.
     """
     head = getattr(module, "module", module)  # engines wrap it
-    out = module(**forward_arguments(named), **constant_arguments(type(head)))
+    out = module(**forward_arguments(tensors_by_name), **constant_arguments(type(head)))
     loss = getattr(out, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError("it returns no loss")
-    return loss.float().sum() * len(next(iter(named.values())))
+    return loss.float().sum() * len(next(iter(tensors_by_name.values())))
 
 
-def takes_images_or_sounds(head: Any) -> bool:
+def takes_images_or_sounds(head_class: Any) -> bool:
     """Return whether the head takes images or sounds."""
-    return bool({*SIGNALS} & {*inspect.signature(head.forward).parameters})
+    return bool({*SIGNALS} & {*inspect.signature(head_class.forward).parameters})
 
 
-def constant_arguments(head: Any) -> dict[str, Any]:
-    """Return the non-tensor arguments of `forward`: a loss is requested, a cache is not."""
+def constant_arguments(head_class: Any) -> dict[str, Any]:
+    """Return the arguments of `forward` that are no tensors: a loss is requested, a cache is not."""
     flags = {"return_loss": True, "use_cache": False, "return_dict": True}
     return {
         name: value
         for name, value in flags.items()
-        if name in inspect.signature(head.forward).parameters
+        if name in inspect.signature(head_class.forward).parameters
     }
 
 
-def forward_arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return tensors as `forward` takes them: `a.b` becomes key b of a dictionary per sample, `a[]`
-    a list.
+def forward_arguments(tensors_by_name: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors as `forward` takes them.
 
-    The samples of `a*` are joined: their first two axes become one.
+    A name `a.b` becomes key b of a dictionary per sample, `a[]` an entry of a list. The samples of
+    `a*` are joined: their first two axes become one.
     """
     result: dict[str, Any] = {}
-    for name, values in named.items():
+    for name, values in tensors_by_name.items():
         argument, _, key = name.partition(".")
         if key:
             for sample, row in zip(
@@ -91,9 +91,12 @@ def forward_arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
             ):
                 sample[key] = row
         else:
-            result[name.rstrip("[]*")] = (
-                list(values) if "[]" in name else values.flatten(0, 1) if "*" in name else values
-            )
+            if "[]" in name:
+                result[name.rstrip("[]*")] = list(values)
+            elif "*" in name:
+                result[name.rstrip("[]*")] = values.flatten(0, 1)
+            else:
+                result[name.rstrip("[]*")] = values
     return result
 
 
@@ -122,24 +125,26 @@ class SyntheticBatch:
     def token_count(self, _index: int) -> int:
         return 1
 
-    def fit(self, samples: int, module: Any, prepared: Prepared = contextlib.nullcontext) -> None:
-        """Find the first batch for which the module returns a loss. Raises SpecError with the first
-        failure if none.
+    def fit(
+        self, sample_count: int, module: Any, prepare_inputs: Prepared = contextlib.nullcontext
+    ) -> None:
+        """Find the first candidate batch for which the module returns a loss. Raises SpecError with
+        the first failure if there is none.
 
-        `prepared` returns a context in which the module takes what it yields in place of the
-        tensors.
+        `prepare_inputs(tensors)` returns a context; the module takes what that yields in place of
+        the tensors.
         """
         takes = {*inspect.signature(self._head.forward).parameters}
         for signal in (
-            _list_signal_inputs(takes, self._config, samples) if "input_ids" in takes else ()
+            _list_signal_inputs(takes, self._config, sample_count) if "input_ids" in takes else ()
         ):
-            with contextlib.suppress(Exception), prepared(signal) as passed, torch.no_grad():
-                self.places = count_placeholder_tokens(module, passed, samples)
+            with contextlib.suppress(Exception), prepare_inputs(signal) as passed, torch.no_grad():
+                self.places = count_placeholder_tokens(module, passed, sample_count)
                 break
         failure: Exception | None = None
-        for place, named in enumerate(itertools.islice(self._batches(samples), TRIES_MAX)):
+        for place, named in enumerate(itertools.islice(self._batches(sample_count), TRIES_MAX)):
             try:
-                with prepared(named) as passed:
+                with prepare_inputs(named) as passed:
                     compute_own_loss(module, passed).backward()  # type: ignore[no-untyped-call]
             except (
                 Exception
@@ -156,42 +161,44 @@ class SyntheticBatch:
             hint=FACTORY,
         ) from failure
 
-    def named(self, samples: int) -> Named:
-        """Return {argument: tensor} of the batch that `fit` found, for `samples` samples."""
+    def make_named_tensors(self, sample_count: int) -> Named:
+        """Return {argument: tensor} of the batch that `fit` found, with `sample_count` samples."""
         assert self.at is not None, "fit"
-        return next(itertools.islice(self._batches(samples), self.at, None))
+        return next(itertools.islice(self._batches(sample_count), self.at, None))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.named(1))
+        return tuple(self.make_named_tensors(1))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        return tuple(self.named(len(indices)).values())
+        return tuple(self.make_named_tensors(len(indices)).values())
 
-    def _batches(self, samples: int) -> Iterator[Named]:
-        return list_candidate_batches(self._head, self._config, samples, self._length, self.places)
+    def _batches(self, sample_count: int) -> Iterator[Named]:
+        return list_candidate_batches(
+            self._head, self._config, sample_count, self._length, self.places
+        )
 
 
 def list_candidate_batches(
-    head: type[PreTrainedModel],
+    head_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    samples: int,
-    length: int,
-    places: int | None,
+    sample_count: int,
+    tokens_per_sample: int,
+    placeholder_count: int | None,
 ) -> Iterator[Named]:
-    """Yield batches that the head may accept, the likeliest first.
+    """Yield batches, as {argument: tensor}, that the head may accept, the likeliest first.
 
-    `places` is the result of `count_placeholder_tokens`.
+    `placeholder_count` is the result of `count_placeholder_tokens`.
     """
-    takes = {*inspect.signature(head.forward).parameters}
-    for inputs in _list_inputs(takes, config, samples, length, places):
-        for labels in _list_labels(takes, config, samples, inputs):
+    takes = {*inspect.signature(head_class.forward).parameters}
+    for inputs in _list_inputs(takes, config, sample_count, tokens_per_sample, placeholder_count):
+        for labels in _list_labels(takes, config, sample_count, inputs):
             yield inputs | labels
 
 
-def list_sizes(config: Any, *names: str) -> Iterator[int]:
-    """Yield the numbers under these names in a configuration, then those in its nested parts."""
-    for name in names:
+def list_config_numbers(config: Any, *field_names: str) -> Iterator[int]:
+    """Yield the numbers in these fields of a configuration, then those in its nested parts."""
+    for name in field_names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and value:
             value = value[0]
@@ -200,11 +207,11 @@ def list_sizes(config: Any, *names: str) -> Iterator[int]:
     for name in type(config).sub_configs if isinstance(config, PreTrainedConfig) else ():
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            yield from list_sizes(part, *names)
+            yield from list_config_numbers(part, *field_names)
 
 
-def _find_size(config: Any, default: int, *names: str) -> int:
-    return next(list_sizes(config, *names), default)
+def _find_config_number(config: Any, default: int, *field_names: str) -> int:
+    return next(list_config_numbers(config, *field_names), default)
 
 
 def _text_config(config: Any) -> Any:
@@ -214,31 +221,32 @@ def _text_config(config: Any) -> Any:
         return config
 
 
-def _make_tokens(config: Any, samples: int, length: int) -> Tensor:
+def _make_tokens(config: Any, sample_count: int, tokens_per_sample: int) -> Tensor:
     """Return tokens [samples, length] to which no configuration gives a meaning, with the end of
     the text last.
     """
     text = _text_config(config)
-    vocabulary = _find_size(text, _find_size(config, 2, "vocab_size"), "vocab_size")
-    places = _find_size(
+    vocabulary = _find_config_number(
+        text, _find_config_number(config, 2, "vocab_size"), "vocab_size"
+    )
+    places = _find_config_number(
         text,
-        length,
+        tokens_per_sample,
         "max_position_embeddings",
         "n_positions",
         "max_target_positions",
         "max_seq_len",
     )
-    count = max(2, min(length, places - 4))
-    special = {
-        value
-        for item in (config, text)
-        for name, value in item.to_dict().items()
-        if name.endswith("token_id")
-    }
+    count = max(2, min(tokens_per_sample, places - 4))
+    special = set()
+    for item in (config, text):
+        for name, value in item.to_dict().items():
+            if name.endswith("token_id"):
+                special.add(value)
     plain = torch.tensor(
         [word for word in range(min(vocabulary, 64)) if word not in special] or [0]
     )
-    tokens = plain[torch.arange(samples * count) % len(plain)].reshape(samples, count)
+    tokens = plain[torch.arange(sample_count * count) % len(plain)].reshape(sample_count, count)
     end = getattr(text, "eos_token_id", None)
     if type(end) is int and end < vocabulary:
         tokens[:, -1] = end
@@ -246,21 +254,27 @@ def _make_tokens(config: Any, samples: int, length: int) -> Tensor:
 
 
 def _list_inputs(
-    takes: set[str], config: Any, samples: int, length: int, places: int | None
+    argument_names: set[str],
+    config: Any,
+    sample_count: int,
+    tokens_per_sample: int,
+    placeholder_count: int | None,
 ) -> Iterator[Named]:
-    signals = list(_list_signal_inputs(takes, config, samples))
-    if "input_ids" not in takes:
+    signals = list(_list_signal_inputs(argument_names, config, sample_count))
+    if "input_ids" not in argument_names:
         yield from signals
         return
-    tokens = _make_tokens(config, samples, length)
+    tokens = _make_tokens(config, sample_count, tokens_per_sample)
     beside: Named = (
-        {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
+        {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)}
+        if "bbox" in argument_names
+        else {}
     )
     for signal in signals:
-        for holders in _with_placeholders(config, tokens, places):
+        for holders in _prepend_placeholders(config, tokens, placeholder_count):
             yield {"input_ids": holders} | beside | signal
     yield {"input_ids": tokens} | beside
-    if "decoder_input_ids" in takes:
+    if "decoder_input_ids" in argument_names:
         yield {"input_ids": tokens, "decoder_input_ids": tokens}
     choices = tokens.unsqueeze(1).repeat(1, CHOICES, 1)
     yield {"input_ids": choices} | {
@@ -268,9 +282,11 @@ def _list_inputs(
     }
 
 
-def _with_placeholders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor]:
-    """Yield the tokens, preceded by placeholder tokens for an image's or sound's features where a
-    model has them.
+def _prepend_placeholders(
+    config: Any, tokens: Tensor, placeholder_count: int | None
+) -> Iterator[Tensor]:
+    """Yield the tokens, and variants that begin with placeholder tokens for an image's or sound's
+    features where a model has such tokens.
     """
     names = (
         "image_token_id",
@@ -282,107 +298,124 @@ def _with_placeholders(config: Any, tokens: Tensor, places: int | None) -> Itera
     token = next(
         (getattr(config, name) for name in names if type(getattr(config, name, None)) is int), None
     )
-    if token is not None and places:
-        yield torch.cat([torch.full((len(tokens), places), token), tokens], dim=1)
+    if token is not None and placeholder_count:
+        yield torch.cat([torch.full((len(tokens), placeholder_count), token), tokens], dim=1)
     yield tokens
 
 
-def count_placeholder_tokens(module: Any, named: Mapping[str, Tensor], samples: int) -> int | None:
+def count_placeholder_tokens(
+    module: Any, tensors_by_name: Mapping[str, Tensor], sample_count: int
+) -> int | None:
     """Return how many tokens of a sample are placeholders for image or sound features; None if none
     are.
     """
     for name in ("get_image_features", "get_audio_features"):
         features = getattr(module, name, None)
         taken = {*inspect.signature(features).parameters} if features is not None else set()
-        passed = {key: value for key, value in forward_arguments(named).items() if key in taken}
+        passed = {
+            key: value for key, value in forward_arguments(tensors_by_name).items() if key in taken
+        }
         if features is not None and passed:
             out = features(**passed)
             result = tree_leaves(getattr(out, "pooler_output", out))
             count = sum(item.numel() for item in result if isinstance(item, Tensor))
             return (
                 count
-                // samples
-                // _find_size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+                // sample_count
+                // _find_config_number(
+                    _text_config(module.config), 1, "hidden_size", "d_model", "n_embd"
+                )
             )
     return None
 
 
-def _list_signal_inputs(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
+def _list_signal_inputs(
+    argument_names: set[str], config: Any, sample_count: int
+) -> Iterator[Named]:
     """Yield candidate image, sound and time-series inputs."""
-    channels = _find_size(config, 3, "num_channels", "in_channels", "in_chans")
-    sides = [*list_sizes(config, "image_size"), IMAGE, 224]
-    patch = _find_size(config, 16, "patch_size")
-    if "image_grid_thw" in takes:
-        depth = _find_size(config, 1, "temporal_patch_size")
-        side = 2 * _find_size(config, 1, "spatial_merge_size")
-        grid = torch.tensor([[1, side, side]] * samples)
+    channels = _find_config_number(config, 3, "num_channels", "in_channels", "in_chans")
+    sides = [*list_config_numbers(config, "image_size"), IMAGE, 224]
+    patch = _find_config_number(config, 16, "patch_size")
+    if "image_grid_thw" in argument_names:
+        depth = _find_config_number(config, 1, "temporal_patch_size")
+        side = 2 * _find_config_number(config, 1, "spatial_merge_size")
+        grid = torch.tensor([[1, side, side]] * sample_count)
         yield {
-            "pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2),
+            "pixel_values*": torch.zeros(sample_count, side**2, channels * depth * patch**2),
             "image_grid_thw": grid,
         }
-    elif "pixel_values" in takes:
+    elif "pixel_values" in argument_names:
         for side in dict.fromkeys(sides):
-            image = torch.zeros(samples, channels, side, side)
-            if "bool_masked_pos" in takes:
+            image = torch.zeros(sample_count, channels, side, side)
+            if "bool_masked_pos" in argument_names:
                 yield {
                     "pixel_values": image,
-                    "bool_masked_pos": torch.arange((side // patch) ** 2).repeat(samples, 1) > 1,
+                    "bool_masked_pos": torch.arange((side // patch) ** 2).repeat(sample_count, 1)
+                    > 1,
                 }
             yield {"pixel_values": image}
-            frames = _find_size(config, 2, "num_frames", "frames_per_clip")
+            frames = _find_config_number(config, 2, "num_frames", "frames_per_clip")
             yield {"pixel_values": image.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
-    if "flattened_patches" in takes:
-        yield {"flattened_patches": torch.ones(samples, FRAMES, channels * patch**2 + 2)}
-    mels = _find_size(
+    if "flattened_patches" in argument_names:
+        yield {"flattened_patches": torch.ones(sample_count, FRAMES, channels * patch**2 + 2)}
+    mels = _find_config_number(
         config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels"
     )
-    times = [2 * item for item in list_sizes(config, "max_source_positions")] + [FRAMES]
-    if "input_features" in takes:
+    times = [2 * item for item in list_config_numbers(config, "max_source_positions")] + [FRAMES]
+    if "input_features" in argument_names:
         for time in times:
-            yield {"input_features": torch.zeros(samples, mels, time)}
-        yield {"input_features": torch.zeros(samples, FRAMES, mels)}
-    if "input_values" in takes:
-        yield {"input_values": torch.zeros(samples, AUDIO)}
-        yield {"input_values": torch.zeros(samples, 1, AUDIO)}
-        yield {"input_values": torch.zeros(samples, _find_size(config, FRAMES, "max_length"), mels)}
-    if "past_values" in takes:
-        time = _find_size(config, FRAMES, "context_length")
-        width = _find_size(config, 1, "num_input_channels")
-        yield {"past_values": torch.zeros(samples, time, width)}
+            yield {"input_features": torch.zeros(sample_count, mels, time)}
+        yield {"input_features": torch.zeros(sample_count, FRAMES, mels)}
+    if "input_values" in argument_names:
+        yield {"input_values": torch.zeros(sample_count, AUDIO)}
+        yield {"input_values": torch.zeros(sample_count, 1, AUDIO)}
+        yield {
+            "input_values": torch.zeros(
+                sample_count, _find_config_number(config, FRAMES, "max_length"), mels
+            )
+        }
+    if "past_values" in argument_names:
+        time = _find_config_number(config, FRAMES, "context_length")
+        width = _find_config_number(config, 1, "num_input_channels")
+        yield {"past_values": torch.zeros(sample_count, time, width)}
 
 
-def _list_labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
+def _list_labels(
+    argument_names: set[str], config: Any, sample_count: int, inputs: Named
+) -> Iterator[Named]:
     tokens = inputs.get("input_ids")
     image = inputs.get("pixel_values")
-    ones = torch.ones(samples, dtype=torch.int64)
+    ones = torch.ones(sample_count, dtype=torch.int64)
     kinds = max(1, getattr(config, "num_labels", 0) or 1)
-    if "start_positions" in takes:
+    if "start_positions" in argument_names:
         yield {"start_positions": ones, "end_positions": ones}
-    if "mask_labels" in takes:
+    if "mask_labels" in argument_names:
         yield {
-            "mask_labels[]": torch.ones(samples, 1, IMAGE, IMAGE),
+            "mask_labels[]": torch.ones(sample_count, 1, IMAGE, IMAGE),
             "class_labels[]": ones.unsqueeze(1),
         }
-    if "future_values" in takes:
+    if "future_values" in argument_names:
         past = inputs["past_values"]
         yield {
             "future_values": torch.zeros(
-                samples, _find_size(config, FRAMES, "prediction_length"), past.shape[-1]
+                sample_count,
+                _find_config_number(config, FRAMES, "prediction_length"),
+                past.shape[-1],
             )
         }
-    if "labels" not in takes:
+    if "labels" not in argument_names:
         yield {}
         return
     result: list[Named] = []
     if tokens is not None:
         result.append({"labels": (tokens % 2).clamp(max=kinds - 1) if tokens.dim() == 2 else ones})
     result.append({"labels": ones})
-    short = {"labels": torch.ones(samples, SHORT, dtype=torch.int64)}
+    short = {"labels": torch.ones(sample_count, SHORT, dtype=torch.int64)}
     if tokens is None:
         result.append(short)
     if image is not None:
-        pixels = torch.ones(samples, *image.shape[-2:], dtype=torch.int64)
-        boxes = torch.full((samples, 1, 4), 0.5)
+        pixels = torch.ones(sample_count, *image.shape[-2:], dtype=torch.int64)
+        boxes = torch.full((sample_count, 1, 4), 0.5)
         objects = {"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes}
         result += [
             {"labels": pixels},
@@ -391,16 +424,18 @@ def _list_labels(takes: set[str], config: Any, samples: int, inputs: Named) -> I
             {"labels": pixels.float()},
             {"labels": image},
         ]
-    result.append({"labels": torch.ones(samples, kinds)})
+    result.append({"labels": torch.ones(sample_count, kinds)})
     if tokens is not None:
         result.append(short)
-    mels = _find_size(config, 80, "num_mel_bins", "feature_size")
-    books = _find_size(config, 4, "num_codebooks")
+    mels = _find_config_number(config, 80, "num_mel_bins", "feature_size")
+    books = _find_config_number(config, 4, "num_codebooks")
     result += [
-        {"labels": torch.zeros(samples, FRAMES, mels)},
-        {"labels": torch.ones(samples, FRAMES, books, dtype=torch.int64)},
+        {"labels": torch.zeros(sample_count, FRAMES, mels)},
+        {"labels": torch.ones(sample_count, FRAMES, books, dtype=torch.int64)},
     ]
-    more = [name for name in takes if name != "labels" and name.endswith(("_label", "_labels"))]
+    more = [
+        name for name in argument_names if name != "labels" and name.endswith(("_label", "_labels"))
+    ]
     yield from result
     if more:
         yield from (item | dict.fromkeys(more, ones) for item in result[:2])

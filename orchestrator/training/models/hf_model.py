@@ -41,7 +41,7 @@ from orchestrator.training.models.hf_heads import (
     AnySamples,
     SyntheticBatch,
     compute_own_loss,
-    find_named_head,
+    find_head_in_architectures,
     takes_images_or_sounds,
 )
 from orchestrator.training.models.hf_parallel import (
@@ -88,16 +88,16 @@ def make_hf_recipe(
     dataset: Dataset | AnySamples | None = None,
     config: PreTrainedConfig | None = None,
     *,
-    whole_logits: bool = False,
+    holds_all_logits: bool = False,
 ) -> Recipe:
-    """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the
-    run's data.
+    """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or
+    else the run's data.
 
-    `config` replaces the run's configuration where it was already read. `whole_logits`: the loss of
-    a language model holds the logits of all tokens, as transformers' own does. Raises SpecError if
-    it cannot be built.
+    `config` replaces the run's configuration where it was already read. `holds_all_logits`: the
+    loss of a language model holds the logits of all tokens, as transformers' own does. Raises
+    SpecError if it cannot be built.
     """
-    built = build_module(run, config, own_samples=isinstance(dataset, AnySamples))
+    built = build_module(run, config, has_head_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
     loss_sum: Callable[[nn.Module, Batch], Tensor] = _batch_loss_sum
     samples: Any = dataset
@@ -110,10 +110,10 @@ def make_hf_recipe(
         elif dataset is None:
             samples = load_dataset(
                 run,
-                vocabulary=module.get_input_embeddings().num_embeddings,
-                padding=_padding_token(module),
+                vocab_size=module.get_input_embeddings().num_embeddings,
+                padding_token=_padding_token(module),
             )
-        _set_loss(module, whole_logits=whole_logits)
+        _set_loss(module, holds_all_logits=holds_all_logits)
     limit_t5_bias_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None or built.own_loss
     return Recipe(
@@ -131,25 +131,28 @@ def make_hf_recipe(
 
 
 def build_module(
-    run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False
+    run: TrainingRun, config: PreTrainedConfig | None = None, *, has_head_samples: bool = False
 ) -> BuiltModule:
     """Return the module of a run, with its adapters. Raises SpecError if it cannot be built.
 
-    `own_samples`: the samples have the tensors that the head takes, as those of `data.tensors`.
+    `has_head_samples`: the samples have the tensors that the head takes, as those of
+    `data.tensors`.
     """
     spec = run.model
     plan = run.plan
     assert spec.hf is not None, "a job with a transformers model"
-    config = _causal_where_named(config or read_config(spec.hf))
+    config = _with_causal_mask(config or read_config(spec.hf))
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
-        _check_layout(plan)
+        _check_layout_is_supported(plan)
     noted = InitialisationRecorder()
     stored: Weights | None = None
-    head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
-    of_config = head._from_config if head else _auto_class(config).from_config
+    head = _find_head_with_own_loss(
+        config, has_head_samples=has_head_samples or bool(run.data.tensors)
+    )
+    of_config = head._from_config if head else _choose_auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
-        module = load_quantised(run, head or _auto_class(config))
+        module = load_quantised(run, head or _choose_auto_class(config))
     else:
         with recording_initialisation(noted):
             module = of_config(config, dtype=torch.float32)
@@ -160,16 +163,16 @@ def build_module(
             spec.hf.get("tie_word_embeddings") is False
             and (tied := _tied_head_name(module)) is not None
         ):
-            noted.copy(*untie_parameter(module, tied))
+            noted.record_copy(*untie_parameter(module, tied))
         _fill_buffers(module, stored)
     base_names = {parameter: name for name, parameter in module.named_parameters()}
     if spec.lora is not None:
         with recording_initialisation(noted):
             module = add_adapters(module, spec.lora)
-    drawn = noted.by_name(module)
+    drawn = noted.list_operations_by_name(module)
     came_as = {name: base_names.get(parameter) for name, parameter in module.named_parameters()}
     if spec.lora is not None and not spec.lora.quantise_base:
-        _hold_frozen_matrices_in(plan, module)
+        _cast_frozen_matrices(plan, module)
     seed = run.training.seed
 
     @functools.cache
@@ -201,29 +204,34 @@ def build_module(
     )
 
 
-def read_config(hf: str | JsonObject) -> PreTrainedConfig:
+def read_config(folder_name_or_config: str | JsonObject) -> PreTrainedConfig:
     """Return the configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
-    if isinstance(hf, dict):
-        return _make_config(hf)
-    folder = Path(hf).is_dir()
+    if isinstance(folder_name_or_config, dict):
+        return _make_config(folder_name_or_config)
+    folder = Path(folder_name_or_config).is_dir()
     hint = "give a folder with config.json, or a name on the hub or in its local cache"
     try:
-        return AutoConfig.from_pretrained(hf, local_files_only=folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            folder_name_or_config, local_files_only=folder, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise SpecError(
-            f"no such transformers model: {reason}", path="model.hf", got=hf, hint=hint
+            f"no such transformers model: {reason}",
+            path="model.hf",
+            got=folder_name_or_config,
+            hint=hint,
         ) from None
 
 
-def make_published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a published config.json as a transformers configuration; keys unknown to its class are
-    allowed.
+def make_published_config(published_config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a published config.json as a transformers configuration; keys that its class does not
+    know are allowed.
 
     Raises SpecError where no family of the installed version has its `model_type`, or where it
     cannot be read.
     """
-    model_type = str(values.get("model_type"))
+    model_type = str(published_config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise SpecError(
             "no such family in transformers",
@@ -232,7 +240,7 @@ def make_published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
             hint="install a transformers that has it, or give a `factory`",
         )
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(values))
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(published_config))
     except (ValueError, TypeError) as error:
         raise SpecError(
             f"not a configuration of {model_type}: {error}", path="model.config"
@@ -264,19 +272,20 @@ def _make_config(raw: JsonObject) -> PreTrainedConfig:
         ) from None
 
 
-def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
+def _find_head_with_own_loss(config: PreTrainedConfig, *, has_head_samples: bool) -> Any:
     """Return the class that `architectures` names if the job trains it by its own loss; None
     otherwise.
 
     A language model that also takes images or sounds has its own loss where samples may hold them.
     """
-    named = find_named_head(config)
+    named = find_head_in_architectures(config)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     language = auto._model_mapping.get(type(config), ())
     is_language = named in (language if isinstance(language, (tuple, list)) else (language,))
     return (
         None
-        if named is None or (is_language and not (own_samples and takes_images_or_sounds(named)))
+        if named is None
+        or (is_language and not (has_head_samples and takes_images_or_sounds(named)))
         else named
     )
 
@@ -298,7 +307,7 @@ def _find_head_samples(run: TrainingRun, module: Any, dataset: Dataset | AnySamp
     return TensorFiles(run.data.tensors)
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def _choose_auto_class(config: PreTrainedConfig) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         got = ", ".join(getattr(config, "architectures", None) or ()) or config.model_type
@@ -325,14 +334,14 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     return auto
 
 
-def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration; for an encoder used as a causal head, a copy whose tokens see no
-    later ones.
+def _with_causal_mask(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration; for an encoder that is trained as a causal language model, a copy
+    that hides later tokens.
 
     A configuration of transformers has `is_decoder` false. Without the switch, the loss could be
     read off the input.
     """
-    named = find_named_head(config)
+    named = find_head_in_architectures(config)
     kind = type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
     if (
@@ -350,9 +359,9 @@ def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _tied_head_name(module: PreTrainedModel) -> str | None:
-    """Return the name of the head's weight if it is the embedding's; else None.
+    """Return the name of the head's weight if it is the embedding's weight; else None.
 
-    The families of T5 tie them whatever the configuration says, and part them by what a file of
+    The families of T5 tie both whatever the configuration says, and part them by what a file of
     weights holds.
     """
     head: Any = module.get_output_embeddings()
@@ -366,7 +375,7 @@ def _tied_head_name(module: PreTrainedModel) -> str | None:
     )
 
 
-def _check_layout(plan: Plan) -> None:
+def _check_layout_is_supported(plan: Plan) -> None:
     if plan.world_size > plan.layout.dp:
         raise SpecError(
             "adapters are trained data parallel only",
@@ -387,7 +396,7 @@ def _fill_buffers(module: nn.Module, stored: Weights | None) -> None:
             buffer.copy_(values)
 
 
-def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
+def _cast_frozen_matrices(plan: Plan, module: nn.Module) -> None:
     """Cast frozen matrices to the plan's precision: autocast would cast them at every use, to the same values."""
     low = LOW_PRECISION.get(plan.precision)
     embeddings = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -430,15 +439,15 @@ def _padding_token(module: PreTrainedModel) -> int | None:
     return module.config.pad_token_id
 
 
-def _set_loss(module: Any, *, whole_logits: bool) -> None:
+def _set_loss(module: Any, *, holds_all_logits: bool) -> None:
     """Make the module's call take tokens and labels [B, T] and return the summed loss, in place.
 
-    A decoder's labels are the next tokens; an encoder-decoder's are the target itself. With a plain head
-    (`has_plain_head`) the logits never exist as a whole.
+    A decoder's labels are the next tokens; an encoder-decoder's are the target itself. With a plain
+    head (`has_plain_head`) the logits of all tokens never exist at once, unless `holds_all_logits`.
     """
     if module.config.is_encoder_decoder:
         module.forward = functools.partial(_seq2seq_loss, module, type(module).forward)
-    elif has_plain_head(module) and not whole_logits:
+    elif has_plain_head(module) and not holds_all_logits:
         head = module.get_output_embeddings()
         head.forward = functools.partial(_head_loss, head)
         module.forward = functools.partial(_causal_loss, module)

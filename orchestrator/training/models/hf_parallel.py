@@ -55,12 +55,14 @@ STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", *MIXTURES)
 
 
 def tensor_parallel_of(module: Any) -> Mapping[str, str]:
-    """Return the model family's tensor-parallel plan; {} without one."""
+    """Return {pattern of module names: style} of the model family's tensor-parallel plan; {}
+    without one.
+    """
     return PLANS.get(module.config.model_type, {})
 
 
 def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
-    """Return {name: size} that a tensor-parallel degree must divide."""
+    """Return {name: size} of the sizes that a tensor-parallel degree must divide."""
     sizes = {
         name: getattr(module.config, name, None)
         for name in ("num_attention_heads", "num_key_value_heads")
@@ -104,8 +106,8 @@ def _share_context(module: Any, context: Context) -> None:
 def _attend(
     module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention output over all tokens, called by transformers as an implementation of
-    SDPA.
+    """Return the attention output of this rank over all tokens; transformers calls it as an
+    implementation of SDPA.
 
     For an implementation that transformers does not know it makes no mask, so that a sliding window
     is masked here.

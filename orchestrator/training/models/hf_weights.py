@@ -58,14 +58,16 @@ class InitialisationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call
             self._seen.append(target)
         return out
 
-    def copy(self, parameter: Tensor, other: Tensor) -> None:
-        """Make `other` use the recorded initialisation of `parameter`."""
-        if id(parameter) in self._filled:
-            self._filled[id(other)] = self._filled[id(parameter)]
-            self._seen.append(other)
+    def record_copy(self, source: Tensor, target: Tensor) -> None:
+        """Record that `target` is initialised by the same operation as `source`."""
+        if id(source) in self._filled:
+            self._filled[id(target)] = self._filled[id(source)]
+            self._seen.append(target)
 
-    def by_name(self, module: nn.Module) -> dict[str, Operation]:
-        """Return {parameter name: the last operation that filled it}, without copies of unavailable values."""
+    def list_operations_by_name(self, module: nn.Module) -> dict[str, Operation]:
+        """Return {parameter name: the last operation that filled it}; copies of values that do not
+        exist are left out.
+        """
         filled = {
             name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()
         }
@@ -87,15 +89,15 @@ def replay_initialisation(values: Tensor, operation: Operation, *, seed: int, na
 
 
 @contextmanager
-def recording_initialisation(noted: InitialisationRecorder) -> Iterator[None]:
+def recording_initialisation(recorder: InitialisationRecorder) -> Iterator[None]:
     """Open a context that makes parameters on the meta device and records their initialisation;
     buffers are real.
     """
-    with init_empty_weights(include_buffers=False), noted:
+    with init_empty_weights(include_buffers=False), recorder:
         yield
 
 
-def make_weight_reader(source: str, model: PreTrainedModel) -> Weights:
+def make_weight_reader(folder_or_hub_name: str, model: PreTrainedModel) -> Weights:
     """Return a function that reads a parameter or buffer of `model` by name from a folder or hub
     name.
 
@@ -103,21 +105,23 @@ def make_weight_reader(source: str, model: PreTrainedModel) -> Weights:
     model's, the model is loaded whole into host memory (some families convert their files on
     loading). Raises SpecError if weights are missing.
     """
-    files = _files_by_name(source)
+    files = _files_by_name(folder_or_hub_name)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
-        keys = [_find_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
+        keys = [
+            _find_stored_name([tied], files, model.base_model_prefix) for tied in (name, tied_to)
+        ]
         if None not in keys and not torch.equal(*(_read_tensor(files, str(key)) for key in keys)):
             untie_parameter(model, name)  # as from_pretrained does
     places = _map_stored_names(model, files)
     if places is None:
-        return _loaded_whole(source, model)
+        return _make_whole_model_reader(folder_or_hub_name, model)
     wanted = places
 
     return lambda name: _read_tensor(files, wanted[name])
 
 
-def _read_tensor(files: Mapping[str, str], key: str) -> Tensor:
-    with safe_open(files[key], framework="pt") as file:
+def _read_tensor(file_by_key: Mapping[str, str], key: str) -> Tensor:
+    with safe_open(file_by_key[key], framework="pt") as file:
         return file.get_tensor(key)
 
 
@@ -132,31 +136,34 @@ def untie_parameter(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
     return shared, parameter
 
 
-def _files_by_name(source: str) -> dict[str, str]:
+def _files_by_name(folder_or_hub_name: str) -> dict[str, str]:
     """Return {tensor name: its safetensors file}; {} if there are none."""
-    index = find_file(source, SAFE_WEIGHTS_INDEX_NAME)
+    index = find_file(folder_or_hub_name, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:
         names: Mapping[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        files = {file: find_file(source, file) for file in set(names.values())}
+        files = {file: find_file(folder_or_hub_name, file) for file in set(names.values())}
         missing = sorted(file for file, path in files.items() if path is None)
         if missing:
             raise SpecError(
-                "a file of weights is missing", path="model.hf", got=source, allowed=missing[0]
+                "a file of weights is missing",
+                path="model.hf",
+                got=folder_or_hub_name,
+                allowed=missing[0],
             )
         return {name: str(files[file]) for name, file in names.items()}
-    single = find_file(source, SAFE_WEIGHTS_NAME)
+    single = find_file(folder_or_hub_name, SAFE_WEIGHTS_NAME)
     if single is None:
         return {}
     with safe_open(single, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), single)
 
 
-def find_file(source: str, file: str) -> str | None:
+def find_file(folder_or_hub_name: str, file_name: str) -> str | None:
     """Return the local path of a file in a folder or of a hub name; None if there is no such file."""
     return cached_file(
-        source,
-        file,
-        local_files_only=Path(source).is_dir(),
+        folder_or_hub_name,
+        file_name,
+        local_files_only=Path(folder_or_hub_name).is_dir(),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
@@ -164,7 +171,7 @@ def find_file(source: str, file: str) -> str | None:
 
 
 def _map_stored_names(
-    model: PreTrainedModel, stored_names: Mapping[str, str]
+    model: PreTrainedModel, file_by_key: Mapping[str, str]
 ) -> dict[str, str] | None:
     """Return {name of a parameter or stored buffer: its name in the files}; None if a parameter has
     none.
@@ -174,48 +181,53 @@ def _map_stored_names(
     )
     places: dict[str, str] = {}
     for names in aliases.values():
-        stored = _find_stored(names, stored_names, model.base_model_prefix)
+        stored = _find_stored_name(names, file_by_key, model.base_model_prefix)
         if stored is None:
             return None
         places |= dict.fromkeys(names, stored)
     for name, _ in model.named_buffers():
-        stored = _find_stored([name], stored_names, model.base_model_prefix)
+        stored = _find_stored_name([name], file_by_key, model.base_model_prefix)
         if stored is not None:
             places[name] = stored
     return places
 
 
-def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
+def _find_stored_name(
+    parameter_names: Sequence[str], file_by_key: Mapping[str, str], prefix: str
+) -> str | None:
     """Return the first of these names that the files have, with or without the base model's prefix;
-    or None.
+    None if they have none.
     """
     spellings = (
         spelling
-        for name in names
+        for name in parameter_names
         for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
     )
-    return next((spelling for spelling in spellings if spelling in stored_names), None)
+    return next((spelling for spelling in spellings if spelling in file_by_key), None)
 
 
-def _loaded_whole(source: str, model: PreTrainedModel) -> Weights:
+def _make_whole_model_reader(folder_or_hub_name: str, model: PreTrainedModel) -> Weights:
     family: Any = type(model)
     try:
         loaded, report = family.from_pretrained(
-            source,
+            folder_or_hub_name,
             dtype=torch.float32,
-            local_files_only=Path(source).is_dir(),
+            local_files_only=Path(folder_or_hub_name).is_dir(),
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(
-            f"the weights cannot be loaded: {error}", path="model.hf", got=source
+            f"the weights cannot be loaded: {error}", path="model.hf", got=folder_or_hub_name
         ) from None
     for name in model.all_tied_weights_keys.keys() - loaded.all_tied_weights_keys.keys():
         untie_parameter(model, name)
     missing = sorted(report["missing_keys"])
     if missing:
         raise SpecError(
-            "weights of the model are missing", path="model.hf", got=source, allowed=missing[0]
+            "weights of the model are missing",
+            path="model.hf",
+            got=folder_or_hub_name,
+            allowed=missing[0],
         )
     return {
         **dict(loaded.named_parameters(remove_duplicate=False)),

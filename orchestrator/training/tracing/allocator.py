@@ -46,7 +46,9 @@ class Block:
 
 
 class CachingAllocator:
-    """Simulated allocator: best fit, splits, merges within a segment and never across."""
+    """Simulation of PyTorch's caching allocator: best fit, blocks that split, and merge within a
+    segment only.
+    """
 
     def __init__(self, capacity_bytes: float = float("inf")) -> None:
         self.reserved_bytes = 0
@@ -55,7 +57,7 @@ class CachingAllocator:
         self._small: Pool = []  # free blocks: size, address
         self._large: Pool = []
 
-    def take(self, size: int) -> Block:
+    def allocate(self, size: int) -> Block:
         """Return a block of at least `size` bytes. Raises Exhausted where none can be had."""
         size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
         is_small = size <= SMALL_BYTES
@@ -71,36 +73,36 @@ class CachingAllocator:
             block.size = size
             if left.after is not None:
                 left.after.before = left
-            self._keep(left)
+            self._add_to_pool(left)
         block.is_free = False
         return block
 
-    def give(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         """Free the block and merge it with its free neighbours."""
         before = block.before
         after = block.after
         if before is not None and before.is_free:
-            self._drop(before)
+            self._remove_from_pool(before)
             before.size += block.size
             before.after = after
             if after is not None:
                 after.before = before
             block = before
         if after is not None and after.is_free:
-            self._drop(after)
+            self._remove_from_pool(after)
             block.size += after.size
             block.after = after.after
             if after.after is not None:
                 after.after.before = block
-        self._keep(block)
+        self._add_to_pool(block)
 
-    def _new_segment(self, size: int, pool: Pool) -> Block:
-        if size <= SMALL_BYTES:
+    def _new_segment(self, size_bytes: int, pool: Pool) -> Block:
+        if size_bytes <= SMALL_BYTES:
             whole = SMALL_SEGMENT_BYTES
-        elif size < LEAST_OWN_SEGMENT_BYTES:
+        elif size_bytes < LEAST_OWN_SEGMENT_BYTES:
             whole = LARGE_SEGMENT_BYTES
         else:
-            whole = -(-size // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
+            whole = -(-size_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
         if self.reserved_bytes + whole > self._capacity_bytes:
             self._release_whole_segments()
             if self.reserved_bytes + whole > self._capacity_bytes:
@@ -121,11 +123,11 @@ class CachingAllocator:
             )
             pool[:] = partial
 
-    def _keep(self, block: Block) -> None:
+    def _add_to_pool(self, block: Block) -> None:
         block.is_free = True
         insort(block.pool, (block.size, block.address, block))
 
-    def _drop(self, block: Block) -> None:
+    def _remove_from_pool(self, block: Block) -> None:
         del block.pool[bisect_left(block.pool, (block.size, block.address))]
 
 
@@ -137,23 +139,25 @@ class AllocationLedger:
         self.resident = 0  # the first ones exist before the step: parameters and buffers
         self.requests: list[int] = []  # n: storage n is allocated; -n - 1: it is freed
 
-    def take(self, size: int) -> int:
-        """Record an allocation of `size` bytes, and return the number of the new storage."""
-        self.sizes.append(size)
+    def record_allocation(self, size_bytes: int) -> int:
+        """Record an allocation of `size_bytes` bytes, and return the number of the new storage."""
+        self.sizes.append(size_bytes)
         self.requests.append(len(self.sizes) - 1)
         return len(self.sizes) - 1
 
-    def give(self, number: int) -> None:
-        self.requests.append(-number - 1)
+    def record_free(self, storage_number: int) -> None:
+        self.requests.append(-storage_number - 1)
 
-    def begin(self) -> None:
-        """Mark all storages so far as resident, since they exist before every step."""
+    def begin_step(self) -> None:
+        """Mark all storages so far as resident (they exist before every step), and forget the
+        requests so far.
+        """
         self.resident = len(self.sizes)
         self.requests = []
 
     @property
     def peak_bytes(self) -> int:
-        """Peak live bytes."""
+        """Peak of live bytes over the step, resident storages included."""
         live = peak = sum(self.sizes[: self.resident])
         for request in self.requests:
             live += self.sizes[request] if request >= 0 else -self.sizes[-request - 1]
@@ -162,66 +166,69 @@ class AllocationLedger:
 
 
 def extrapolate_ledgers(
-    few: AllocationLedger, many: AllocationLedger, samples: tuple[int, int]
+    smaller: AllocationLedger, larger: AllocationLedger, micro_batch_sizes: tuple[int, int]
 ) -> dict[int, AllocationLedger]:
-    """Return {micro-batch size: step}: the two recorded steps, and those of MICRO_BATCHES,
-    extrapolated linearly.
+    """Return {micro-batch size: ledger of a step}: the two recorded ledgers, and those for
+    MICRO_BATCHES, extrapolated linearly.
 
-    If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks
-    of tokens, depends on the micro-batch.
+    If the numbers of storages differ, only the recorded ones are returned: a loop, such as a loss
+    over chunks of tokens, depends on the micro-batch.
     """
-    steps = dict(zip(samples, (few, many), strict=True))
-    if len(few.sizes) != len(many.sizes):
+    steps = dict(zip(micro_batch_sizes, (smaller, larger), strict=True))
+    if len(smaller.sizes) != len(larger.sizes):
         return steps
     for wanted in MICRO_BATCHES:
         if wanted not in steps:
             ledger = steps[wanted] = AllocationLedger()
-            ledger.resident = many.resident
-            ledger.requests = many.requests
-            beyond = wanted - samples[1]
-            apart = samples[1] - samples[0]
-            pairs = zip(few.sizes, many.sizes, strict=True)
+            ledger.resident = larger.resident
+            ledger.requests = larger.requests
+            beyond = wanted - micro_batch_sizes[1]
+            apart = micro_batch_sizes[1] - micro_batch_sizes[0]
+            pairs = zip(smaller.sizes, larger.sizes, strict=True)
             ledger.sizes = [
                 max(0, second + (second - first) * beyond // apart) for first, second in pairs
             ]
     return steps
 
 
-def simulate_fragmentation(steps: Iterable[AllocationLedger], states: Sequence[int]) -> float:
-    """Return the factor on peak live bytes with which a device can run each of the trainings.
+def simulate_fragmentation(steps: Iterable[AllocationLedger], state_bytes: Sequence[int]) -> float:
+    """Return the factor on peak live bytes that a device's memory must have to run each of the
+    recorded steps.
 
-    SEGMENTS_BYTES come on top. Resolution half a percent, at most 1.5. `states`: bytes of the optimizer's tensors,
-    which exist before the first step.
+    SEGMENTS_BYTES come on top. Resolution half a percent, at most 1.5. `state_bytes` has the bytes
+    of each of the optimizer's tensors, which exist before the first step.
     """
     steps_up = 0
     for step in steps:
-        peak = step.peak_bytes + sum(states)
-        while steps_up < STEPS_UP_MAX and not _runs(
-            step, states, peak * _factor(steps_up) + SEGMENTS_BYTES
+        peak = step.peak_bytes + sum(state_bytes)
+        while steps_up < STEPS_UP_MAX and not _fits_capacity(
+            step, state_bytes, peak * _factor_after(steps_up) + SEGMENTS_BYTES
         ):
             steps_up += 1
-    return _factor(steps_up)
+    return _factor_after(steps_up)
 
 
-def _factor(steps_up: int) -> float:
+def _factor_after(steps_up: int) -> float:
     return 1 + steps_up / STEPS_UP
 
 
-def _runs(step: AllocationLedger, states: Sequence[int], capacity_bytes: float) -> bool:
+def _fits_capacity(
+    step: AllocationLedger, state_bytes: Sequence[int], capacity_bytes: float
+) -> bool:
     allocator = CachingAllocator(capacity_bytes)
     sizes = step.sizes
     try:
-        for size in (*sizes[: step.resident], *states):
-            allocator.take(size)
+        for size in (*sizes[: step.resident], *state_bytes):
+            allocator.allocate(size)
         for _ in range(STEPS):
             blocks: dict[int, Block] = {}
             for request in step.requests:
                 if request >= 0:
-                    blocks[request] = allocator.take(sizes[request])
+                    blocks[request] = allocator.allocate(sizes[request])
                 else:
-                    allocator.give(blocks.pop(-request - 1))
+                    allocator.free(blocks.pop(-request - 1))
             for block in blocks.values():  # the next step allocates them again
-                allocator.give(block)
+                allocator.free(block)
     except Exhausted:
         return False
     return True

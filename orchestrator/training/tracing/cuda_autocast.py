@@ -32,14 +32,14 @@ def as_on_cuda() -> Iterator[None]:
     in fp32 (pooling, padding, image sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    names = [(name, _in_fp32) for name in OPERATORS["fp32"]]
-    names += [(name, _in_fp32_by_default) for name in OPERATORS["fp32_unless_said"]]
+    names = [(name, _make_fp32_kernel) for name in OPERATORS["fp32"]]
+    names += [(name, _make_fp32_result_kernel) for name in OPERATORS["fp32_unless_said"]]
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
     library.impl("rms_norm", _rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
-    attention = _without_scores(functional.scaled_dot_product_attention)
+    attention = _make_memory_efficient_attention(functional.scaled_dot_product_attention)
     try:
         with patch.object(functional, "scaled_dot_product_attention", attention):
             yield
@@ -47,12 +47,14 @@ def as_on_cuda() -> Iterator[None]:
         library._destroy()  # type: ignore[no-untyped-call]  # private: it ends with the context, not with the process
 
 
-def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention that saves only inputs, output and log-sum-exp, also if a CPU would make a matrix of scores.
+def _make_memory_efficient_attention(cpu_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an attention function that saves only inputs, output and log-sum-exp, even where a CPU
+    would save all scores.
 
     A CPU does so with dropout, and if values and keys differ in width (`use_flash_attention_cpp` in
-    aten/src/ATen/native/transformers/sdp_utils_cpp.cpp). CUDA's memory-efficient kernel supports both
-    (`can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.13.0).
+    aten/src/ATen/native/transformers/sdp_utils_cpp.cpp). CUDA's memory-efficient kernel supports
+    both (`can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    2.13.0).
     """
 
     def attention(
@@ -66,7 +68,7 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         if dropout_p == 0.0 and query.shape[-1] == value.shape[-1]:
-            return on_cpu(
+            return cpu_attention(
                 query,
                 key,
                 value,
@@ -116,7 +118,9 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What CUDA's kernels allocate: fake tensors have no values."""
+    """RMS norm that allocates what CUDA's kernels allocate; it computes no values, as fake tensors
+    have none.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
@@ -135,7 +139,7 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _in_fp32(operation: Any) -> Callable[..., Any]:
+def _make_fp32_kernel(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
             return operation(*tree_map(_widen, args), **tree_map(_widen, kwargs))
@@ -143,8 +147,10 @@ def _in_fp32(operation: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _in_fp32_by_default(operation: Any) -> Callable[..., Any]:
-    """The operation with an fp32 result, unless a dtype is given; inputs keep their dtype."""
+def _make_fp32_result_kernel(operation: Any) -> Callable[..., Any]:
+    """Return the operation with an fp32 result, unless a dtype is given; its inputs keep their
+    dtype.
+    """
     schema = [argument.name for argument in operation._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

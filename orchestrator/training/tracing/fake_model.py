@@ -16,7 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Open a context in which parameters move to the meta device when a module registers them; all else is real."""
+    """Open a context in which each parameter moves to the meta device when a module registers it;
+    other tensors stay real.
+    """
 
     def moved(_module: nn.Module, _name: str, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or parameter.is_meta:
@@ -30,19 +32,21 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def without_memory(
+def replace_by_fake_tensors(
     module: nn.Module,
-    fake: FakeTensorMode,
+    fake_mode: FakeTensorMode,
     dtype: torch.dtype | None,
-    note: Callable[[Tensor, Tensor], None] | None = None,
+    note_buffer: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict[Tensor, float]:
-    """Replace parameters and buffers by fake CPU tensors, in place; `dtype` replaces that of floating parameters.
+    """Replace a module's parameters and buffers by fake CPU tensors, in place; `dtype` replaces
+    that of floating parameters.
 
-    Returns {parameter: bytes per element before}. `note` is called with each new buffer and the one before.
+    Returns {parameter: bytes per element before}. `note_buffer` is called with each new buffer and
+    the buffer that it replaces.
     """
     made: dict[Tensor, nn.Parameter] = {}
     held_bytes: dict[Tensor, float] = {}
-    with fake:
+    with fake_mode:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter not in made:
@@ -59,8 +63,8 @@ def without_memory(
                     new_buffer = part._buffers[name] = torch.empty(
                         buffer.shape, dtype=buffer.dtype, device="cpu"
                     )
-                    if note is not None:
-                        note(new_buffer, buffer)
+                    if note_buffer is not None:
+                        note_buffer(new_buffer, buffer)
     return held_bytes
 
 
@@ -87,18 +91,22 @@ def as_with_values() -> Iterator[None]:
                 stack.enter_context(patch(f"{module}.{name}", function))
         for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
             stack.enter_context(
-                patch.object(torch, name, _answer_with(getattr(torch, name), answer=answer))
+                patch.object(
+                    torch, name, _make_constant_function(getattr(torch, name), constant=answer)
+                )
             )
         yield
 
 
-def _answer_with(
-    question: Callable[[Tensor], Tensor], *, answer: bool
+def _make_constant_function(
+    function: Callable[[Tensor], Tensor], *, constant: bool
 ) -> Callable[[Tensor], Tensor]:
-    """A function of values that runs as before, so that its tensors count, but returns a constant tensor."""
+    """Return a function of values that runs as before, so that its tensors count, but returns a
+    tensor of `constant`.
+    """
 
     def asked(values: Tensor) -> Tensor:
-        question(values)
-        return torch.tensor(answer)
+        function(values)
+        return torch.tensor(constant)
 
     return asked

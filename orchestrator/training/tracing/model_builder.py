@@ -42,7 +42,7 @@ class Arithmetic:
 
 @frozen
 class Request:
-    """The model and settings to trace."""
+    """The model to trace, and the settings under which to trace it."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -101,7 +101,7 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
         )
         if request.any_samples:
             samples = AnySamples(samples)
-        recipe = make_hf_recipe(run, samples, config, whole_logits=request.whole_logits)
+        recipe = make_hf_recipe(run, samples, config, holds_all_logits=request.whole_logits)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
@@ -130,7 +130,9 @@ class _Tokens:
 
 
 def read_config(model: ModelSpec) -> Any:
-    """A decoder's shape, a transformers configuration, or None for a factory's model."""
+    """Return what decides a model's layers: a decoder's sizes, a transformers configuration, or
+    None for a factory's model.
+    """
     hf = model.hf
     if hf is None:
         return model.decoder
@@ -140,20 +142,24 @@ def read_config(model: ModelSpec) -> Any:
     return make_published_config(model.config) if is_published else read_config(hf)
 
 
-def make_plan(arithmetic: Arithmetic, samples: int) -> Plan:
+def make_plan(arithmetic: Arithmetic, micro_batch_size: int) -> Plan:
     return Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(),
-        micro_batch_size=samples,
+        micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=1,
         precision=arithmetic.precision,
     )
 
 
-def hold_in_four_bits(request: Request, module: Any, low: torch.dtype | None) -> dict[str, float]:
-    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does.
+def hold_in_four_bits(
+    request: Request, module: Any, low_dtype: torch.dtype | None
+) -> dict[str, float]:
+    """Return {name: bytes per element} of the weights that CUDA holds in 4 bits; cast other frozen
+    tables as training does.
 
-    A script's are in fp32 but for `weights: bf16`, as `_with_adapters` in memory/models/hf.py has them.
+    A script's tables are in fp32 but for `weights: bf16`, as `_with_adapters` in
+    memory/models/hf.py has them.
     """
     lora = request.model.lora
     if lora is None or not lora.quantise_base:
@@ -169,6 +175,6 @@ def hold_in_four_bits(request: Request, module: Any, low: torch.dtype | None) ->
         head = module.get_output_embeddings().weight
         names = [name for name, weight in module.named_parameters() if weight is head]
         return widths | dict.fromkeys(names, FP32_BYTES)
-    if low is not None:
-        cast_frozen_tables(module, low)
+    if low_dtype is not None:
+        cast_frozen_tables(module, low_dtype)
     return widths

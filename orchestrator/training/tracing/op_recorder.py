@@ -44,7 +44,9 @@ GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 def _group_norm_backward(
     _grad: Tensor, x: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
 ) -> list[Tensor | None]:
-    """Gradients in the dtypes of their tensors. torch's fake version makes all fp32 if the weight is."""
+    """Return the gradients in the dtypes of their tensors. torch's fake version makes all fp32 if
+    the weight is.
+    """
     of_each = (x, weight, weight)  # a bias has the type of its weight
     wanted = zip(of_each, sizes[-1], strict=True)
     return [
@@ -61,11 +63,15 @@ AS_REAL: dict[Any, Callable[..., Any]] = {
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records training steps, each within `step` and `turn`.
 
-    The first step defines the places (layers and code between).
+    The first step defines the places: the layers, and the code between two of them.
     """
 
-    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[Tensor, float]) -> None:
-        """`held_bytes`: parameter -> bytes per element as stored, independent of the dtype in computation."""
+    def __init__(
+        self, recipes: Sequence[Recipe], stored_bytes_per_element: Mapping[Tensor, float]
+    ) -> None:
+        """Make the recorder. `stored_bytes_per_element` is independent of the dtype in which a
+        parameter is computed with.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[PlaceVisit] = []
         self.places: list[ModelPlace] = []
@@ -74,7 +80,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_alike_on_cuda = True
         self.buffer_bytes = 0
         self._recipes = recipes
-        self._held_bytes = held_bytes
+        self._held_bytes = stored_bytes_per_element
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
         self._parameters: list[nn.Parameter] = []
         for recipe in recipes:
@@ -126,36 +132,42 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
-        """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
+        """Open a context for recording a step of `samples` samples: parameters and buffers are
+        live, gradients are not.
+        """
         self.phases = []
         self.ledger = AllocationLedger()
         self._samples = samples
         self._live_bytes = 0
         self._storages = {}
         for parameter in self._parameters:
-            self._count(parameter)
+            self._count_storage_of(parameter)
         weights = self._live_bytes
         for recipe in self._recipes:
             for buffer in recipe.module.buffers():
-                self._count(buffer)
+                self._count_storage_of(buffer)
         self._resident_bytes = self._live_bytes
         self.buffer_bytes = self._live_bytes - weights
-        self.ledger.begin()
+        self.ledger.begin_step()
         self._held_by = {
             parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
         }
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._record_gradient)  # type: ignore[no-untyped-call]
             for parameter in self._trained
         ]
         for recipe in self._recipes:
-            handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
-            handles.append(recipe.module.register_forward_hook(self._end_pass))
+            handles.append(
+                recipe.module.register_forward_pre_hook(self._mark_inside_model, prepend=True)
+            )
+            handles.append(recipe.module.register_forward_hook(self._mark_outside_model))
         for index, layer in enumerate(self._layers):
             handles.append(
-                layer.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
+                layer.register_forward_pre_hook(
+                    self._make_pre_hook(index), with_kwargs=True, prepend=True
+                )
             )
-            handles.append(layer.register_forward_hook(self._behind(index)))
+            handles.append(layer.register_forward_hook(self._make_post_hook(index)))
         try:
             with self:
                 yield
@@ -165,9 +177,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_first_step = False
 
     @contextlib.contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Open a context for forward and backward of recipe `number`; its gradients are dropped at the end."""
-        self._turn = number
+    def turn(self, recipe_number: int) -> Iterator[None]:
+        """Open a context for recording forward and backward of this recipe; its gradients are
+        dropped at the end.
+        """
+        self._turn = recipe_number
         self._layers_passed = 0
         self._is_forward = True
         self._is_outside = False
@@ -176,22 +190,24 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
         self._hooked: Any = WeakIdKeyDictionary()
-        self._enter(self._place_between_layers(), backward=False)
+        self._enter_place(self._current_place_between_layers(), is_backward=False)
         yield
         for parameter in self._parameters:
             parameter.grad = None
         self._gradient_bytes = 0
 
-    def turn_back(self) -> None:
+    def mark_backward_start(self) -> None:
         """Mark the start of the backward pass, after the loss."""
         self._is_forward = False
         self.bytes_by_place = Counter()
         for _, size, _, place in self._storages.values():
             self.bytes_by_place[place] += size
-        self._enter(self._place_between_layers(), backward=True)
+        self._enter_place(self._current_place_between_layers(), is_backward=True)
 
-    def counting_as_backward(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a function that makes gradients in the forward pass; its products count as the backward pass's."""
+    def wrap_as_backward(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a wrapper of a function that makes gradients in the forward pass; its products
+        then count as the backward pass's.
+        """
 
         def called(*args: Any) -> None:
             self._is_ahead = True
@@ -203,7 +219,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return called
 
     def named_places(self) -> list[ModelPlace]:
-        """Return the places (layers and code between) in order of first visit, with all parameters and names."""
+        """Return the places (layers and code between) in order of first visit, with their
+        parameters and names filled in.
+        """
         for parameter in self._parameters:
             if parameter not in self._home:  # nothing reads it
                 self._assign_parameter(parameter, 0)
@@ -212,20 +230,25 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             home.tensors += (arrived.numel(),)
             if arrived in self._in_leaf:
                 home.leaf_until = sum(home.tensors)
-        self._size_leaves()
+        self._add_up_leaf_sizes()
         for parameter in self._trained:
             self._home[parameter].registered += (parameter.numel(),)
         self._arrived.clear()
-        self._find_last_parameters()
+        self._store_last_parameters()
         for (turn, passed), number in self._place_of.items():
             place = self.places[number]
             if not place.name:
                 last = passed == max(layers for number, layers in self._place_of if number == turn)
-                word = "loss" if last else "input" if not passed else "between layers"
+                if last:
+                    word = "loss"
+                elif not passed:
+                    word = "input"
+                else:
+                    word = "between layers"
                 place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
         return self.places
 
-    def _size_leaves(self) -> None:
+    def _add_up_leaf_sizes(self) -> None:
         """Add up the parameters of each of DeepSpeed's leaf modules."""
         leaves: Counter[nn.Module] = Counter()
         for parameter in self._parameters:
@@ -237,13 +260,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if parameter in self._trained:
                     home.leaf += (parameter.numel(),)
 
-    def _find_last_parameters(self) -> None:
-        """Find the last parameter of each layer, and of those outside layers: FSDP2 reduces each group together."""
+    def _store_last_parameters(self) -> None:
+        """Store in the places the size of the last parameter of each layer, and of those outside
+        layers.
+
+        FSDP2 reduces each of these groups together.
+        """
         for turn, recipe in enumerate(self._recipes):
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
             # A shared parameter counts at its first place.
-            for parameter in dict.fromkeys(_behind_those_of_parts(recipe.module)):
+            for parameter in dict.fromkeys(_list_in_fsdp2_order(recipe.module)):
                 if parameter in self._trained:
                     is_free = self._layer_of[parameter] == NO_LAYER
                     home = rest if is_free else self._home[parameter]
@@ -260,7 +287,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
             for recipe in self._recipes
         ]
-        pairs = [pair for counts in sizes for pair in zip((0, *counts), counts, strict=False)]
+        pairs: list[tuple[int, int]] = []
+        for counts in sizes:
+            pairs.extend(zip((0, *counts), counts, strict=False))
         return max((before + 2 * size for before, size in pairs), default=0) - 2 * max(
             (size for _, size in pairs), default=0
         )
@@ -276,12 +305,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._live_bytes
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._count(leaf)
+                self._count_storage_of(leaf)
         if self._live_bytes > before:
-            self.phases[-1].events.append(self._event())
+            self.phases[-1].events.append(self._make_event())
         return out
 
-    def _count(self, tensor: Tensor) -> None:
+    def _count_storage_of(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -289,19 +318,24 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counted is None:
             place = self.phases[-1].place if self.phases else NO_PLACE
             reference = weakref.ref(storage, lambda _: self._forget(key))
-            self._storages[key] = (reference, size, self.ledger.take(size), place)
+            self._storages[key] = (reference, size, self.ledger.record_allocation(size), place)
             self._live_bytes += size
         elif counted[1] != size:
-            self.ledger.give(counted[2])
-            self._storages[key] = (counted[0], size, self.ledger.take(size), counted[3])
+            self.ledger.record_free(counted[2])
+            self._storages[key] = (
+                counted[0],
+                size,
+                self.ledger.record_allocation(size),
+                counted[3],
+            )
             self._live_bytes += size - counted[1]
 
     def _forget(self, key: int) -> None:
         _, size, number, _ = self._storages.pop(key)
         self._live_bytes -= size
-        self.ledger.give(number)
+        self.ledger.record_free(number)
 
-    def _event(self) -> Event:
+    def _make_event(self) -> Event:
         place = self.phases[-1].place
         total = self._gradients.total()
         gradients = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
@@ -314,7 +348,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outside=self._is_outside,
         )
 
-    def _has_gradient(self, parameter: nn.Parameter) -> None:
+    def _record_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self._arrived.setdefault(parameter)
         self._gradients[self._layer_of[parameter]] += parameter.numel()
@@ -323,7 +357,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = self.places[self.phases[-1].place]
         if home is place and len(self._recipes) == 1:
             self._come[id(home)] += parameter.numel()
-            event = self._event()
+            event = self._make_event()
             ready = self._come[id(home)]
             total = event.gradients + event.done
             arrival = event._replace(gradients=ready, done=total - ready, fresh=parameter.numel())
@@ -331,79 +365,84 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------------------- phases
 
-    def _enter(self, place: int, *, backward: bool) -> None:
+    def _enter_place(self, place: int, *, is_backward: bool) -> None:
         if self.phases and self.phases[-1].turn == self._turn:
             last = self.phases[-1]
-            if (last.place, last.backward) == (place, backward):
+            if (last.place, last.backward) == (place, is_backward):
                 return
             if last.backward and last.place in self._layer_at:
                 self._passed_back[last.place] = self.places[last.place].parameters
             if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
                 self.phases.pop()  # nothing was allocated between two layers
-        self.phases.append(PlaceVisit(place, self._turn, backward, []))
-        self.phases[-1].events.append(self._event())
+        self.phases.append(PlaceVisit(place, self._turn, is_backward, []))
+        self.phases[-1].events.append(self._make_event())
 
-    def _place_between_layers(self) -> int:
-        """The place after the layers that have run forward in this turn."""
+    def _current_place_between_layers(self) -> int:
+        """Return the number of the place behind the layers that have run forward in this turn."""
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
             self._place_of[key] = len(self.places)
             self.places.append(ModelPlace(name="", is_layer=False))
         return self._place_of[key]
 
-    def _layer(self, index: int) -> int:
-        key = (NO_LAYER, index)
+    def _place_of_layer(self, layer_index: int) -> int:
+        key = (NO_LAYER, layer_index)
         if key not in self._place_of:
             place = self._place_of[key] = len(self.places)
-            self._layer_at[place] = index
-            self.places.append(ModelPlace(name=self._names[self._layers[index]], is_layer=True))
+            self._layer_at[place] = layer_index
+            self.places.append(
+                ModelPlace(name=self._names[self._layers[layer_index]], is_layer=True)
+            )
             for parameter in self._parameters:
-                if self._layer_of[parameter] == index:
+                if self._layer_of[parameter] == layer_index:
                     self._assign_parameter(parameter, place)
         return self._place_of[key]
 
-    def _before(self, index: int) -> Callable[..., None]:
-        def enters(_layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def _make_pre_hook(self, layer_index: int) -> Callable[..., None]:
+        def enters(_place_of_layer: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
-                between = self._place_between_layers()
+                between = self._current_place_between_layers()
                 if len(self.phases[-1].events) > 1:
-                    self._when_gradient_comes((args, kwargs), between)
-                self._enter(self._layer(index), backward=False)
+                    self._record_backward_at_gradient((args, kwargs), between)
+                self._enter_place(self._place_of_layer(layer_index), is_backward=False)
 
         return enters
 
-    def _behind(self, index: int) -> Callable[..., None]:
-        def leaves(_layer: nn.Module, _args: Any, out: Any) -> None:
+    def _make_post_hook(self, layer_index: int) -> Callable[..., None]:
+        def leaves(_place_of_layer: nn.Module, _args: Any, out: Any) -> None:
             if self._is_forward:
-                self._when_gradient_comes(out, self._layer(index))
+                self._record_backward_at_gradient(out, self._place_of_layer(layer_index))
                 self._layers_passed += 1
-                self._enter(self._place_between_layers(), backward=False)
+                self._enter_place(self._current_place_between_layers(), is_backward=False)
 
         return leaves
 
-    def _comes_back(self, *_: Any) -> None:
-        """Hook: the model is called, or the gradient of its output has arrived."""
+    def _mark_inside_model(self, *_: Any) -> None:
+        """Record that the model runs: a hook for its call, and for the arrival of the gradient of
+        its output.
+        """
         self._is_outside = False
 
-    def _end_pass(self, _module: nn.Module, _args: Any, out: Any) -> None:
+    def _mark_outside_model(self, _module: nn.Module, _args: Any, out: Any) -> None:
         self._is_outside = True
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._mark_inside_model)  # type: ignore[no-untyped-call]
 
-    def _when_gradient_comes(self, made: Any, place: int) -> None:
-        """Record that a module's backward pass begins, once the gradient of its output is complete.
+    def _record_backward_at_gradient(self, output: Any, place: int) -> None:
+        """Install a hook that records the start of a module's backward pass once the gradient of
+        its output is complete.
 
-        `made` is the module's output, and `place` the module's number in the recording.
+        `output` is the module's output, and `place` the module's number in the recording.
         """
-        for tensor in tree_leaves(made):
+        for tensor in tree_leaves(output):
             if (
                 isinstance(tensor, Tensor)
                 and tensor.grad_fn is not None
                 and tensor not in self._hooked
             ):
                 self._hooked[tensor] = True
-                tensor.register_hook(lambda _: self._enter(place, backward=True))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._enter_place(place, is_backward=True))  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------------------- places
 
@@ -421,7 +460,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
             if parameter is not None and parameter in self._unread:
-                self._assign_parameter(parameter, self._place_between_layers())
+                self._assign_parameter(parameter, self._current_place_between_layers())
         packet = op._overloadpacket
         table = parameter_of(args[0]) if packet is aten.embedding else None
         if table is not None and table in self._trained.keys() - self._looked_up:
@@ -433,7 +472,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_products(op, args, kwargs, out)
 
     def _count_products(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an operation's FLOPs and matrix products; note which attention runs, and dropout."""
+        """Count an operation's FLOPs and matrix products, and record which attention kernel runs,
+        and dropout.
+        """
         place = self.places[self.phases[-1].place]
         samples = self._samples
         packet = op._overloadpacket
@@ -481,7 +522,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention = self.attention or "eager"
 
     def _assign_parameter(self, parameter: nn.Parameter, place_index: int) -> None:
-        """Assign the parameter to the place."""
+        """Record that the place with this index owns the parameter."""
         place = self.places[place_index]
         count = parameter.numel()
         self._home[parameter] = place
@@ -500,18 +541,22 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.frozen_bytes += round(count * self._held_bytes[parameter])
 
 
-def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters in FSDP2's order (`_get_managed_modules` in torch/distributed/fsdp/_fully_shard/_fsdp_init.py)."""
+def _list_in_fsdp2_order(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield parameters in FSDP2's order (`_get_managed_modules` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_init.py).
+    """
     for part in module.children():
-        yield from _behind_those_of_parts(part)
+        yield from _list_in_fsdp2_order(part)
     yield from module.parameters(recurse=False)
 
 
 def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
-    """An operation as matrix products (rows, inner, columns); empty for products of activations only.
+    """Return an operation as matrix products (rows, inner, columns); () for products of activations
+    only.
 
-    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3). A transposed
-    convolution is the product of inputs and filters, whose results are summed.
+    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759,
+    section 3). A transposed convolution is the product of inputs and filters, whose results are
+    summed.
     """
     if packet in (aten.mm, aten.addmm):
         left, right = args[-2:]

@@ -40,19 +40,19 @@ class RepeatPattern:
         return min(self.length, fewest + (self.length - fewest) % self.period)
 
 
-def find_repeat_pattern(kinds: Sequence[Hashable], length: int) -> RepeatPattern | None:
-    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace
-    all.
+def find_repeat_pattern(layer_kinds: Sequence[Hashable], layer_count: int) -> RepeatPattern | None:
+    """Return the repeating pattern of the first `layer_count` layers that needs the fewest layers
+    traced; None: trace all.
     """
     best = None
     numbers = dict[Hashable, int]()
-    same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-    for period in range(1, length // 3 if len(kinds) >= length else 1):
-        lead = length - period
+    same = [numbers.setdefault(kind, len(numbers)) for kind in layer_kinds]
+    for period in range(1, layer_count // 3 if len(layer_kinds) >= layer_count else 1):
+        lead = layer_count - period
         while lead and same[lead - 1] == same[lead - 1 + period]:
             lead -= 1
-        candidate = RepeatPattern(lead=lead, period=period, length=length)
-        if candidate.depth < (best.depth if best else length):
+        candidate = RepeatPattern(lead=lead, period=period, length=layer_count)
+        if candidate.depth < (best.depth if best else layer_count):
             best = candidate
     return best
 
@@ -62,12 +62,13 @@ def count_layers(config: Any) -> int:
     return getattr(config, "num_hidden_layers", None) or 0
 
 
-def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
-    """Return a comparison key per layer: its modules, shapes and settings, and its rows of the configuration.
+def describe_layers(layers: Sequence[nn.Module], config: Any, model_layer_count: int) -> Kinds:
+    """Return a comparison key per layer: its modules, shapes and settings, and its entries in the
+    configuration's lists.
 
-    `length`: the whole model's number of layers. A setting that counts the layers is left out.
+    `model_layer_count` is that of the whole model. A setting that counts the layers is left out.
     """
-    described = [dict(_describe_layer(layer)) for layer in layers]
+    described = [dict(_list_comparison_items(layer)) for layer in layers]
     stack = described[: count_layers(config)]
     numbers = {
         key
@@ -78,7 +79,8 @@ def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Ki
     rows = [
         value
         for name, value in sorted(getattr(config, "__dict__", {}).items())
-        if isinstance(value, list | tuple) and (len(value) == length or name == "layer_types")
+        if isinstance(value, list | tuple)
+        and (len(value) == model_layer_count or name == "layer_types")
     ]
     kinds: Kinds = []
     for index, description in enumerate(described):
@@ -87,19 +89,19 @@ def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Ki
     return kinds
 
 
-def cut_layers(config: Any, layers: int) -> Any:
-    """Return a copy of the configuration with `layers` layers."""
+def cut_layers(config: Any, layer_count: int) -> Any:
+    """Return a copy of the configuration with `layer_count` layers."""
     if isinstance(config, DecoderSpec):
-        return replace(config, num_hidden_layers=layers)
+        return replace(config, num_hidden_layers=layer_count)
     shorter = copy.deepcopy(config)  # its dictionary has no `attn_implementation`
-    shorter.num_hidden_layers = layers
+    shorter.num_hidden_layers = layer_count
     kinds = getattr(shorter, "layer_types", None)
-    if kinds and len(kinds) > layers:  # some families derive them from the number
-        shorter.layer_types = kinds[:layers]
+    if kinds and len(kinds) > layer_count:  # some families derive them from the number
+        shorter.layer_types = kinds[:layer_count]
     return shorter
 
 
-def _describe_layer(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _list_comparison_items(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
     for path, part in layer.named_modules():
         yield path, f"{type(part).__module__}.{type(part).__qualname__}"
         for name, value in vars(part).items():
@@ -116,7 +118,7 @@ def _describe_layer(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
 def _comparison_value(value: Any) -> Hashable:
     """Return a layer's setting in the form in which layers are compared.
 
-    Of a fraction, such as a dropout rate, only whether it is zero counts.
+    Of a fraction, such as a dropout rate, only whether it is zero matters.
     """
     if isinstance(value, list | tuple):
         return tuple(map(_comparison_value, value))

@@ -28,7 +28,7 @@ from orchestrator.training.tracing.allocator import (
     simulate_fragmentation,
 )
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.fake_model import as_with_values, without_memory
+from orchestrator.training.tracing.fake_model import as_with_values, replace_by_fake_tensors
 from orchestrator.training.tracing.model_builder import (
     SAMPLES,
     Arithmetic,
@@ -49,19 +49,26 @@ from orchestrator.training.tracing.zero3_linear import zero3_linear
 
 
 class StepRecorder:
-    """Records a model's steps at both micro-batches, under every mode of activation checkpointing."""
+    """Records a model's training step at both micro-batch sizes, under every kind of activation
+    checkpointing.
+    """
 
     def __init__(
-        self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False
+        self,
+        request: Request,
+        arithmetic: Arithmetic,
+        recipe: Recipe,
+        *,
+        reads_values: bool = False,
     ) -> None:
-        """`reads`: the model's code reads the values of tensors."""
+        """Record the steps. `reads_values`: the model's code reads the values of tensors."""
         self._request = request
         self._arithmetic = arithmetic
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = (
             FakeTensorValues(self._fake)
-            if reads or request.any_samples or request.tensors
+            if reads_values or request.any_samples or request.tensors
             else None
         )
         low = LOW_PRECISION.get(arithmetic.precision)
@@ -70,7 +77,7 @@ class StepRecorder:
         for member in self._recipes:
             four_bits = hold_in_four_bits(request, member.module, low)
             note = self._values.note if self._values else None
-            held_bytes |= without_memory(
+            held_bytes |= replace_by_fake_tensors(
                 member.module, self._fake, None if arithmetic.autocast else low, note
             )
             held_bytes |= {
@@ -82,14 +89,14 @@ class StepRecorder:
                 for part in (member.module, *member.layers):
                     part.register_forward_pre_hook(make_input_cast_hook(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
-            self._find_fitting_batch(recipe)
+            self._fit_synthetic_batch(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(
             cross_entropy,
             "add_chunk_gradients",
-            self._recorder.counting_as_backward(cross_entropy.add_chunk_gradients),
+            self._recorder.wrap_as_backward(cross_entropy.add_chunk_gradients),
         )
         with (
             as_with_values(),
@@ -107,13 +114,20 @@ class StepRecorder:
                 steps
                 for sharded, zero3 in cases
                 for mode in request.modes
-                if (steps := self._steps_or_none(mode, sharded=sharded, zero3=zero3)) is not None
+                if (steps := self._try_to_record_steps(mode, is_sharded=sharded, is_zero3=zero3))
+                is not None
             ]
         self._places = self._recorder.named_places()
 
-    def profile(self, stack: RepeatPattern | None, depth: int) -> ModelProfile:
-        """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
-        traced = make_timeline(self._places, self._recorded, stack, depth)
+    def make_model_profile(
+        self, repeat_pattern: RepeatPattern | None, traced_layers: int
+    ) -> ModelProfile:
+        """Return the profile of a model with this repeat pattern, of which `traced_layers` layers
+        were traced.
+
+        Raises StepsDiffer where the traced layers do not fit the pattern.
+        """
+        traced = make_timeline(self._places, self._recorded, repeat_pattern, traced_layers)
         turns = tuple(
             sum(p.numel() for p in part.module.parameters() if p.requires_grad)
             for part in self._recipes
@@ -134,8 +148,8 @@ class StepRecorder:
     def is_alike_on_cuda(self) -> bool:
         return self._recorder.is_alike_on_cuda
 
-    def _find_fitting_batch(self, recipe: Recipe) -> None:
-        """Find the batch that the head takes."""
+    def _fit_synthetic_batch(self, recipe: Recipe) -> None:
+        """Make the recipe's dataset find a batch that the model's head accepts."""
         samples: Any = recipe.dataset
         with as_with_values():
             samples.fit(SAMPLES[0], recipe.module, self._fake_inputs)
@@ -144,7 +158,10 @@ class StepRecorder:
     @contextlib.contextmanager
     def _fake_inputs(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Open a context of fake tensors, which yields fake copies of these tensors."""
-        with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
+        with (
+            self._fake,
+            self._values.allowing_array_reads() if self._values else contextlib.nullcontext(),
+        ):
             yield {name: self._as_fake(tensor) for name, tensor in named.items()}
 
     def _as_fake(self, real: Tensor) -> Tensor:
@@ -153,77 +170,95 @@ class StepRecorder:
             self._values.note(fake, real)
         return fake
 
-    def _steps_or_none(
-        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+    def _try_to_record_steps(
+        self, checkpointing: ActivationCheckpointing, *, is_sharded: bool, is_zero3: bool
     ) -> RecordedSteps | None:
-        """Return the recorded steps; None where this kind of checkpointing, or stage 3, fails
-        alone.
+        """Return the steps recorded under this kind of checkpointing; None where only that kind, or
+        only ZeRO stage 3, makes the model fail.
 
-        Raises an error that occurs without both.
+        Raises the error of a model that fails without both, too.
         """
         try:
-            return self._record_steps(mode, sharded=sharded, zero3=zero3)
+            return self._record_steps(checkpointing, is_sharded=is_sharded, is_zero3=is_zero3)
         except Exception as error:  # a user's model may raise anything: the kind is left out
-            is_first = mode is self._request.modes[0] and not zero3
+            is_first = checkpointing is self._request.modes[0] and not is_zero3
             if is_first or (isinstance(error, READS) and not self._values):
                 raise
-            print(f"{mode}, zero3={zero3}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"{checkpointing}, zero3={is_zero3}: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
             return None
 
     def _record_steps(
-        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+        self, checkpointing: ActivationCheckpointing, *, is_sharded: bool, is_zero3: bool
     ) -> RecordedSteps:
-        layers = [layer for recipe in self._recipes for layer in recipe.layers]
-        norms = [norm for recipe in self._recipes for norm in list_batch_norms(recipe.module)]
+        layers: list[nn.Module] = []
+        for recipe in self._recipes:
+            layers.extend(recipe.layers)
+        norms = []
+        for recipe in self._recipes:
+            norms.extend(list_batch_norms(recipe.module))
         linear = (
-            patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
+            patch.object(functional, "linear", zero3_linear)
+            if is_zero3
+            else contextlib.nullcontext()
         )
-        with _forwards_put_back((*layers, *norms)), linear:
-            apply_checkpointing(layers, mode)
+        with _restoring_forwards((*layers, *norms)), linear:
+            apply_checkpointing(layers, checkpointing)
             steps = [
-                (*self._record_step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
+                (
+                    *self._record_step(samples, norms, is_sharded=is_sharded),
+                    self._recorder.bytes_by_place,
+                )
                 for samples in SAMPLES
             ]
         (first, few, held_by_few), (second, many, held_by_many) = steps
-        if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
-            self._fragmentation[mode] = simulate_fragmentation(
-                extrapolate_ledgers(few, many, SAMPLES).values(), self._adam_bytes()
+        if not (is_sharded or is_zero3) and (
+            self._arithmetic.cuda or not self._arithmetic.autocast
+        ):
+            self._fragmentation[checkpointing] = simulate_fragmentation(
+                extrapolate_ledgers(few, many, SAMPLES).values(), self._list_adam_moment_bytes()
             )
         return RecordedSteps(
-            mode=mode,
-            sharded=sharded,
-            zero3=zero3,
+            mode=checkpointing,
+            sharded=is_sharded,
+            zero3=is_zero3,
             samples=SAMPLES,
             phases=(first, second),
             bytes_by_place=(held_by_few, held_by_many),
         )
 
-    def _adam_bytes(self) -> list[int]:
-        """Return the bytes of both fp32 moments, per trained parameter."""
-        trained = [
-            p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad
-        ]
+    def _list_adam_moment_bytes(self) -> list[int]:
+        """Return the bytes of each fp32 moment, two for each trained parameter."""
+        trained = []
+        for recipe in self._recipes:
+            for p in recipe.module.parameters():
+                if p.requires_grad:
+                    trained.append(p)
         return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
     def _record_step(
-        self, samples: int, norms: list[Any], *, sharded: bool
+        self, samples: int, batch_norms: list[Any], *, is_sharded: bool
     ) -> tuple[list[PlaceVisit], AllocationLedger]:
         """Run forward and backward of one optimizer step, for every recipe in turn; return (visits,
         allocations).
 
-        `sharded`: as under FSDP2, where recipes out of turn require gradients too
+        `is_sharded`: as under FSDP2, where recipes out of turn require gradients too
         (engines/alternating.py).
         """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(
             self._request.training, batch_norm_samples=samples, sync_batch_norm=False
         )
-        reading = self._values.reading() if self._values else contextlib.nullcontext()
-        with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
-            prepare_batch_norms(norms, make_plan(self._arithmetic, samples), training)
+        reading = self._values.allowing_array_reads() if self._values else contextlib.nullcontext()
+        with _restoring_forwards(batch_norms), self._fake, reading, self._recorder.step(samples):
+            prepare_batch_norms(batch_norms, make_plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
                 still = (
-                    contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
+                    contextlib.nullcontext()
+                    if is_sharded
+                    else _freezing_others(self._recipes, recipe)
                 )
                 with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._as_fake, real)))
@@ -235,12 +270,12 @@ class StepRecorder:
         )  # an operation, so that it is counted
         with torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext():
             loss_sum = recipe.loss_sum(recipe.module, batch)
-        self._recorder.turn_back()
+        self._recorder.mark_backward_start()
         (loss_sum * 1.0).backward()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _restoring_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Open a context that restores the modules' forward functions at its end."""
     before = [(module, module.__dict__.get("forward")) for module in modules]
     try:
@@ -253,14 +288,12 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _freeze_others(recipes: Sequence[Recipe], trained_recipe: Recipe) -> Iterator[None]:
+def _freezing_others(recipes: Sequence[Recipe], trained_recipe: Recipe) -> Iterator[None]:
     """Open a context in which the parameters of all recipes but `trained_recipe` are frozen."""
-    others = [
-        parameter
-        for recipe in recipes
-        if recipe is not trained_recipe
-        for parameter in recipe.module.parameters()
-    ]
+    others: list[nn.Parameter] = []
+    for recipe in recipes:
+        if recipe is not trained_recipe:
+            others.extend(recipe.module.parameters())
     trained = [parameter for parameter in others if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -98,7 +98,7 @@ class PlaceVisit:
 
 @frozen
 class RecordedSteps:
-    """Records of a training step at two micro-batch sizes."""
+    """Records of a training step at each of two micro-batch sizes."""
 
     mode: ActivationCheckpointing
     sharded: bool
@@ -121,7 +121,9 @@ SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by p
 
 @frozen
 class Timeline:
-    """Segments and their events over a step. The first and last two of equal layers represent all."""
+    """The segments of a model and their events over a step. The first two and the last two of
+    several equal layers stand for all of these layers.
+    """
 
     segments: tuple[tuple[ModelPlace, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
@@ -131,33 +133,38 @@ class Timeline:
 def make_timeline(
     places: Sequence[ModelPlace],
     recorded: Sequence[RecordedSteps],
-    stack: RepeatPattern | None = None,
-    depth: int = 0,
+    repeat_pattern: RepeatPattern | None = None,
+    recorded_layers: int = 0,
 ) -> Timeline:
-    """Return the timeline of one model from its recorded steps. Raises Unlike.
+    """Return the timeline of one model from its recorded steps. Raises StepsDiffer where these do
+    not fit together.
 
-    `stack`: pattern of repeating layers, of which `depth` were recorded. The others are extrapolated linearly.
+    `repeat_pattern`: pattern of repeating layers, of which `recorded_layers` were recorded. The
+    others are extrapolated linearly.
     """
-    stretches = [stretch for steps in recorded for stretch in _fit_lines(steps)]
-    saved = _saved_bytes(stretches)
+    stretches = []
+    for steps in recorded:
+        stretches.extend(_fit_lines(steps))
+    saved = _find_saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
     groups = list(_group_equal_layers(places, kept_places, stretches))
     dropped = range(0)
-    if stack is not None:
-        more = _UnrecordedLayers(places, stack, depth)
+    if repeat_pattern is not None:
+        more = _UnrecordedLayers(places, repeat_pattern, recorded_layers)
         stretches = more.stretches(stretches, recorded)
         keys = tuple(saved)
         saved = {
-            (n, mode): saved.get((more.origin(n), mode), 0) for n in more.places for _, mode in keys
+            (n, mode): saved.get((more.recorded_place_of(n), mode), 0)
+            for n in more.places
+            for _, mode in keys
         }
         groups, dropped = more.groups(groups)
         places = [*more.places.values()]
-    segment_of = {
-        place: (i, len(group) - 1 - n)
-        for i, group in enumerate(groups)
-        for n, place in enumerate(group)
-    }
+    segment_of = {}
+    for i, group in enumerate(groups):
+        for n, place in enumerate(group):
+            segment_of[place] = (i, len(group) - 1 - n)
     chosen = []
     for stretch in stretches:
         segment, position = segment_of[stretch[0].segment]
@@ -178,8 +185,8 @@ def make_timeline(
 
 
 class _UnrecordedLayers:
-    """The layers of a repeat pattern that were not recorded: periods behind the first two, each
-    like the second.
+    """The layers of a repeat pattern that were not recorded. Each is like the recorded layer one
+    period before it.
 
     An event grows by equal amounts from a period to the next one. In a forward pass, it depends on
     the layers before it alone. In a backward pass, each layer before it adds the bytes that it
@@ -187,51 +194,62 @@ class _UnrecordedLayers:
     it.
     """
 
-    def __init__(self, places: Sequence[ModelPlace], stack: RepeatPattern, depth: int) -> None:
+    def __init__(
+        self, places: Sequence[ModelPlace], repeat_pattern: RepeatPattern, recorded_layers: int
+    ) -> None:
         self._recorded = places
-        self._stack = stack
-        self._layers = [index for index, place in enumerate(places) if place.is_layer][:depth]
-        if len(self._layers) < depth:
+        self._stack = repeat_pattern
+        self._layers = [index for index, place in enumerate(places) if place.is_layer][
+            :recorded_layers
+        ]
+        if len(self._layers) < recorded_layers:
             raise StepsDiffer("some layers do not run")
-        head = stack.lead + 2 * stack.period
+        head = repeat_pattern.lead + 2 * repeat_pattern.period
         self._from = self._layers[head]
-        self._width = self._layers[head] - self._layers[head - stack.period]
-        self._times = (stack.length - depth) // stack.period
+        self._width = self._layers[head] - self._layers[head - repeat_pattern.period]
+        self._times = (repeat_pattern.length - recorded_layers) // repeat_pattern.period
         self._shift = self._times * self._width
         self._inner = self._layers[
-            head - stack.period
+            head - repeat_pattern.period
         ]  # the first place that the start of the model does not change
-        self._last = self._layers[-1 - stack.period]  # the first place of the last period
-        added = self._times * stack.period
+        self._last = self._layers[-1 - repeat_pattern.period]  # the first place of the last period
+        added = self._times * repeat_pattern.period
         self.places = dict(enumerate(places[: self._from]))
         for number in range(self._from, self._from + self._shift):
             later = (number - self._from) // self._width + 1
-            self.places[number] = _rename_place(places[self.origin(number)], later * stack.period)
+            self.places[number] = _rename_place(
+                places[self.recorded_place_of(number)], later * repeat_pattern.period
+            )
         for number, place in enumerate(places[self._from :], self._from):
             self.places[number + self._shift] = (
                 _rename_place(place, added) if number in self._layers else place
             )
 
-    def origin(self, number: int) -> int:
-        """Return the recorded place of which a place of the whole model is a repeat, or the place
-        itself.
+    def recorded_place_of(self, place: int) -> int:
+        """Return the number of the recorded place that a place of the whole model repeats, or that
+        is the place itself.
         """
-        if number >= self._from + self._shift:
-            return number - self._shift
+        if place >= self._from + self._shift:
+            return place - self._shift
         return (
-            number
-            if number < self._from
-            else self._from - self._width + (number - self._from) % self._width
+            place
+            if place < self._from
+            else self._from - self._width + (place - self._from) % self._width
         )
 
-    def groups(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
-        """Return (groups of all places, places between both ends where layers of several kinds form no group)."""
+    def groups(self, recorded_groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
+        """Return (groups of all places, from `recorded_groups`; places in the middle where layers
+        of several kinds form no group).
+        """
         every = {*self._layers[self._stack.lead :]}
-        of_origin = {place: order for order, group in enumerate(groups) for place in group}
-        is_alike = any(every <= {*group} for group in groups)
+        of_origin = {}
+        for order, group in enumerate(recorded_groups):
+            for place in group:
+                of_origin[place] = order
+        is_alike = any(every <= {*group} for group in recorded_groups)
         parts: dict[object, list[int]] = {}
         for number in self.places:
-            origin = self.origin(number)
+            origin = self.recorded_place_of(number)
             if origin in of_origin:
                 is_alone = not is_alike and (self._layers[0] <= origin <= self._layers[-1])
                 parts.setdefault(("place", number) if is_alone else of_origin[origin], []).append(
@@ -242,15 +260,18 @@ class _UnrecordedLayers:
         )
 
     def stretches(
-        self, stretches: Sequence[Stretch], recorded: Sequence[RecordedSteps]
+        self, recorded_stretches: Sequence[Stretch], recorded_steps: Sequence[RecordedSteps]
     ) -> list[Stretch]:
-        """Return the stretches of the whole model. Raises Unlike where periods do not grow by equal amounts."""
-        slopes = self._slopes(stretches)
+        """Return the event lines of the whole model's visits. Raises StepsDiffer where periods do
+        not grow by equal amounts.
+        """
+        slopes = self._slopes(recorded_stretches)
         holdings = {
-            (steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded
+            (steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps)
+            for steps in recorded_steps
         }
         grown = []
-        for stretch in stretches:
+        for stretch in recorded_stretches:
             start = stretch[0]
             kind = _moment_kind(start)[1:]
             if kind not in slopes:
@@ -273,7 +294,8 @@ class _UnrecordedLayers:
         return grown
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
-        """Return by how many bytes the events of a layer grow from one layer to the next, by pass.
+        """Return, for each pass, by how many bytes and gradient elements an event grows from one
+        period of layers to the next.
 
         Raises StepsDiffer where the layers do not grow by equal amounts.
         """
@@ -298,7 +320,9 @@ class _UnrecordedLayers:
         return slopes
 
     def _held_slopes(self, steps: RecordedSteps) -> list[int]:
-        """Return the bytes that a period holds when the backward pass begins, as a slope."""
+        """Return the bytes (fixed, and per sample) that one period of layers holds when the
+        backward pass begins.
+        """
         few, many = steps.samples
         periods = {
             tuple(
@@ -316,37 +340,41 @@ class _UnrecordedLayers:
 
 
 def _shift_moment(
-    moment: TracedMoment, segment: int, slope: Sequence[int], times: int
+    moment: TracedMoment, segment: int, growth_per_period: Sequence[int], periods: int
 ) -> TracedMoment:
     numbers: dict[str, Any] = {
-        name: getattr(moment, name) + times * growth
-        for name, growth in zip(LINEAR, slope, strict=True)
+        name: getattr(moment, name) + periods * growth
+        for name, growth in zip(LINEAR, growth_per_period, strict=True)
     }
     return moment._replace(segment=segment, **numbers)
 
 
-def _rename_place(place: ModelPlace, later: int) -> ModelPlace:
-    """Return the place with the name that it has `later` layers further on."""
+def _rename_place(place: ModelPlace, layers_later: int) -> ModelPlace:
+    """Return the place named as the layer `layers_later` layers further on."""
     prefix, _, number = place.name.rpartition(".")
-    return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
+    return (
+        replace(place, name=f"{prefix}.{int(number) + layers_later}") if number.isdigit() else place
+    )
 
 
 def make_profile(
-    traced: Timeline, *, family: str, precision: Precision, **fields: Any
+    timeline: Timeline, *, family: str, precision: Precision, **profile_fields: Any
 ) -> ModelProfile:
-    """Return the timeline as a ModelProfile with all candidates for the memory peak; `fields` are further fields."""
+    """Return the timeline as a ModelProfile with all moments that may be the memory peak, and with
+    `profile_fields`.
+    """
     none, selective, full = ActivationCheckpointing
     segments = []
-    for index, (place, count) in enumerate(traced.segments):
+    for index, (place, count) in enumerate(timeline.segments):
         # the order of gradients is known where all of them came
         is_ordered = sum(place.tensors) == place.trained
         names = COUNTED + ORDERED if is_ordered else COUNTED
         segment = Segment(
             name=_segment_name(place, count),
             count=count,
-            saved_bytes=traced.saved_bytes.get((index, none), 0),
-            checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
-            selective_bytes=traced.saved_bytes.get((index, selective), 0),
+            saved_bytes=timeline.saved_bytes.get((index, none), 0),
+            checkpointed_bytes=timeline.saved_bytes.get((index, full), 0),
+            selective_bytes=timeline.saved_bytes.get((index, selective), 0),
             transient_bytes=0,
             forward_flops=place.flops,
             unit=place.is_layer and count == 1,
@@ -358,8 +386,8 @@ def make_profile(
         precision=precision,
         source=Source.TRACED,
         segments=tuple(segments),
-        moments=_select_peak_moments(traced),
-        **fields,
+        moments=_select_peak_moments(timeline),
+        **profile_fields,
     )
 
 
@@ -369,8 +397,8 @@ def _segment_name(place: ModelPlace, count: int) -> str:
 
 
 def _fit_lines(steps: RecordedSteps) -> list[Stretch]:
-    """Return every event as a linear function of the micro-batch size, through the two recorded
-    sizes.
+    """Return every event as a linear function of the micro-batch size, through its values at the
+    two recorded sizes.
     """
     few, many = steps.samples
     lines = []
@@ -385,8 +413,8 @@ def _fit_lines(steps: RecordedSteps) -> list[Stretch]:
         twos = second.events
         if [event[1:] for event in ones] != [event[1:] for event in twos]:
             both = {event[1:] for event in ones} & {event[1:] for event in twos}
-            ones = _by_gradients(ones, both)
-            twos = _by_gradients(twos, both)
+            ones = _select_largest_events(ones, both)
+            twos = _select_largest_events(twos, both)
         stretch = []
         for number, (at_first, at_second) in enumerate(zip(ones, twos, strict=False)):
             sample_bytes = -((at_first.live_bytes - at_second.live_bytes) // (many - few))
@@ -414,25 +442,27 @@ def _fit_lines(steps: RecordedSteps) -> list[Stretch]:
     return lines
 
 
-def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[Event]:
-    """Return the start and the largest event per set of gradients, if the micro-batch changes the
-    operations.
+def _select_largest_events(
+    events: Sequence[Event], common_gradients: Set[tuple[int, ...]]
+) -> list[Event]:
+    """Return the first event, and the largest event for each set of gradients, for steps that ran
+    different operations.
 
-    `both`: sets of gradients that occur at both micro-batches. Other events join the set before
-    them.
+    `common_gradients`: sets of gradients that occur at both micro-batch sizes. Other events join
+    the set before them.
     """
     largest: dict[tuple[int, ...], Event] = {}
     gradients = events[0][1:]
     for event in events[1:]:
-        if event[1:] in both:
+        if event[1:] in common_gradients:
             gradients = event[1:]
         largest[gradients] = max(largest.get(gradients, event), Event(event.live_bytes, *gradients))
     return [events[0], *largest.values()]
 
 
-def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
-    """Return {(place, mode): bytes per sample that its forward pass saves}: live bytes after it
-    minus before it.
+def _find_saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
+    """Return {(place, kind of checkpointing): bytes per sample that its forward pass saves}: live
+    bytes after it minus before it.
     """
     saved: SavedBytes = {}
     for this, following in itertools.pairwise(stretches):
@@ -448,12 +478,12 @@ def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
 
 
 def _group_equal_layers(
-    places: Sequence[ModelPlace], used: Sequence[int], stretches: Sequence[Stretch]
+    places: Sequence[ModelPlace], used_places: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
-    """Yield the places in order, with equal layers grouped."""
+    """Yield groups of places in order: equal layers that follow each other form one group."""
     by_place = group_values((stretch[0].segment, stretch) for stretch in stretches)
     group: list[int] = []
-    for place in used:
+    for place in used_places:
         if group and not places[place].is_like(places[group[-1]]):
             yield from _group_if_linear(group, by_place)
             group = []
@@ -464,18 +494,18 @@ def _group_equal_layers(
 def _group_if_linear(
     group: list[int], by_place: Mapping[int, list[Stretch]]
 ) -> Iterator[list[int]]:
-    """Yield the layers as one group if all but the first and the last grow linearly, else each
-    alone.
+    """Yield the layers as one group if all but the first and the last grow linearly, else one group
+    for each.
     """
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
-    if len(kinds) == 1 and all(itertools.starmap(_is_line, zip(*lives[1:-1], strict=True))):
+    if len(kinds) == 1 and all(itertools.starmap(_grow_equally, zip(*lives[1:-1], strict=True))):
         yield group
     else:
         yield from ([place] for place in group)
 
 
-def _is_line(*stretches: Stretch) -> bool:
+def _grow_equally(*stretches: Stretch) -> bool:
     """Return whether the events of successive layers grow by equal amounts."""
     if len({len(stretch) for stretch in stretches}) > 1:
         return False
@@ -528,7 +558,9 @@ def _select_peak_moments(traced: Timeline) -> tuple[TracedMoment, ...]:
 
 
 def _list_gradient_arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
-    """Yield the moments at which gradients arrive, without those that the next one dominates."""
+    """Yield the moments at which gradients arrive, without a moment that needs no more than the
+    next one.
+    """
     arrivals = [moment for moment in stretch if moment.fresh]
     for this, following in itertools.zip_longest(arrivals, arrivals[1:]):
         names = ("fixed_bytes", "sample_bytes", "fresh")

@@ -61,11 +61,14 @@ class Trace(NamedTuple):
 
 
 def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
-    """Return a ModelProfile per dtype setting; None where the model's own code fails in it, as it would in training.
+    """Return one ModelProfile for each dtype setting of the request; None where the model's own
+    code fails in the setting.
 
-    Raises SpecError, and any exception of the model's own code where it fails in every dtype setting.
+    It would fail in training, too. Raises SpecError, and any exception of the model's own code
+    where it fails in every dtype setting.
 
-    Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of scores.
+    Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of
+    scores.
     """
     traces: dict[Arithmetic, Trace] = {}
     failure: Exception | None = None
@@ -89,7 +92,9 @@ def trace_arithmetics(request: Request) -> list[ModelProfile | None]:
 
 
 def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
-    """Return the trace of a few layers of a model that repeats them, else of the whole model."""
+    """Return the trace of a few layers, extended to all, where a model repeats its layers; else of
+    the whole model.
+    """
     config = read_config(request.model)
     whole = build_meta_recipe(request, arithmetic, config)
     length = count_layers(config)
@@ -106,7 +111,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
                 == kinds[: stack.depth] + kinds[length:]
             ):
                 recorder = StepRecorder(request, arithmetic, few)
-                extended = recorder.profile(stack, stack.depth)
+                extended = recorder.make_model_profile(stack, stack.depth)
                 extended = replace(extended, workspace_bytes=_buffer_bytes(whole))
                 weights = whole.module.parameters()
                 if extended.parameters == sum(parameter.numel() for parameter in weights):
@@ -115,21 +120,20 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
         recorder = StepRecorder(request, arithmetic, whole)
     except READS:
         again = build_meta_recipe(request, arithmetic, config)
-        recorder = StepRecorder(request, arithmetic, again, reads=True)
+        recorder = StepRecorder(request, arithmetic, again, reads_values=True)
     try:
-        profile = recorder.profile(stack, length)
+        profile = recorder.make_model_profile(stack, length)
     except StepsDiffer:
-        profile = recorder.profile(None, length)
+        profile = recorder.make_model_profile(None, length)
     return Trace(profile, recorder.is_alike_on_cuda)
 
 
 def _buffer_bytes(recipe: Recipe) -> int:
-    buffers = [
-        buffer
-        for part in recipe.module.modules()
-        for buffer in part._buffers.values()
-        if buffer is not None
-    ]
+    buffers = []
+    for part in recipe.module.modules():
+        for buffer in part._buffers.values():
+            if buffer is not None:
+                buffers.append(buffer)
     return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
@@ -149,7 +153,8 @@ def _limit_address_space(more_bytes: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the profiles of the request file, or, with exit code 2, the job's error.
+    """Print the profiles of the request file, or the job's error with exit code 2; return the exit
+    code.
 
     Output of the model's own code is redirected to standard error.
     """

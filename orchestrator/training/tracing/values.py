@@ -39,18 +39,21 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values: Any = WeakIdKeyDictionary()
         self._random = torch.Generator().manual_seed(0)
 
-    def note(self, fake: Tensor, real: Tensor) -> None:
+    def note(self, fake_tensor: Tensor, real_tensor: Tensor) -> None:
         """Attach a copy of a real tensor's values to a fake tensor."""
-        if not real.is_floating_point() and not real.is_meta:
+        if not real_tensor.is_floating_point() and not real_tensor.is_meta:
             with _disable_current_modes():
-                self._values[fake] = real.detach().clone()
+                self._values[fake_tensor] = real_tensor.detach().clone()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def allowing_array_reads(self) -> Iterator[None]:
         """Open a context in which fake tensors can also be converted to arrays."""
         with (
             patch.object(
-                FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True
+                FakeTensor,
+                "numpy",
+                lambda tensor, **_: self._real_values_of(tensor).numpy(),
+                create=True,
             ),
             self,
         ):
@@ -61,7 +64,7 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = op(*args, **kwargs)
         except READS:
-            return self._as_fake(self._run(op, args, kwargs))
+            return self._as_fake(self._run_or_defer(op, args, kwargs))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         integral = [
             leaf for leaf in made if not leaf.is_floating_point() and leaf.numel() <= ELEMENTS_MAX
@@ -69,9 +72,10 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         writes = op._schema.is_mutable and args and isinstance(args[0], Tensor)
         if (
-            integral and (len(integral) == len(made) or any(self._has(leaf) for leaf in inputs))
-        ) or (writes and self._has(args[0])):
-            real = self._run(op, args, kwargs)
+            integral
+            and (len(integral) == len(made) or any(self._has_values(leaf) for leaf in inputs))
+        ) or (writes and self._has_values(args[0])):
+            real = self._run_or_defer(op, args, kwargs)
             for leaf, values in zip(tree_leaves(out), tree_leaves(real), strict=True):
                 if (
                     isinstance(leaf, Tensor)
@@ -86,27 +90,27 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         return out
 
-    def _has(self, tensor: Tensor) -> bool:
+    def _has_values(self, tensor: Tensor) -> bool:
         return tensor in self._values or not isinstance(tensor, FakeTensor)
 
-    def _run(self, op: Any, args: Any, kwargs: Any) -> Any:
-        args = tree_map(self._real, args)
-        kwargs = tree_map(self._real, kwargs)
+    def _run_or_defer(self, op: Any, args: Any, kwargs: Any) -> Any:
+        args = tree_map(self._real_values_of, args)
+        kwargs = tree_map(self._real_values_of, kwargs)
         with _disable_current_modes():
             return op(*args, **kwargs)
 
-    def _real(self, value: Any) -> Any:
+    def _real_values_of(self, value: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, (Tensor, _TensorShape)):
             return value
         if isinstance(value, Tensor):
-            values = self._noted_values(value)
+            values = self._attached_values_of(value)
             if values is not None:
                 return values
-        return self._invent(value)
+        return self._make_up_values(value)
 
-    def _noted_values(self, tensor: Tensor) -> Tensor | None:
+    def _attached_values_of(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor's values, computed now if an operator was deferred; None where there
         are none.
         """
@@ -114,13 +118,13 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         noted = self._values.get(tensor)
         if isinstance(noted, _DeferredValue):
-            out = self._run(noted.op, noted.args, noted.kwargs)
+            out = self._run_or_defer(noted.op, noted.args, noted.kwargs)
             self._values[tensor] = noted = tree_leaves(out)[noted.place]
         return noted if isinstance(noted, Tensor) else tensor.constant
 
-    def _invent(self, value: Any) -> Tensor:
-        """Return made-up values of this shape and dtype. Raises ValueError where they would take
-        too much memory.
+    def _make_up_values(self, value: Any) -> Tensor:
+        """Return made-up values of the given tensor's shape and dtype. Raises ValueError where they
+        would take too much memory.
         """
         if value.numel() > ELEMENTS_MAX:
             raise ValueError(f"the values of {tuple(value.shape)} are read")

@@ -20,7 +20,7 @@ from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import Framework, remove_flag
+from orchestrator.specs.job.frameworks import Framework, take_flag_from
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
 from orchestrator.specs.published import find_project_job
 from orchestrator.specs.replace import replace
@@ -269,7 +269,7 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     start = next((index for index, word in enumerate(argv) if word == "run"), None)
     if start is None:
         raise _refusal_error("this starts no training", argv, "dora run")
-    package, rest = remove_flag(tuple(argv[1:start]), "-P")
+    package, rest = take_flag_from(tuple(argv[1:start]), "-P")
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
     script = _find_module_file(f"{package}.train", folder, "python") if package else None
@@ -350,7 +350,7 @@ def _parse_framework_script(
         word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
     ):
         module = f"{MODULES[framework]}{argv[1]}" if framework == "trl" else MODULES[framework]
-        ranks, rest = remove_flag(rest, "--num_processes")
+        ranks, rest = take_flag_from(rest, "--num_processes")
         count = f" on {ranks} ranks (--num_processes)" if ranks is not None else ""
         why = f"`{argv[0]} {argv[1]}` starts {module} by a launcher{count}; here the plan does"
         return TypedCommand(
@@ -368,7 +368,7 @@ def _parse_framework_script(
         for index, word in enumerate(rest)
         if word.partition("=")[0] == option
     ]
-    ranks = remove_flag(rest, counts[0][1])[0] if counts else None
+    ranks = take_flag_from(rest, counts[0][1])[0] if counts else None
     is_count = framework == "torchtune" or framework in MODULES
     recipe = next(
         (index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")),
@@ -440,9 +440,10 @@ def find_environment_python(tool_command: Sequence[str], folder: Path) -> str | 
     is not on this machine.
     """
     name = (
-        remove_flag(tuple(tool_command), "-n")[0] or remove_flag(tuple(tool_command), "--name")[0]
+        take_flag_from(tuple(tool_command), "-n")[0]
+        or take_flag_from(tuple(tool_command), "--name")[0]
     )
-    prefix = remove_flag(tuple(tool_command), "-p")[0]
+    prefix = take_flag_from(tuple(tool_command), "-p")[0]
     program = shutil.which(tool_command[0])
     roots = [
         Path.home() / root

@@ -17,7 +17,7 @@ from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.frameworks import remove_flag
+from orchestrator.specs.job.frameworks import take_flag_from
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Success, is_python
@@ -165,7 +165,7 @@ def _find_output_folder_and_arguments(
         return None, ()
     typed = proposal.typed.command[proposal.typed.arguments :]
     if knob.flag is not None:
-        value, _ = remove_flag(typed, knob.flag)
+        value, _ = take_flag_from(typed, knob.flag)
         if value is not None:
             return value, (knob.flag, value)
         defaults = (flag.default for flag in proposal.script.flags if flag.name == knob.flag)

@@ -145,7 +145,7 @@ class Gate:
         needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)
         if principal.is_joining and route not in self.joining:
             return make_refusal(403, "this token lets machines join, and nothing else"), is_change
-        if not principal.role.may(needed):
+        if not principal.role.includes(needed):
             return make_refusal(
                 403, f"{principal.name} is {principal.role}: this needs the role {needed}"
             ), is_change

@@ -10,10 +10,10 @@ def may_change_jobs_of(job_user: str, sender: Principal, policy: PolicySpec) -> 
     """Return whether the sender may change the jobs of `job_user`: its own, or those of its team;
     operators may change all.
     """
-    if sender.role.may(Role.OPERATOR) or job_user == sender.name:
+    if sender.role.includes(Role.OPERATOR) or job_user == sender.name:
         return True
     return (
-        policy.is_shared
+        policy.has_teams
         and bool(job_user)
         and policy.team_of(job_user) == policy.team_of(sender.name)
     )

@@ -461,7 +461,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
     @app.put("/users/{name}")
     def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> EmptyAnswer:
         name_objects([request.role])
-        if request.role.may(Role.MEMBER):
+        if request.role.includes(Role.MEMBER):
             service.refuse_user(name)
         accounts.set_user(name, request.role)
         return {}

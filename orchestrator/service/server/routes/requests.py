@@ -13,7 +13,7 @@ from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.job.sections import LearningRateRule
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import check_storable
-from orchestrator.specs.plain_text import join_first
+from orchestrator.specs.plain_text import join_first_words
 
 JOBS_MAX = 10_000  # of one request
 UNKNOWN_SHOWN_MAX = 20
@@ -40,7 +40,7 @@ class Request(BaseModel):
                 str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields
             ]
             if unknown:
-                shown = join_first(unknown, UNKNOWN_SHOWN_MAX)
+                shown = join_first_words(unknown, UNKNOWN_SHOWN_MAX)
                 allowed = ", ".join(cls.model_fields)
                 raise ValueError(f"unknown keys: {shown}; allowed: {allowed}")
         return data
