@@ -119,3 +119,32 @@ def test_no_vague_name_and_no_open_docstring_is_added(folder: str) -> None:
 )
 def test_a_planted_name_is_counted(source: str) -> None:
     assert sum(counts([source])) == 1
+
+
+def list_uncalled_private_functions(sources: list[str]) -> set[str]:
+    """Return the names of private functions that no source uses; a decorator uses what it decorates."""
+    defined: set[str] = set()
+    used: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_private = node.name.startswith("_") and not node.name.startswith("__")
+                if is_private and not node.decorator_list:
+                    defined.add(node.name)
+            elif isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+    return defined - used
+
+
+def test_each_private_function_is_called_so_that_no_override_is_left_behind_by_a_rename() -> None:
+    sources = [path.read_text() for path in sorted((ROOT / "orchestrator").rglob("*.py"))]
+    assert list_uncalled_private_functions(sources) == set()
+
+
+def test_an_override_that_a_rename_left_behind_is_listed() -> None:
+    base = "class Base:\n    def start(self): self._fork_rank()\n    def _fork_rank(self): ..."
+    assert list_uncalled_private_functions([base]) == set()
+    child = "class Child(Base):\n    def _fork(self): ..."
+    assert list_uncalled_private_functions([base, child]) == {"_fork"}
