@@ -67,7 +67,7 @@ def test_a_holder_that_was_stopped_before_a_launch_starts_nothing_that_the_next_
 def test_a_fence_is_never_replaced_by_an_older_one(tmp_path: Path) -> None:
     old, new = (Fence(folder=str(tmp_path / "fence"), number=number) for number in (9, 10))
     old.store_number()
-    assert not old.is_passed
+    assert not old.is_superseded
     new.store_number()
     old.store_number()  # it was stopped before it came to that
-    assert (old.is_passed, new.is_passed) == (True, False)
+    assert (old.is_superseded, new.is_superseded) == (True, False)

@@ -97,7 +97,7 @@ class Fence:
                 (folder / str(older)).unlink(missing_ok=True)
 
     @property
-    def is_passed(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether a newer owner of the journal has stored its number."""
         return max(self._list_stored_numbers(), default=0) > self.number
 

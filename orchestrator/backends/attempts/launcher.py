@@ -153,7 +153,7 @@ class Launcher:
         Each process may start `ranks_per_process` ranks itself; its `rank` is the first of them.
         """
         with self._changed:
-            if self._state == "idle" and not (fence is not None and fence.is_passed):
+            if self._state == "idle" and not (fence is not None and fence.is_superseded):
                 self._state = "starting"
                 self._ranks_each = ranks_per_process
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the

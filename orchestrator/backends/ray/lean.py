@@ -87,7 +87,7 @@ def _flag_value(flag: str, command: list[str]) -> str:
     return next(word for word in command if word.startswith(f"{flag}=")).partition("=")[2]
 
 
-def sleep_with_parent() -> None:
+def sleep_until_parent_ends() -> None:
     """Sleep until the parent process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
@@ -95,4 +95,4 @@ def sleep_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sleep_with_parent()
+    sleep_until_parent_ends()

@@ -26,7 +26,9 @@ class BucketReduction(NamedTuple):
 
 @frozen
 class BucketReductions:
-    """All reductions of the bucket in one backward pass, by part of the model."""
+    """The reductions of DeepSpeed's gradient bucket in one backward pass, in order, by the part of
+    the model whose gradients caused them.
+    """
 
     reduced: Mapping[Part, tuple[BucketReduction, ...]]
     rest: int  # what is in the bucket when the backward pass is over

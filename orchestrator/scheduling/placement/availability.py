@@ -614,8 +614,8 @@ class AvailabilityProfile:
         )
 
     def _has_usable_bytes(self, node_number: int, device_index: int, least_bytes: int) -> bool:
-        """Return whether a new attempt could use `least_bytes` on one device if our attempt there
-        had ended.
+        """Return whether a device has `least_bytes` for a new attempt once this service's attempt on it
+        has ended. Memory of other processes stays taken.
         """
         return (
             self.has_bytes_on_every_device(least_bytes)

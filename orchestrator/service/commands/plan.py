@@ -556,11 +556,11 @@ def estimate_plan(
     nodes: Sequence[Node],
     observations: Sequence[Observation] = (),
 ) -> CandidateView:
-    """Return the costs of the plan in `plan_settings` on the first kind of device with enough devices,
-    else on the fastest kind.
+    """Return the costs of the plan in `plan_settings` on the fastest kind of device of which there
+    are enough.
 
-    Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the
-    combination.
+    Raises SpecError for an unknown or impossible setting, or for more devices than any kind has,
+    and IllegalPlan if no engine can run the combination.
     """
     plan = parse_plan(spec, plan_settings)
     _check_pipeline_and_expert_degrees(spec, plan)

@@ -44,7 +44,7 @@ def add_measured_rates(cluster: ClusterSpec) -> ClusterSpec:
 
     Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
-    ranks = _count_cpu_ranks(cluster)
+    ranks = _count_cpu_ranks_per_machine(cluster)
     if not ranks:
         return cluster
     file = _find_cache_file(ranks)
@@ -65,7 +65,7 @@ def find_cached_rates(cluster: ClusterSpec) -> CpuRates | None:
 
     None if they were never measured, or if the cluster has no CPU ranks.
     """
-    ranks = _count_cpu_ranks(cluster)
+    ranks = _count_cpu_ranks_per_machine(cluster)
     return _read_cached_rates(_find_cache_file(ranks)) if ranks else None
 
 
@@ -133,7 +133,7 @@ def _read_cached_rates(file: Path | None) -> CpuRates | None:
         return None
 
 
-def _count_cpu_ranks(cluster: ClusterSpec) -> int:
+def _count_cpu_ranks_per_machine(cluster: ClusterSpec) -> int:
     """Return the number of CPU ranks per machine; 0 if the cluster has none."""
     return max(
         (node.devices for node in cluster.nodes if node.device.kind.traits.is_virtual),

@@ -99,7 +99,9 @@ class Listener(socket.socket):
         self._waiting[descriptor] = close_connection
 
     def mark_served(self, descriptor: int) -> None:
-        """Record that a connection has a full request, or is closed."""
+        """Record that a connection has sent its whole request, or is closed. A crowd of new
+        connections no longer closes it.
+        """
         self._waiting.pop(descriptor, None)
 
     def _close_oldest(self) -> None:

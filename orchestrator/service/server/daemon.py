@@ -75,7 +75,7 @@ from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.server.routes.dependencies import Pages, Service
-from orchestrator.service.server.routes.waiting import make_waiting_app
+from orchestrator.service.server.routes.waiting import make_standby_app
 from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
@@ -162,7 +162,7 @@ def run_service(
         )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
-            waiting.enter_context(_serve_if_endpoint(make_waiting_app(), endpoint))
+            waiting.enter_context(_serve_if_endpoint(make_standby_app(), endpoint))
         journal = _open_journal(home, stop, standby=standby)
         if journal is None:
             return

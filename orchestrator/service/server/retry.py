@@ -68,10 +68,10 @@ class RetryStart(NamedTuple):
 
 
 def check_retry(job: Job, *, has_allow: bool) -> None:
-    """Raise ServiceError if the job has not ended. Raise SpecError if it has, but options were
-    given that answer a question.
+    """Raise ServiceError if the job has not ended, and SpecError if an ended job was sent `--allow`.
 
-    `has_allow` is whether such options were given.
+    `--allow` answers only the question of a job that waits for its user; `has_allow` is whether it
+    was sent.
     """
     if job.status is JobStatus.RUNNING or not job.status.ended:
         verb = "runs" if job.status is JobStatus.RUNNING else "waits"

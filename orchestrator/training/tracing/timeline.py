@@ -397,8 +397,8 @@ def _segment_name(place: ModelPlace, count: int) -> str:
 
 
 def _fit_lines(steps: RecordedSteps) -> list[Stretch]:
-    """Return every event as a linear function of the micro-batch size, through its values at the
-    two recorded sizes.
+    """Return the bytes of every event as a linear function of the micro-batch size, fitted through
+    the two recorded sizes.
     """
     few, many = steps.samples
     lines = []

@@ -469,8 +469,8 @@ def _make_empty_class(name: str, base: str) -> ast.ClassDef:
 
 
 def _iterate_base_names(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
-    """Yield the names of a class's bases. `transformers.TrainingArguments` is never a class of the
-    script's own.
+    """Yield the names of a class's bases. A base of a library gets a dot before its name, so that it
+    equals no class of the script.
     """
     for base in node.bases:
         name = last_part_of_name(base)

@@ -10,7 +10,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 MESSAGE = "this service may not decide yet: it is a standby of the one that owns the journal, or it is starting"
 
 
-def make_waiting_app() -> FastAPI:
+def make_standby_app() -> FastAPI:
     """Return an application that answers /healthz with 200 and everything else with 503."""
     app = FastAPI(title="orc", docs_url=None, redoc_url=None, openapi_url=None)
 
