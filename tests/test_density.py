@@ -9,7 +9,7 @@ from tests.size import PACKAGE_NODES_MAX, Counts, count, modules
 # Of 2026-11-29. An anchor of our size has 3 to 12 conditional expressions in 1,000 lines, we had 40.
 # A limit may only fall: lower it with the commit that made the number smaller.
 LIMITS = {
-    "conditional expressions in 1,000 statements": 44.0,
+    "conditional expressions in 1,000 statements": 43.0,
     "comprehensions in 1,000 statements": 54.7,
     "nested comprehensions": 201,
     "functions with more than ten decisions": 150,

@@ -312,7 +312,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in rerun.data.tags["change"]
     )
     assert rerun.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
-    assert rerun.data.metrics["find_needed_peak_bytes"] == 1600
+    assert rerun.data.metrics["measured_peak_bytes"] == 1600
     assert rerun.data.metrics["predicted_over_measured"] == 1175 / 1600
     assert (
         rerun.data.metrics["predicted_reserved_bytes"],

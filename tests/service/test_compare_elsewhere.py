@@ -103,7 +103,7 @@ def test_mlflows_own_page_compares_the_runs_of_a_comparison(
         tab.get_by_text("Comparing 2 Runs").first.wait_for()
         for row in comparison["rows"]:
             tab.get_by_text(row["job_id"]).first.wait_for()
-        tab.get_by_text("find_needed_peak_bytes", exact=True).first.wait_for()
+        tab.get_by_text("measured_peak_bytes", exact=True).first.wait_for()
         for row in comparison["rows"]:
             tab.get_by_text(re.compile(rf"^{row['peak_bytes']}(\.0*)?$")).first.wait_for()
         shown = tab.locator("body").inner_text()

@@ -17,6 +17,7 @@ import pytest
 from orchestrator.service.server import connections
 from orchestrator.service.server.connections import WINDOW_S, Awaited
 from orchestrator.service.server.daemon import serve_http
+from orchestrator.specs.run import uploads_folder
 from tests.service.services import TOKEN
 from tests.service.test_transfer import pack_folder
 from tests.service.worlds import World
@@ -189,6 +190,16 @@ def test_slow_uploads_lock_no_other_out(
         assert honest.recv(4096).startswith(b"HTTP/1.1 200")
 
 
+def wait_until_stored(home: Path, count: int) -> None:
+    """Return once the upload that arrives has at least `count` bytes; fail after 30 s."""
+    until_s = time.monotonic() + 30.0
+    stored = 0
+    while stored < count:
+        assert time.monotonic() < until_s, f"{stored} of {count} bytes are stored"
+        time.sleep(0.001)
+        stored = sum(file.stat().st_size for file in uploads_folder(home).glob(".*.gz"))
+
+
 def test_an_upload_that_goes_on_outlives_a_crowd(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +211,8 @@ def test_an_upload_that_goes_on_outlives_a_crowd(
         port = stack.enter_context(serve_http(world.app))
         honest = stack.enter_context(connect(port, upload(digest, len(data)) + data[:1]))
         for number in range(1, len(data) - 1):
+            # A busy service may accept a crowd before it reads a byte of the upload.
+            wait_until_stored(world.home, number)
             stack.enter_context(connect(port, b"GET / HT"))
             honest.sendall(data[number : number + 1])
         honest.sendall(data[-1:])
