@@ -85,7 +85,7 @@ def night() -> Iterator[Night]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("move", ["grows", "makes way"])
 def test_a_job_that_is_moved_trains_as_if_nobody_had_moved_it(night: Night, move: str) -> None:
-    """It is moved once: after a stop for a gain it runs for ten minutes."""
+    """Each move is a night of its own: after a stop for a gain a job runs for ten minutes."""
     if move == "grows":
         blocking = night.submit("blocking", "1", 10**6)
         night.trains(blocking, 1)
