@@ -106,7 +106,7 @@ class Client:
         return self._post_submission("/jobs/batch", {"jobs": jobs})
 
     def whoami(self) -> dict[str, str]:
-        """Return the name and the role of the user to whom this client's token belongs."""
+        """Return the name and role of the user that this client's token identifies."""
         return self._request_json("GET", "/whoami")
 
     def create_sign_in_url(self, job_id: str | None) -> str:

@@ -74,7 +74,7 @@ class Sessions:
         )
 
     def find_principal(self, request: Request) -> Principal | None:
-        """Return the user to whom the request's session belongs; None without a valid session."""
+        """Return the user of the request's session; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
         if not hmac.compare_digest(cookie.encode(), self._sign_payload(payload).encode()):
