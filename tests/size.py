@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # upgrade, `orc fit hf:` has seconds, a plan says what no machine with several GPUs has run, and a
 # comparison of scripts claims no precision that nobody stated, and `orc init` takes no batch size of
 # one rank or of all where nothing says which.
-PACKAGE_NODES_MAX = 550_499
+PACKAGE_NODES_MAX = 550_825
 DECISIONS_MAX = 10  # ruff's default of C901, which counts no expressions
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -335,6 +335,7 @@ class Evidence:
     nodes_lost: tuple[str, ...] = ()  # nodes that disappeared, or whose launchers did
     first_ended_rank: int | None = None  # rank that ended first; None: unknown
     host_oom_kills: int = 0  # increase of the kernel's oom_kill counters
+    disk_full: bool = False  # no exit code could be written at once: the disk had no room
     hung_for_s: float | None = None  # set if the watchdog ended it
     launch_error: str | None = None  # set if no rank ever ran
     # exec failed: the program or folder is missing, or the node cannot run it

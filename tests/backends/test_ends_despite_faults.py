@@ -188,6 +188,7 @@ def test_an_end_on_a_full_disk_is_told_once_there_is_room_and_accuses_no_node(
     has_room.set()
     evidence = reader.await_end(launch).evidence
     assert (evidence.nodes_lost, evidence.hung_for_s is not None) == ((), True)
+    assert evidence.disk_full
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ __all__ = ["server"]  # a fixture
 AGAIN = """
 import mlflow, sys
 from orchestrator.backends.mlflow.server import MlflowServer
-mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).uri)
+mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).tracking_uri)
 pipeline = mlflow.transformers.load_model(sys.argv[2])
 print(type(pipeline.model).__name__)
 print(len(mlflow.pyfunc.load_model(sys.argv[2]).predict(["some words"])))
@@ -120,7 +120,7 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
 ADAPTED_AGAIN = """
 import mlflow, sys, torch
 from orchestrator.backends.mlflow.server import MlflowServer
-mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).uri)
+mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).tracking_uri)
 pipeline = mlflow.transformers.load_model(sys.argv[2])
 print(type(pipeline.model).__name__)
 print(len(mlflow.pyfunc.load_model(sys.argv[2]).predict(["some words"])))

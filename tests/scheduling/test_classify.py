@@ -429,6 +429,66 @@ def test_a_program_that_stays_after_its_last_step_has_finished_where_it_left_wha
     assert "success.artifacts" in failure.reason
 
 
+@pytest.mark.parametrize(
+    ("earlier_step", "changes", "is_finished"),
+    [
+        (20, {}, True),
+        (19, {}, False),
+        (20, {"steps_done": 1}, False),
+        (20, {"backwards": 1}, False),
+        (20, None, False),
+    ],
+)
+def test_an_attempt_that_had_no_step_left_to_make_may_stay_after_its_artifacts_too(
+    earlier_step: int, changes: dict[str, int] | None, is_finished: bool
+) -> None:
+    """The second attempt began with the last checkpoint, whose step nobody knows."""
+    done = Evidence(ranks=ends(-9), heartbeats=(replace(BEAT, step=earlier_step),))
+    beats = () if changes is None else (replace(BEAT, step=0, **{"steps_done": 0, **changes}),)
+    first = replace(attempt(), evidence=done)
+    resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
+    failure = classify_end(resumed, attempt(2), replace(STOOD, heartbeats=beats))
+    assert (failure is None) == is_finished
+
+
+def test_a_script_that_resumed_at_its_last_step_has_made_all_of_its_steps() -> None:
+    """A checkpoint of the last step counts for nothing, so the newest that is known is the tenth."""
+    spec = script_spec(steps=20, success={"steps": "all"})
+    last = replace(BEAT, step=20, torch_version="2.13")
+    first = Evidence(ranks=ends(-9), heartbeats=(last,), checkpoint_step=10)
+    resumed = replace(job(spec), attempts=(replace(attempt(), evidence=first), attempt(2)))
+    none_left = replace(last, step=0, steps_done=0)
+    ended = Evidence(ranks=ends(0), heartbeats=(none_left,))
+    assert classify_end(resumed, attempt(2), ended) is None
+    interrupted = replace(ended, heartbeats=(replace(none_left, signal=15),))
+    assert classify_end(resumed, attempt(2), interrupted) is not None
+    ran_on = replace(ended, heartbeats=(replace(last, step=5, steps_done=5),))
+    assert classify_end(resumed, attempt(2), ran_on) is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "kind"),
+    [
+        (1, "", FailureKind.DISK_FULL),
+        (1, "Loading the tokenizer\n", FailureKind.DISK_FULL),
+        (-signal.SIGABRT, "", FailureKind.DISK_FULL),
+        (-signal.SIGTERM, "", FailureKind.PREEMPTED),
+        (1, "Traceback (most recent call last):\nKeyError: 'labels'", FailureKind.USER_ERROR),
+    ],
+)
+def test_an_end_without_an_error_on_a_full_disk_waits_for_room(
+    code: int, log: str, kind: FailureKind
+) -> None:
+    full = Evidence(ranks=ends(code, logs=(log,)), disk_full=True)
+    failure = classify_end(job(), attempt(), full)
+    assert failure is not None
+    assert failure.kind is kind
+    told = replace(full, errors=(BUG,))
+    failure = classify_end(job(), attempt(), told)
+    assert failure is not None
+    assert failure.kind is not FailureKind.DISK_FULL, "an error of its own explains more"
+
+
 def test_a_rank_that_exits_with_0_while_others_train_is_the_cause_of_their_complaints() -> None:
     complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
     left = Evidence(ranks=ends(1, 0), errors=(complaint,), heartbeats=met(2, 2), first_ended_rank=0)

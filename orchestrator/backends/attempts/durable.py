@@ -14,12 +14,9 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
 
 REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
-DISK_AWAY = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-)  # of the home folder: no fault of an attempt
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# of the home folder: no fault of an attempt
+DISK_AWAY = (*DISK_FULL, errno.EROFS, errno.EIO)
 EPOCH_BYTES_MAX = 32
 PRIVATE = 0o600  # mode of a file that its owner alone may read
 

@@ -85,6 +85,7 @@ class Ending:
     nodes_lost: tuple[str, ...] = ()
     first_ended_rank: int | None = None
     host_oom_kills: int = 0
+    disk_full: bool = False
     hung_for_s: float | None = None
     launch_error: str | None = None
     no_program: bool = False

@@ -18,10 +18,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, NotRequired, TypedDict
 
 from orchestrator.backends.attempts.durable import (
     DISK_AWAY,
+    DISK_FULL,
     Fence,
     open_to_append,
     read_attempt_number,
@@ -76,6 +77,7 @@ class LauncherStatus(TypedDict):
     oom: bool  # a rank has reported that it ran out of memory
     first_ended: tuple[int, int] | None  # (rank, time in ns) of the first that failed
     host_oom_kills: int
+    disk_full: NotRequired[bool]  # when a rank ended; a launcher of 0.1.0 does not tell
     cpu_s: float
     stale: bool  # a newer attempt exists
     error: str | None  # why ranks did not start
@@ -129,6 +131,7 @@ class Launcher:
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
         self._next_fence_s = self._next_census_s = 0.0  # by the monotonic clock
         self._kills_before = count_oom_kills()
+        self._disk_full = False
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
         self._fork_until_s = 0.0  # by the monotonic clock
         self._ended = threading.Event()
@@ -226,6 +229,7 @@ class Launcher:
             "oom": any(self._has_report(self._folder.oom, number) for number in self._ranks),
             "first_ended": self._first_ended,
             "host_oom_kills": max(0, count_oom_kills() - self._kills_before),
+            "disk_full": self._disk_full,
             "cpu_s": self._census.cpu_s,
             "stale": self._stale,
             "error": self._error,
@@ -367,6 +371,8 @@ class Launcher:
                 break
             except OSError as error:
                 tries += error.errno not in DISK_AWAY
+                # the rank could not write its last words either
+                self._disk_full = self._disk_full or error.errno in DISK_FULL
                 time.sleep(WRITE_AGAIN_S)
         with self._changed:
             if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):

@@ -494,6 +494,7 @@ class AttemptWatch:
             host_oom_kills=max(
                 (status["host_oom_kills"] for status in gang.statuses.values()), default=0
             ),
+            disk_full=any(status.get("disk_full", False) for status in gang.statuses.values()),
             hung_for_s=requested_end.hung_for_s,
             launch_error=errors[0] if errors else None,
             no_program=any(

@@ -229,6 +229,7 @@ class LaunchRun:
         ending = {
             "first_ended_rank": first,
             "host_oom_kills": status["host_oom_kills"],
+            "disk_full": status.get("disk_full", False),
             "launch_error": status["error"],
             "no_program": status["no_program"],
             "stopped": bool(self._signals),

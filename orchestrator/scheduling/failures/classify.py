@@ -123,7 +123,11 @@ def _classify_end(
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
     succeeded = succeeded or _hung_after_last_step(job, attempt, evidence)
     interruption = _find_interruption(job, attempt, evidence) if succeeded else None
-    is_short = job.spec.success.steps == "all" and is_before_last_step(job, attempt, evidence)
+    is_short = (
+        job.spec.success.steps == "all"
+        and is_before_last_step(job, attempt, evidence)
+        and not made_all_declared_steps(job, attempt, evidence)
+    )
     # a probe writes into a folder of its own
     is_complete = attempt.probe or not (evidence.missing_artifacts or is_short or interruption)
     if swallowed is None and (

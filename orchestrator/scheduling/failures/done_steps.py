@@ -22,7 +22,24 @@ def is_before_last_step(
 def made_all_declared_steps(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
     """Return whether every rank made all optimizer steps that the job declares; False where nobody
     knows.
+
+    An attempt without a step also counts if an earlier attempt made all of them: it began with that
+    attempt's last checkpoint.
     """
+    if _reached_last_step(job, attempt, evidence):
+        return True
+    beats = evidence.heartbeats
+    if len(beats) < attempt.plan.world_size or any(b.steps_done or b.backwards for b in beats):
+        return False
+    return any(
+        _reached_last_step(job, entry, entry.facts)
+        for entry in job.attempts[: attempt.number - 1]
+        if not entry.probe
+    )
+
+
+def _reached_last_step(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
+    """Return whether this attempt's own count of steps proves that every rank made the last one."""
     steps = job.spec.optimizer_steps
     beats = evidence.heartbeats
     before = count_steps_before_attempt(job, attempt)

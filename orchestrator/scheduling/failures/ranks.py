@@ -147,6 +147,8 @@ def _judge_exit(
             end.exit_code in ENDED_BY_US and not is_first and _has_failed_before(evidence, end)
         )
         return EndWeight.FOLLOWED if followed else EndWeight.SIGNAL, signalled
+    if evidence.disk_full and end.exit_code not in (0, None):
+        return EndWeight.WORDS, _make_disk_full_failure(end)
     failure = make_unexplained_failure(attempt, evidence, end, report, None, command)
     if end.exit_code == 0:
         # where others only complain, they complain that it left
@@ -155,6 +157,24 @@ def _judge_exit(
         return EndWeight.NAMED, failure
     is_crash = exit_signal(end.exit_code) is not None
     return EndWeight.CRASHED if is_crash or is_first else EndWeight.SILENT, failure
+
+
+def _make_disk_full_failure(end: RankEnd) -> Failure:
+    """Return the failure of a rank without a known cause whose disk was full at its end.
+
+    Such a rank could not write its error to its log. A bug of its own shows itself in the next
+    attempt, which waits for room.
+    """
+    how = f"exited with code {end.exit_code}"
+    if (number := exit_signal(end.exit_code)) is not None:
+        how = f"crashed by {signal_name(number)}"
+    reason = f"rank {end.rank} {how}; the disk was full, so its log may lack the error"
+    return Failure(
+        kind=FailureKind.DISK_FULL,
+        rank=end.rank,
+        reason=reason,
+        excerpt=cut_excerpt(end.log_tail),
+    )
 
 
 def _has_failed_before(evidence: Evidence, end: RankEnd) -> bool:
