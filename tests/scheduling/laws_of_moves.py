@@ -59,13 +59,13 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
             or in_maintenance
             or is_held
             or climbs
-            or _hours_end(job, t.after.at_s)
+            or hours_end(job, t.after.at_s)
             or (is_over and job.last.over_limit)
         ):
             yield from _not_worth_it(t, job, job.last)
 
 
-def _hours_end(job: Job, at_s: float) -> bool:
+def hours_end(job: Job, at_s: float) -> bool:
     """Return whether the hours end of a job that can be saved and does not stay."""
     window, spec = job.spec.start_window, job.spec
     saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)

@@ -53,11 +53,17 @@ def only_the_first_is_promised(key: Key) -> Law:
     return law
 
 
+def _may_stop_under_any_policy(t: Transition, job: Job) -> bool:
+    """Return whether a cancellation, a maintenance or the end of its hours stops the job."""
+    in_maintenance = "maintenance" in job.attempts[-1].moved_for
+    return job.cancelling or in_maintenance or laws_of_moves.hours_end(job, t.after.at_s)
+
+
 def nothing_is_preempted(t: Transition) -> Iterator[str]:
-    """Only a cancellation or a maintenance stops a job."""
+    """Only a cancellation, a maintenance or the end of its hours stops a job."""
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
-        if not job.cancelling and "maintenance" not in job.attempts[-1].moved_for:
+        if not _may_stop_under_any_policy(t, job):
             yield f"{stop.job_id} is stopped: {job.attempts[-1].moved_for}"
 
 
@@ -65,7 +71,7 @@ def only_more_service_is_preempted(t: Transition) -> Iterator[str]:
     """A job is stopped only while one waits that is ahead of it by attained service, then by submission."""
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
-        if job.cancelling or "maintenance" in job.attempts[-1].moved_for:
+        if _may_stop_under_any_policy(t, job):
             continue
         places = [_place(attained, other, t.after) for other in _eligible(t.after)]
         if not any(place < _place(attained, job, t.after) for place in places):

@@ -279,7 +279,7 @@ def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(windows.StartHours, "start_s", lambda _self, from_s, _seconds: from_s)
+    patch.setattr(windows.StartHours, "first_start_s", lambda _self, from_s, _seconds: from_s)
 
 
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
@@ -403,12 +403,7 @@ def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerIndex, "reserve_for_migration", lambda *_: None)
 
 
-def parents_wait_like_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "priority_of", lambda _, job: job.spec.priority)
-
-
 BUGS: dict[str, tuple[Plant, str, int]] = {
-    "parents wait like others": (parents_wait_like_others, "which is equal and ahead", 47),
     "devices never busy": (devices_never_busy, "together", 0),
     "devices free before release": (devices_free_before_release, "together", 0),
     "bugs are retried": (bugs_are_retried, "was tried again after user_error", 0),
