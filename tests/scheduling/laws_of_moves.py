@@ -38,7 +38,8 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
         # Jobs of a node leave one after another, ten seconds apart.
-        soon_s = t.after.at_s + 10.0 * max(node.devices for node in t.after.nodes)
+        devices_max = max((node.devices for node in t.after.nodes), default=0)
+        soon_s = t.after.at_s + 10.0 * devices_max
         in_maintenance = any(
             leaves(node, t.after.at_s) or leaves(node, soon_s)
             for node in t.after.nodes

@@ -20,6 +20,7 @@ from orchestrator.specs.attempt import (
     Failure,
     FailureKind,
     Finding,
+    Heartbeat,
     NodeDevices,
     RankEnd,
 )
@@ -347,3 +348,56 @@ def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
         for phase in ("backward", "optimizer")
     ]
     assert (endings[0].signature == endings[1].signature) is are_alike
+
+
+def interrupted_attempt(
+    number: int, step: int, ran_s: float = 100.0, kind: FailureKind = FailureKind.PREEMPTED
+) -> Attempt:
+    """Return an attempt that SIGKILL ended, on device a/0 for odd numbers and on a/1 for even."""
+    beat = Heartbeat(rank=0, step=step, steps_done=step, step_s=1.0, peak_bytes=0, phase="", at_s=0)
+    ended = ended_attempt(replace(STRANGE, elapsed_s=ran_s), number, ("a", number % 2))
+    return replace(
+        ended,
+        evidence=Evidence(heartbeats=(beat,)),
+        failure=Failure(kind=kind, reason="rank 0 was ended from outside by SIGKILL"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"),
+    [
+        (interrupted_attempt(4, 12), FailureKind.UNKNOWN),
+        (interrupted_attempt(4, 13), FailureKind.PREEMPTED),
+        (interrupted_attempt(4, 12, ran_s=300.0), FailureKind.PREEMPTED),
+        (interrupted_attempt(4, 12, kind=FailureKind.NODE_LOST), FailureKind.NODE_LOST),
+    ],
+)
+def test_the_third_interruption_after_one_step_and_one_time_is_the_programs(
+    last: Attempt, kind: FailureKind
+) -> None:
+    first = interrupted_attempt(1, 40)
+    failure = judged(first, interrupted_attempt(2, 12), interrupted_attempt(3, 12), last)
+    assert failure.kind is kind
+    assert (failure.verdict is not None) == (kind is FailureKind.UNKNOWN)
+
+
+def test_interruptions_before_the_first_step_or_between_other_ends_are_from_outside() -> None:
+    early = [interrupted_attempt(number, 0) for number in range(1, 9)]
+    assert judged(*early).kind is FailureKind.PREEMPTED
+    moved = replace(interrupted_attempt(2, 12), failure=None)
+    attempts = (interrupted_attempt(1, 12), moved, interrupted_attempt(3, 12))
+    assert judged(*attempts).kind is FailureKind.PREEMPTED
+
+
+def test_a_program_that_interrupts_itself_is_given_up_and_accuses_no_device() -> None:
+    attempts: list[Attempt] = []
+    for number in range(1, 6):
+        last = interrupted_attempt(number, 12)
+        failure = judged(*attempts, last)
+        attempts.append(replace(last, failure=failure))
+        if failure.verdict is not None and failure.verdict.wait_s is None:
+            break
+    assert failure.kind is FailureKind.USER_ERROR
+    assert "after step 12" in failure.reason
+    assert failure.ending is not None
+    assert failure.ending.may_pass

@@ -187,6 +187,11 @@ def ended_at_same_point(first: Ending, other: Ending) -> bool:
     """
     if first.step is not None or other.step is not None:
         return first.step == other.step
+    return ended_after_same_time(first, other)
+
+
+def ended_after_same_time(first: Ending, other: Ending) -> bool:
+    """Return whether two attempts ran for about as long: within 20 %, or within a minute."""
     allowed_s = max(START_S, ELAPSED_SHARE * max(first.elapsed_s, other.elapsed_s))
     return abs(first.elapsed_s - other.elapsed_s) <= allowed_s
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.scheduling.failures.endings import ended_at_same_point
+from orchestrator.scheduling.failures.endings import ended_after_same_time, ended_at_same_point
 from orchestrator.scheduling.failures.places import (
     RECENT_S,
     devices_of_placement,
@@ -40,6 +40,9 @@ REFUSED_WAITS_S = (
     1200.0,
 )  # a hub or a network that refused is most often back within 20 minutes
 ADVANCE_S = 600.0  # of training: an attempt that gains so much uses no budget
+# interruptions in a row after one step and about one time: nothing outside knows a program's steps
+INTERRUPTIONS_ALIKE = 3
+INTERRUPTION = "an interruption"
 # what may be trained again: so much of the job, or so long
 REPEATED_SHARE = 0.25
 REPEATED_S = 7200.0
@@ -69,6 +72,10 @@ def add_verdict(
     assert attempt.ended_at_s is not None
     if failure.kind.shortage is not None:
         return _add_verdict_on_shortage(job, attempt, failure, failure.kind.shortage)
+    if failure.kind is FailureKind.PREEMPTED and _was_interrupted_alike(job, attempt):
+        ending = _make_interruption_ending(attempt)
+        reason = f"{failure.reason}, as before after step {ending.step}: by itself, or by a limit"
+        failure = replace(failure, kind=FailureKind.UNKNOWN, reason=reason, ending=ending)
     if failure.ending is None:
         return failure
     others = select_recent_ends_of_others(unexplained_ends, job, attempt.ended_at_s)
@@ -79,6 +86,44 @@ def add_verdict(
         else failure.kind
     )
     return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
+
+
+def _was_interrupted_alike(job: Job, attempt: Attempt) -> bool:
+    """Return whether this interruption is at least the third in a row after the same step.
+
+    Then the program interrupts itself, or a limit that nobody sees does: the attempts ran for about
+    as long, too. Attempts that were interrupted before their first step do not count.
+    """
+    ending = _make_interruption_ending(attempt)
+    earlier = [entry for entry in job.attempts[: attempt.number - 1] if not entry.probe]
+    previous = earlier[1 - INTERRUPTIONS_ALIKE :]
+    if ending.step is None or len(previous) < INTERRUPTIONS_ALIKE - 1:
+        return False
+    for entry in previous:
+        alike = _make_interruption_ending(entry)
+        is_interruption = entry.failure is not None and (
+            entry.failure.kind is FailureKind.PREEMPTED or entry.failure.ending == alike
+        )
+        if not is_interruption or alike.step != ending.step:
+            return False
+        if not ended_after_same_time(alike, ending):
+            return False
+    return True
+
+
+def _make_interruption_ending(attempt: Attempt) -> Ending:
+    """Return the features of an interruption: the last step that any rank counted, and the run
+    time.
+
+    It may pass, so that it accuses no device.
+    """
+    return Ending(
+        signature=INTERRUPTION,
+        step=max((beat.step for beat in attempt.heartbeats), default=0) or None,
+        elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
+        is_own=False,
+        may_pass=True,
+    )
 
 
 def _add_verdict_on_shortage(
