@@ -483,8 +483,8 @@ def test_an_end_without_an_error_on_a_full_disk_waits_for_room(
     failure = classify_end(job(), attempt(), full)
     assert failure is not None
     assert failure.kind is kind
-    told = replace(full, errors=(BUG,))
-    failure = classify_end(job(), attempt(), told)
+    reported = replace(full, errors=(BUG,))
+    failure = classify_end(job(), attempt(), reported)
     assert failure is not None
     assert failure.kind is not FailureKind.DISK_FULL, "an error of its own explains more"
 
