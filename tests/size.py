@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[1]
 # upgrade, `orc fit hf:` has seconds, a plan says what no machine with several GPUs has run, and a
 # comparison of scripts claims no precision that nobody stated, and `orc init` takes no batch size of
 # one rank or of all where nothing says which. 650 more: ends on a full disk, resumed ends without
-# a step, and programs that interrupt themselves, which nights and a matrix of ends found.
-PACKAGE_NODES_MAX = 551_146
+# a step, programs that interrupt themselves, and ranks without an error. Nights and a matrix of
+# ends found them.
+PACKAGE_NODES_MAX = 551_356
 DECISIONS_MAX = 10  # ruff's default of C901, which counts no expressions
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -98,6 +98,28 @@ def test_trap_2_a_crash_under_torchrun_names_rank_and_signal() -> None:
     assert failure.reason == "rank 3 crashed by SIGSEGV"
 
 
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
+ELASTIC = "E1130 08:54:29.6 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed"
+
+
+@pytest.mark.parametrize(
+    ("root", "exit_code", "kind", "reason"),
+    [
+        (1, 3, FailureKind.STARTUP, "rank 1 exited with code 3: the labels are empty"),
+        (1, 1, FailureKind.STARTUP, "rank 1 exited with code 1: the labels are empty"),
+        (0, 1, FailureKind.NODE_LOST, "its ranks only complain"),
+    ],
+)
+def test_trap_2_a_rank_that_left_no_error_comes_before_complaints_about_it(
+    root: int, exit_code: int, kind: FailureKind, reason: str
+) -> None:
+    complaint = f"[rank0]: Traceback (most recent call last):\n[rank0]: {GLOO}"
+    log = f"the labels are empty\n{complaint}\n{ELASTIC}\n{torchrun_said(root, exit_code)}"
+    failure = judged(end_of(log))
+    assert failure.kind is kind
+    assert failure.reason.startswith(reason)
+
+
 def test_trap_2_accelerate_repeats_the_whole_command() -> None:
     echo = ECHO.format(note=NOTE, end="returned non-zero exit status 1")
     command = ("train.py", "--note", NOTE)

@@ -104,10 +104,27 @@ def _judge_rank(
         return EndWeight.NAMED if failure.ending.is_own else EndWeight.RAISED, failure
     named = make_finding_failure(attempt, evidence, end, finding, device_bytes)
     if finding.cause in COMPLAINTS:
+        if _failed_without_error_first(evidence, end, finding):
+            silent = make_unexplained_failure(attempt, evidence, end, None, None, command)
+            return EndWeight.CRASHED, silent
         return _judge_complaint_about_others(evidence, end, finding, named)
     if named is None:
         return _judge_exit(attempt, evidence, end, report, command)
     return EndWeight.NAMED if finding.is_exception else EndWeight.WORDS, named
+
+
+def _failed_without_error_first(evidence: Evidence, end: RankEnd, finding: Finding) -> bool:
+    """Return whether torchrun saw another rank fail first than the one that complains, and that
+    rank left no error.
+
+    `finding` is the complaint. Such a rank left by `os._exit`, or by `sys.exit` with a text.
+    """
+    root = end.root_rank
+    if root is None or finding.rank in (None, root) or exit_signal(end.root_exit_code) is not None:
+        return False
+    ranks_with_errors = {entry.rank for entry in end.findings}
+    ranks_with_errors |= {report.rank for report in evidence.errors}
+    return bool(end.root_exit_code) and root not in ranks_with_errors
 
 
 def _judge_complaint_about_others(

@@ -6,7 +6,7 @@ import re
 
 from orchestrator.scheduling.failures.endings import make_ending
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import exception_type_of, last_traceback
+from orchestrator.scheduling.failures.log_scan import HEAD, exception_type_of, last_traceback
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.program_faults import (
     find_faulty_thing,
@@ -27,6 +27,7 @@ from orchestrator.specs.replace import replace
 EXCERPT_CHARACTERS_MAX = 4000
 MESSAGE_CHARACTERS_MAX = 200  # of an exception that stands in a reason
 LINES_OF_END = 20  # of a log, in which the line stands that tells of its end
+_LAUNCHER = "torch/distributed/elastic/"  # in each line of torchrun's own log
 _ANYTHING = re.compile(r"\S")
 # what a C++ program prints before it aborts
 _TELLS_OF_ABORT = re.compile(
@@ -48,12 +49,18 @@ def make_unexplained_failure(
     `report` is the guard's report and `finding` the exception that ended the rank; None where there
     is none.
     """
+    log_tail = end.log_tail
     # torchrun's own exit code is always 1
     if finding is None and end.exit_code == 1 and end.root_rank is not None:
-        end = replace(end, rank=end.root_rank, exit_code=end.root_exit_code)
+        end = replace(
+            end,
+            rank=end.root_rank,
+            exit_code=end.root_exit_code,
+            log_tail=_cut_launcher_report(log_tail),
+        )
     ending = make_ending(attempt, evidence, end, finding, report, command)
     rank = end.rank
-    excerpt = last_traceback(end.log_tail)
+    excerpt = last_traceback(log_tail)
     if finding is None:
         reason = _describe_exit(evidence, end)
     else:
@@ -77,6 +84,17 @@ def make_unexplained_failure(
         if finding is None
         else find_faulty_thing(finding.line),
     )
+
+
+def _cut_launcher_report(log_tail: str) -> str:
+    """Return what the ranks of torchrun wrote before the first traceback, and before torchrun's own
+    report.
+    """
+    lines = log_tail.splitlines()
+    for number, line in enumerate(lines):
+        if HEAD in line or _LAUNCHER in line:
+            return "\n".join(lines[:number])
+    return log_tail
 
 
 def join_lines(text: str) -> str:
