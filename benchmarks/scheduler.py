@@ -134,7 +134,7 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
 
     def play(trace: Trace, _: int) -> Simulated:
         asked = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
-        run = simulate(asked, cluster.with_order(order))
+        run = simulate(asked, cluster.replace_order(order))
         devices = sum(node.devices * node.count for node in cluster.nodes)
         outcomes = tuple(
             replace(one, alone_s=cluster.launch_cost + training_time_alone_s(arrival, devices))
@@ -142,7 +142,7 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
         )
         return replace(
             run,
-            report=make_report(trace, cluster.with_order(order), outcomes),
+            report=make_report(trace, cluster.replace_order(order), outcomes),
             outcomes=outcomes,
         )
 

@@ -12,7 +12,7 @@ from orchestrator.specs.events import Event
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
 Body = TypeVar("Body")  # what a row of an outbox holds
@@ -199,4 +199,7 @@ def _format_decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt
-    return f"launch {attempt.name} on {format_placement(attempt.placement)} as {in_short(attempt.plan)}"
+    return (
+        f"launch {attempt.name} on {format_placement(attempt.placement)} "
+        f"as {format_plan(attempt.plan)}"
+    )

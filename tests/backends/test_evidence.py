@@ -15,7 +15,10 @@ from orchestrator.backends.attempts.evidence import Ending, collect_evidence, sc
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify_end
-from orchestrator.scheduling.failures.out_of_memory import list_best_oom_reports, oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import (
+    compute_oom_needed_bytes,
+    list_best_oom_reports,
+)
 from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.specs.attempt import (
     Cause,
@@ -142,7 +145,7 @@ def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     (report,) = list_best_oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
-    assert oom_needed_bytes(report) == 4 * 2**30
+    assert compute_oom_needed_bytes(report) == 4 * 2**30
 
 
 def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> None:

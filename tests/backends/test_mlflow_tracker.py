@@ -56,7 +56,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.settings import changes
+from orchestrator.specs.settings import list_changed_settings
 from orchestrator.specs.state import State
 from tests.backends.relays import wait_delivered
 from tests.scheduling.factories import decoder_spec, node
@@ -103,7 +103,7 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
         ),
         correction=1.25,
         step_s=0.5,
-        change=changes(before, plan) if before else (),
+        change=list_changed_settings(before, plan) if before else (),
         change_reason="out of memory in forward" if before else "",
         launched_at_s=START_S + 100 * number,
     )

@@ -134,7 +134,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
         parameter.numel() for parameter in made.parameters() if not parameter.requires_grad
     )
     assert derived.trained_parameters == trained
-    assert derived.weight_bytes(4) == 4 * (trained + frozen)
+    assert derived.compute_weight_bytes(4) == 4 * (trained + frozen)
     low = profile(CONFIGS["qwen3"], lora, precision=Precision.BF16, autocast=True)
     projections = [
         name
@@ -143,7 +143,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
     ]
     matrices = sum(made.get_parameter(name).numel() for name in projections)
     head = SIZES["vocab_size"] * SIZES["hidden_size"]
-    assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
+    assert low.compute_weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
 
 
 def saved_bytes_per_token(

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import make_forecast
-from orchestrator.scheduling.scheduling_pass.index import expected_end_beyond_s
+from orchestrator.scheduling.scheduling_pass.index import estimate_end_beyond_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import LEARNED_STEPS, Pace
 from orchestrator.specs.events import PaceReported
@@ -30,7 +30,7 @@ def paced(steps_done: int, step_s: float, at_s: float, number: int = 1) -> PaceR
 def end_s(state: State) -> float:
     job = state.jobs["job-1"]
     assert job.last is not None
-    return make_index(state).expected_end_s(job, job.last)
+    return make_index(state).estimate_end_s(job, job.last)
 
 
 def test_the_end_of_what_runs_follows_its_own_steps() -> None:
@@ -60,10 +60,10 @@ def test_late_and_repeated_paces_change_nothing() -> None:
 
 
 def test_what_should_have_ended_is_expected_to_take_longer_and_longer() -> None:
-    assert expected_end_beyond_s(10.0, 100.0, 50.0) == 110.0
-    assert expected_end_beyond_s(10.0, 100.0, 110.0) == 135.0
-    assert expected_end_beyond_s(10.0, 100.0, 134.0) == 135.0
-    assert expected_end_beyond_s(10.0, 0.0, 1e9) > 1e9
+    assert estimate_end_beyond_s(10.0, 100.0, 50.0) == 110.0
+    assert estimate_end_beyond_s(10.0, 100.0, 110.0) == 135.0
+    assert estimate_end_beyond_s(10.0, 100.0, 134.0) == 135.0
+    assert estimate_end_beyond_s(10.0, 0.0, 1e9) > 1e9
     state, _ = played(seen(node(devices=2)), submitted(1, JOB, 0.0), submitted(2, JOB, 140.0))
     assert end_s(state) == pytest.approx((LAUNCH_S + 100.0) * 1.25)
 

@@ -18,7 +18,7 @@ from orchestrator.service.pages.form import (
     write_job_file,
 )
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import read_document, read_value
 
@@ -69,7 +69,7 @@ def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
 
 def test_every_key_of_the_schema_has_a_field() -> None:
     names = {key.name.removeprefix(OF_KEY) for section in form_sections() for key in section.keys}
-    assert {name.split(".")[0] for name in names} == set(job_json_schema()["properties"])
+    assert {name.split(".")[0] for name in names} == set(make_job_json_schema()["properties"])
     assert {
         "training.optimizer",
         "model.decoder.hidden_size",

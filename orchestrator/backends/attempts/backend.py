@@ -24,7 +24,7 @@ from orchestrator.backends.attempts.watch import (
 )
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, attempt_name
+from orchestrator.specs.attempt import Attempt, make_attempt_name
 from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
@@ -103,7 +103,7 @@ class ProcessBackend:
 
     def stop(self, action: Stop) -> None:
         """End an attempt: SIGTERM, then SIGKILL after `grace_s` seconds. Unknown and ended attempts are no error."""
-        name = attempt_name(action.job_id, action.number)
+        name = make_attempt_name(action.job_id, action.number)
         if self._is_watched(name):
             self._watches[name][0].stop(action.grace_s)
 

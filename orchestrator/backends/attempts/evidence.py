@@ -53,7 +53,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     Phase,
     RankEnd,
-    device_count,
+    count_devices,
 )
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
@@ -134,7 +134,7 @@ def collect_evidence(
     A part that cannot be read is left out and named in the evidence's field `unread`.
     """
     folder = job_folder.attempt(attempt.number)
-    world_size = device_count(attempt.placement)
+    world_size = count_devices(attempt.placement)
     started = list_started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
     files = [*map(folder.log, started), *map(folder.exit_code, started)]

@@ -23,7 +23,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, uploads_folder
+from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, get_uploads_folder
 
 USERS = "users"
 SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
@@ -129,7 +129,7 @@ def hand_files_to_user(
     folder.path.chmod(ENTER_GROUP)
     for _, named in list_paths(job.spec):
         if (upload := find_upload(home, named)) is not None:
-            _make_readable(upload[0], uploads_folder(home))
+            _make_readable(upload[0], get_uploads_folder(home))
 
 
 def _list_rank_folders(folder: JobFolder, attempt: AttemptFolder) -> Iterator[Path]:

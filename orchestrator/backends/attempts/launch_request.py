@@ -20,7 +20,7 @@ from orchestrator.planning.render import (
 )
 from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.failures.done_steps import count_steps_before_attempt
-from orchestrator.specs.attempt import Attempt, Placement, device_count
+from orchestrator.specs.attempt import Attempt, Placement, count_devices
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.device_kind import DeviceId
@@ -501,7 +501,7 @@ def _rank_processes(
     Source: torch/distributed/run.py. A script on one device gets no variables of a process group:
     with RANK set, some scripts turn to distributed training (nanoGPT's train.py).
     """
-    world_size = device_count(attempt.placement)
+    world_size = count_devices(attempt.placement)
     gang = {"WORLD_SIZE": str(world_size), **_rendezvous_variables(attempt, nodes, master_port)}
     rank = 0
     for part in attempt.placement:

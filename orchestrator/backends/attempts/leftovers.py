@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.backends.attempts.process_census import MARK, iterate_marked_processes
-from orchestrator.specs.run import AttemptFolder, training_run_from_json
+from orchestrator.specs.run import AttemptFolder, parse_training_run_json
 
 
 def process_mark(folder: AttemptFolder, node: str) -> str:
@@ -49,7 +49,7 @@ def _find_swap_folder(run_file: Path) -> Path | None:
     try:
         with open_untrusted(run_file) as file:
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
-        return training_run_from_json(read_json(run_file)).swap_folder if is_ours else None
+        return parse_training_run_json(read_json(run_file)).swap_folder if is_ours else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
 

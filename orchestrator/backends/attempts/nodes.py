@@ -264,6 +264,6 @@ class NodeWatch:
             host_free_bytes=node.host_memory_bytes,
             network_bandwidth=self.cluster.network_bandwidth,
             launch_cost_s=self.cluster.launch_cost,
-            maintenance=self.cluster.maintenance_of(launch.name),
+            maintenance=self.cluster.list_maintenance(launch.name),
             rack=node.rack,
         )

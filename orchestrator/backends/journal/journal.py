@@ -196,7 +196,7 @@ class Journal:
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
         changed = [
             {"row": job.id, "body": self._job.write(job)}
-            for job in state.jobs.changed_since(self._saved)
+            for job in state.jobs.iterate_changed_since(self._saved)
         ]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
         rewritten = [row for row in changed if row["row"] in self._saved]

@@ -11,8 +11,8 @@ from orchestrator.specs.attempt import (
     AttemptStatus,
     NodeDevices,
     Placement,
-    attempt_name,
-    device_count,
+    count_devices,
+    make_attempt_name,
 )
 from orchestrator.specs.choices import Engine, ParallelLayout, Precision
 from orchestrator.specs.events import Submitted
@@ -111,7 +111,7 @@ def _parse_launch(job_id: str, decision_line: str) -> tuple[int, Placement] | No
     if (
         not number.isdecimal()
         or len(number) > DIGITS_MAX
-        or parts[1] != attempt_name(job_id, int(number))
+        or parts[1] != make_attempt_name(job_id, int(number))
     ):
         return None
     nodes = (part.rpartition(":") for part in parts[3 : parts.index("as")])
@@ -131,7 +131,7 @@ def _is_release_event(raw: Mapping[str, Any], job_id: str, attempt_number: int) 
 def _placeholder_attempt(
     job_id: str, attempt_number: int, placement: Placement, *, released: bool
 ) -> Attempt:
-    devices = device_count(placement)
+    devices = count_devices(placement)
     plan = Plan(
         engine=Engine.SCRIPT,
         layout=ParallelLayout(dp=max(1, devices)),

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 
 from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, get_predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.failures.out_of_memory import count_caught_errors
 from orchestrator.scheduling.reports.comparison import Comparison
-from orchestrator.scheduling.reports.comparison_rows import model_flops_utilisation
+from orchestrator.scheduling.reports.comparison_rows import compute_model_flops_utilisation
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -303,7 +303,7 @@ def parse_samples_and_next_number(
 
 
 def _attempt_metric_values(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
-    predicted = predicted_peak_bytes(attempt)
+    predicted = get_predicted_peak_bytes(attempt)
     overhead_bytes = None if observation is None else observation.overhead_bytes
     evidence = attempt.evidence
     reserved_bytes = (
@@ -363,7 +363,7 @@ def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict
         metrics["samples_per_s"] = samples_per_s
         if not job.spec.is_script and plan.sequence_length:
             metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
-        metrics["mfu"] = model_flops_utilisation(job, plan, device, step_s)
+        metrics["mfu"] = compute_model_flops_utilisation(job, plan, device, step_s)
     if attempt.ended_at_s is not None:
         device_s = plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
         metrics["device_seconds"] = device_s
@@ -402,7 +402,7 @@ def _job_description(job: Job, compare: str) -> str:
     """Return the job's description in Markdown, which MLflow shows above its run."""
     last = job.attempts[-NOTED_ATTEMPTS:]
     return _fill_template(
-        "job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes
+        "job", job, describe_status_with_holder(job), compare, last, get_predicted_peak_bytes
     )
 
 

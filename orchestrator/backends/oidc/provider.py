@@ -19,7 +19,7 @@ from joserfc.jwk import KeySet
 
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
+from orchestrator.specs.oidc import OidcSpec, SignInError, require_safe_url
 
 ALGORITHMS = [
     "RS256",
@@ -148,7 +148,7 @@ class Provider:
                 raise SignInError("the provider's discovery document is of another issuer")
             self._discovery = discovery, self._clock() + KEEP_S
         try:
-            return safe_url(str(discovery.get(endpoint_name, "")))
+            return require_safe_url(str(discovery.get(endpoint_name, "")))
         except ValueError as error:
             raise SignInError(f"the provider's {endpoint_name} cannot be used: {error}") from None
 

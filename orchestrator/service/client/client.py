@@ -427,7 +427,7 @@ class Client:
         return (
             job_data
             if job_data.get("user") or self._home is None
-            else {**job_data, "user": user_name()}
+            else {**job_data, "user": get_user_name()}
         )
 
     def _post_submission(self, path: str, body: JsonObject) -> Any:
@@ -584,7 +584,7 @@ def process_is_alive(pid: int) -> bool:
         return False
 
 
-def user_name() -> str:
+def get_user_name() -> str:
     """Return the operating system's name of this process's user, or the user id if it has no name."""
     number = os.getuid()
     try:

@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
-from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.options.probe import set_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, MicroBatchChoice
 from orchestrator.specs.cluster import Node
@@ -69,7 +69,7 @@ def choose_strategies(
             allowed=f"at most {most}",
         )
     calibrated = calibrate(observations, device=group.hardware.device.name, family=spec.family_name)
-    spec = with_measured_memory(spec, calibrated)
+    spec = set_measured_memory(spec, calibrated)
     if strategies_option == "frontier":
         candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
         exact = [

@@ -28,7 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short, settings_as_text
+from orchestrator.specs.settings import format_plan, format_settings
 
 DEEPSPEED = "deepspeed.json"
 ACCELERATE = "accelerate.yaml"
@@ -91,7 +91,7 @@ def _check_exportable(spec: JobSpec, workdir: Path, folder: Path) -> None:
 
 def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     """Write the plan's settings, and the files that DeepSpeed and accelerate read."""
-    (folder / "plan.json").write_text(json.dumps(settings_as_text(plan), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(format_settings(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
     if spec.knobs.deepspeed_config is not None or (
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
@@ -178,7 +178,7 @@ def _run_script_text(spec: JobSpec, plan: Plan, env: Env, workdir: str, argv: Se
     needed = [f': "${{{name}:?is a secret of the job}}"' for name in spec.secrets]
     lines = [
         "#!/usr/bin/env bash",
-        f"# {spec.name}: {in_short(plan)}. Made by `orc plan --export`; it runs without orc.",
+        f"# {spec.name}: {format_plan(plan)}. Made by `orc plan --export`; it runs without orc.",
         "set -euo pipefail",
         f"cd {shlex.quote(workdir)}",
         *exports,

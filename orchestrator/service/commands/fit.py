@@ -10,7 +10,7 @@ from typing import TypedDict
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.profiles import is_memory_known
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, list_fitting, needed_device_bytes
+from orchestrator.planning.frontier import Candidate, estimate_needed_device_bytes, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
@@ -32,7 +32,7 @@ from orchestrator.specs.parse import Override
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 
 COUNTS = (1, 2, 4, 8)  # of one machine's cards
 ADAPTER_RANK = 16
@@ -193,8 +193,8 @@ def _add_plan(row: FitRow, best: Candidate) -> None:
     """Write the plan of the fewest devices into the row."""
     plan = best.plan
     row["devices"] = plan.world_size
-    row["plan"] = in_short(plan)
-    row["needed_bytes"] = needed_device_bytes(best, UNMEASURED)
+    row["plan"] = format_plan(plan)
+    row["needed_bytes"] = estimate_needed_device_bytes(best, UNMEASURED)
     row["host_bytes"] = best.host_bytes
     row["offloads"] = plan.offload is not Offload.NONE or plan.activation_offload
     row["degradation"] = best.degradation.name.lower()
@@ -223,7 +223,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
     rule = make_choice_rule(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
-        fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
+        fill = estimate_needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
     return alike[rule.choose_plan_index(choices)]
 

@@ -60,7 +60,7 @@ def read_job_list(list_file: Path, home: Path) -> Trace:
     begins_s = (
         None
         if listed.begins is None
-        else replace(listed.begins, zone=listed.begins.zone or local_time_zone()).due_s(0.0)
+        else replace(listed.begins, zone=listed.begins.zone or local_time_zone()).compute_due_s(0.0)
     )
     submissions = [
         (entry.at_s, spec, f"{source}: jobs.{index}")
@@ -111,12 +111,12 @@ def _make_arrival(
     between = (
         None
         if spec.start_window is None
-        else spec.start_window.shifted_to_start_at(list_begins_s + first_submitted_at_s)
+        else spec.start_window.shift_to_start_at(list_begins_s + first_submitted_at_s)
     )
     deadline_s = (
         None
         if spec.deadline is None
-        else spec.deadline.due_s(list_begins_s + submitted_at_s) - list_begins_s
+        else spec.deadline.compute_due_s(list_begins_s + submitted_at_s) - list_begins_s
     )
     if deadline_s is not None and deadline_s <= submitted_at_s:
         raise SpecError(

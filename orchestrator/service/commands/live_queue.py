@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.job_updates import replace_job
 from orchestrator.scheduling.base.migration import can_be_stopped, make_migration
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
@@ -122,7 +122,7 @@ def move_state_and_find_saved_steps(
         }
         if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
-        end_s = index.expected_end_s(job, attempt)
+        end_s = index.estimate_end_s(job, attempt)
         saved[job.id] = (
             estimate_saved_step(index, job, attempt, end_s, state.at_s)
             if can_be_stopped(job)
@@ -131,7 +131,7 @@ def move_state_and_find_saved_steps(
         if attempt.status is not AttemptStatus.STOPPING:
             why = "moved to the other cluster"
             job, _ = make_migration(job, StopCause.MAINTENANCE, why, state.at_s)
-            state = with_job(state, job)
+            state = replace_job(state, job)
     policy = cluster.policy
     return replace(
         state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()
@@ -188,7 +188,7 @@ class FutureSubmissions:
                 spec = rest.popleft()
                 if (
                     spec.deadline is not None
-                    and spec.deadline.due_s(scheduler_state.at_s) <= scheduler_state.at_s
+                    and spec.deadline.compute_due_s(scheduler_state.at_s) <= scheduler_state.at_s
                 ):
                     rest.clear()
                     break
@@ -211,7 +211,7 @@ class FutureSubmissions:
             order=event.order,
             submitted_at_s=event.at_s,
             array=event.array,
-            deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None,
+            deadline_s=spec.deadline.compute_due_s(event.at_s) if spec.deadline else None,
         )
         self.jobs.append(job)
         return event

@@ -20,7 +20,7 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.attempt import Device
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
@@ -314,7 +314,7 @@ def _add_deadline(arrival: Arrival) -> JobSpec:
     """Return the arrival's job with its deadline as a part of its spec."""
     if arrival.deadline_s is None:
         return arrival.spec
-    return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
+    return arrival.spec.model_copy(update={"deadline": make_deadline(arrival.deadline_s)})
 
 
 def list_outcomes(
@@ -406,9 +406,9 @@ def make_report(
         finished=len(finished),
         mean_completion_s=fmean(completions),
         median_completion_s=median(completions),
-        p99_completion_s=quantile(completions, 0.99),
+        p99_completion_s=compute_quantile(completions, 0.99),
         makespan_s=makespan_s,
-        p99_slowdown=quantile(slowdowns, 0.99),
+        p99_slowdown=compute_quantile(slowdowns, 0.99),
         worst_slowdown=slowdowns[-1],
         gpu_hours=held_s / 3600,
         cost=_price_of_device_seconds(cluster, occupied_s),
@@ -466,7 +466,7 @@ def _price_of_device_seconds(
     return cost if device_s_by_node else None
 
 
-def quantile(sorted_values: Sequence[float], fraction: float) -> float:
+def compute_quantile(sorted_values: Sequence[float], fraction: float) -> float:
     """Return the smallest of the values such that this fraction (0 to 1) of all values is no larger
     (nearest-rank quantile).
     """

@@ -12,7 +12,7 @@ from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.init.shell_text import split_first_command
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import Path, format_key_path, read_document, read_value
@@ -69,7 +69,7 @@ def form_sections() -> tuple[Section, ...]:
     """Return all keys of a job file by section: the top level, then each mapping, followed by the
     mappings inside it.
     """
-    schema = job_json_schema()
+    schema = make_job_json_schema()
     return tuple(_iterate_sections((), schema, schema["$defs"]))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.morning import ended_at_s, make_morning_report
+from orchestrator.scheduling.reports.morning import get_ended_at_s, make_morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.frame import colour_class
 from orchestrator.service.pages.job import MEMORY
@@ -45,7 +45,7 @@ def make_night_data(
         for job in all_jobs.values()
         if any(attempt.end_or(now_s) >= from_s for attempt in job.attempts)
     ]
-    ended = [job for job in all_jobs.values() if job.status.ended and ended_at_s(job) >= from_s]
+    ended = [job for job in all_jobs.values() if job.status.ended and get_ended_at_s(job) >= from_s]
     return {
         "hours": chart_hours,
         "choices": HOURS,
@@ -64,7 +64,7 @@ def make_night_data(
             ),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
-        "rows": [_ending_data(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
+        "rows": [_ending_data(job) for job in sorted(ended, key=get_ended_at_s, reverse=True)],
         "report": report,
         "summary": report.summary,
         "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
@@ -75,7 +75,7 @@ def _ending_data(job: Job) -> TemplateData:
     last = job.last
     return {
         "job": job,
-        "ended_at_s": ended_at_s(job),
+        "ended_at_s": get_ended_at_s(job),
         "why": (
             last.failure.reason
             if last and last.failure and job.status is JobStatus.FAILED

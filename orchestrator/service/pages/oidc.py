@@ -93,7 +93,7 @@ class OidcSignIn:
             claims = self._provider.fetch_claims(
                 _callback_url(request), query["code"], begun["nonce"], begun["verifier"]
             )
-            user = self._provider.spec.user_name(claims)
+            user = self._provider.spec.get_user_name(claims)
             role = self._find_role(user, claims)
         except SignInError as error:
             self._gate.has_sent_too_many_wrong_tokens(request)
@@ -132,7 +132,7 @@ class OidcSignIn:
         return begun
 
     def _find_role(self, user: str, claims: Mapping[str, Any]) -> Role:
-        role_by_claims = self._provider.spec.highest_role(claims)
+        role_by_claims = self._provider.spec.find_highest_role(claims)
         role_by_account = next(
             (account.role for account in self._accounts.list_users() if account.name == user), None
         )

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.backends.mlflow.tracker import find_job_url
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.service.commands.live_queue import advance_to_now
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, compare_queues
@@ -394,7 +394,7 @@ class _Pages:
         data = self._get_from_api("/cluster", request=request) | {
             "uses": make_device_use_data(jobs, self._home, now_s)
         }
-        return self._render(request, "cluster", **data, holders=job_id_by_held_device(state))
+        return self._render(request, "cluster", **data, holders=map_held_device_to_job_id(state))
 
     def night(self, request: Request) -> Response:
         looked_back = min(float(_query_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
@@ -513,7 +513,7 @@ class _Pages:
             more = present.nodes[0].model_copy(update=changes)
             other = present.model_copy(update={"nodes": (*present.nodes, more)})
         if form["order"] in list(Order):
-            other = other.with_order(Order(form["order"]))
+            other = other.replace_order(Order(form["order"]))
         jobs = _parse_jobs(form["job"]) if form["job"].strip() else []
         return compare_queues(
             advance_to_now(state),

@@ -224,7 +224,7 @@ class Controller:
         """
         with self._changed:
             totals = self._journal.count_rows()
-            ends_s = self._scheduler.expected_end_s_by_job_id()
+            ends_s = self._scheduler.list_expected_end_s_by_job_id()
             at_s = self._clock()
             tally = deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)

@@ -46,7 +46,7 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.client.client import user_name
+from orchestrator.service.client.client import get_user_name
 from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.client.lifecycle import find_journal_url, prepare_home, write_service_file
 from orchestrator.service.intake.cluster_file import (
@@ -380,11 +380,12 @@ def _separate_users_and_make_check(
         open_home(home)
 
     def refuse(name: str) -> None:
-        if endpoint is None or endpoint.trusts_users or cluster.users or name == user_name():
+        if endpoint is None or endpoint.trusts_users or cluster.users or name == get_user_name():
             return
         raise ServiceError(
-            f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
-            "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
+            f"jobs of {name} would run as {get_user_name()}, who can read and change this home and "
+            "everybody's files: give each user a user id by `users` of the cluster file, "
+            "or say `orc up --listen HOST:PORT --trust-users`"
         )
 
     for user in accounts.list_users():

@@ -6,7 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, make_morning_report
+from orchestrator.scheduling.reports.morning import (
+    MorningReport,
+    get_ended_at_s,
+    make_morning_report,
+)
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.job_record import Job
@@ -63,6 +67,6 @@ def _iterate_ended_since(controller: Controller, since_s: float) -> Iterator[Job
     for _ in range(REPORTED_MAX // PAGE):
         page = controller.list_ended_jobs(PAGE, before)
         yield from page
-        if len(page) < PAGE or all(ended_at_s(job) < since_s for job in page):
+        if len(page) < PAGE or all(get_ended_at_s(job) < since_s for job in page):
             return
         before = page[-1].id

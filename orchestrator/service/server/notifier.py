@@ -172,8 +172,8 @@ class Notifier:
     def _last_report_due_s(self, now_s: float) -> float:
         """Return when a report was last due, in seconds since 1970."""
         assert self._spec.report_at is not None
-        first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
-        next_s = self._spec.report_at.due_s(first_s)
+        first_s = self._spec.report_at.compute_due_s(now_s - DAY_S - SHIFT_S)
+        next_s = self._spec.report_at.compute_due_s(first_s)
         return next_s if next_s <= now_s else first_s
 
 

@@ -16,7 +16,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]  # of a table, as JSON has it
@@ -54,7 +54,7 @@ def format_second(at_s: float) -> str:
 
 
 def _plan_text(job: Job) -> str | None:
-    return in_short(job.last.plan) if job.last else None
+    return format_plan(job.last.plan) if job.last else None
 
 
 def _last_loss(job: Job) -> float | None:

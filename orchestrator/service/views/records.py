@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, get_predicted_peak_bytes
 from orchestrator.planning.explain import list_highest_moments
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
@@ -31,7 +31,7 @@ from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
 
@@ -246,7 +246,7 @@ def make_job_view(
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
-        team=policy.team_of(job.user).name if policy.has_teams else None,
+        team=policy.find_team(job.user).name if policy.has_teams else None,
         order=job.order,
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,
@@ -283,7 +283,7 @@ def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         number=attempt.number,
         status=attempt.status.value,
         outcome=attempt.outcome,
-        plan=in_short(attempt.plan),
+        plan=format_plan(attempt.plan),
         settings=list_recorded_settings(spec, attempt.plan),
         placement=_format_placement(attempt.placement),
         device=attempt.device,
@@ -292,7 +292,7 @@ def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         or ("a probe: it measures memory, and ends" if attempt.probe else ""),
         estimate=make_estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
-        predicted_bytes=predicted_peak_bytes(attempt),
+        predicted_bytes=get_predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
         fit_probability=attempt.fit_probability,
         predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,

@@ -91,7 +91,7 @@ class Monitor:
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
         # on CUDA, before the peaks of its allocator were reset
-        self._peak_bytes = self._reserved_bytes = 0
+        self._peak_bytes = self._compute_reserved_bytes = 0
 
     def set_rank(self, rank: int) -> None:
         """Set the rank under which heartbeats are written from now on."""
@@ -277,7 +277,7 @@ class Monitor:
         if cuda is None:
             return 0
         peak_bytes = _requested_peak_bytes(cuda)
-        self._peak_bytes, self._reserved_bytes = (
+        self._peak_bytes, self._compute_reserved_bytes = (
             max(self._peak_bytes, peak_bytes),
             self.reserved_bytes(),
         )
@@ -294,7 +294,11 @@ class Monitor:
     def reserved_bytes(self) -> int:
         """Return the peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
         cuda = self._initialised_cuda()
-        return 0 if cuda is None else max(self._reserved_bytes, int(cuda.max_memory_reserved()))
+        return (
+            0
+            if cuda is None
+            else max(self._compute_reserved_bytes, int(cuda.max_memory_reserved()))
+        )
 
     def allocator_room_bytes(self) -> int | None:
         """Return the minimum so far of free plus reserved bytes on this rank's device; None without

@@ -14,8 +14,8 @@ from orchestrator.specs.job.model import (
     DecoderSpec,
     ModelSpec,
     TrainingSpec,
-    model_from_json,
-    training_from_json,
+    parse_model_json,
+    parse_training_json,
 )
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
@@ -62,8 +62,8 @@ def request_from_json(data: JsonObject) -> Request:
         for raw in data["arithmetics"]
     ]
     nouns = {
-        "model": model_from_json(data["model"]),
-        "training": training_from_json(data["training"]),
+        "model": parse_model_json(data["model"]),
+        "training": parse_training_json(data["training"]),
         "arithmetics": tuple(arithmetics),
         "modes": tuple(map(ActivationCheckpointing, data["modes"])),
         "tensors": tuple(data["tensors"]),
@@ -158,7 +158,7 @@ def hold_in_four_bits(
     """Return {name: bytes per element} of the weights that CUDA holds in 4 bits; cast other frozen
     tables as training does.
 
-    A script's tables are in fp32 but for `weights: bf16`, as `_with_adapters` in
+    A script's tables are in fp32 but for `weights: bf16`, as `_add_adapters` in
     memory/models/hf.py has them.
     """
     lora = request.model.lora

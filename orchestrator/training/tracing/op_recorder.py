@@ -78,7 +78,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention = ""  # the attention kernel that ran
         # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.is_alike_on_cuda = True
-        self.buffer_bytes = 0
+        self.estimate_buffer_bytes = 0
         self._recipes = recipes
         self._held_bytes = stored_bytes_per_element
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
@@ -147,7 +147,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for buffer in recipe.module.buffers():
                 self._count_storage_of(buffer)
         self._resident_bytes = self._live_bytes
-        self.buffer_bytes = self._live_bytes - weights
+        self.estimate_buffer_bytes = self._live_bytes - weights
         self.ledger.begin_step()
         self._held_by = {
             parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
@@ -536,7 +536,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.viewed += count
         if parameter in self._trained:
             place.trained += count
-            place.factored += _factored_elements(parameter.shape)
+            place.factored += _compute_factored_elements(parameter.shape)
         else:
             place.frozen_bytes += round(count * self._held_bytes[parameter])
 
@@ -572,7 +572,7 @@ def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, .
     return ()
 
 
-def _factored_elements(shape: Sequence[int]) -> int:
+def _compute_factored_elements(shape: Sequence[int]) -> int:
     """Elements of Adafactor's second moments: one row and one column per matrix (torch/optim/_adafactor.py)."""
     count = math.prod(shape)
     return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

@@ -136,7 +136,7 @@ class StepRecorder:
             traced,
             family=self._request.family,
             precision=self._arithmetic.precision,
-            workspace_bytes=self._recorder.buffer_bytes,
+            workspace_bytes=self._recorder.estimate_buffer_bytes,
             turns=turns if len(turns) > 1 else (),
             attention=self._recorder.attention,
             fragmentation=tuple(self._fragmentation.items()),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.scheduling.options.probe import why_not_probed
+from orchestrator.scheduling.options.probe import find_probe_obstacle
 from orchestrator.service.commands.init.meanings import find_quantity_and_count
 from orchestrator.service.commands.init.saved_files import SavedFile
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
@@ -58,7 +58,7 @@ def describe_recovery(
         list(_list_other_adjustable_settings(spec)),
         lambda name: _why_no_knob(name, script),
         _why_no_restart(spec, script, framework),
-        why_not_probed(spec) if is_judged else None,
+        find_probe_obstacle(spec) if is_judged else None,
     )
 
 

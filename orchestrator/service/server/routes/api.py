@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.scheduling.reports.morning import MorningReport
-from orchestrator.service.client.client import user_name
+from orchestrator.service.client.client import get_user_name
 from orchestrator.service.client.join_token import read_join_secret
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
@@ -199,7 +199,7 @@ def create_app(service: Service) -> FastAPI:
     )
     gate = Gate(
         owner_token=service.token,
-        owner=user_name(),
+        owner=get_user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
         roles={
@@ -212,7 +212,9 @@ def create_app(service: Service) -> FastAPI:
         rates=make_rate_limiter(),
         joining=JOINING,
         join_secret=lambda: read_join_secret(service.home),
-        sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
+        sessions=Sessions(
+            owner_token=service.token, owner=get_user_name(), accounts=service.accounts
+        ),
         links=SignInLinks(),
         pages=service.pages,
     )
@@ -313,7 +315,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     @app.get("/cluster")
     def cluster(request: Request) -> ClusterAnswer:
         state = controller.state
-        job_ids = job_id_by_held_device(state)
+        job_ids = map_held_device_to_job_id(state)
         return {
             "name": service.cluster,
             "trackers": {
