@@ -111,7 +111,7 @@ def _round(
             value.copy_(state[name])
 
     whole, state = folder / "state.pt", engine.state()
-    published = checkpoint_folder.complete_checkpoint_path(
+    published = checkpoint_folder.get_complete_checkpoint_path(
         Path(run.job_folder) / "checkpoints", number
     )
     found = {"state_bytes": sum(value.nbytes for value in state.values())}

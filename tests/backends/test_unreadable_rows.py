@@ -59,7 +59,7 @@ class Endless:
     def wake(self) -> None:
         pass
 
-    def events(self, timeout_s: float) -> list[Event]:  # noqa: ARG002
+    def await_events(self, timeout_s: float) -> list[Event]:  # noqa: ARG002
         events, self._events = self._events, []
         return events
 

@@ -33,7 +33,7 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from orchestrator.training.models.hf_adapters import add_adapters
 from orchestrator.training.models.hf_model import read_config
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE
@@ -165,7 +165,7 @@ def saved_bytes_per_token(
             )
             tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
             before = device.live_bytes
-            on_cuda = as_on_cuda() if cuda else contextlib.nullcontext()
+            on_cuda = autocast_as_on_cuda() if cuda else contextlib.nullcontext()
             with on_cuda, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 for layer in layers[:count]:
                     hidden = layer(hidden, position_embeddings=tables, attention_mask=None)

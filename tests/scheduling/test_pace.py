@@ -86,10 +86,10 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
     ):
         beat(0, steps_done, 1.0)
         beat(1, steps_done, step_s)
-        progress.hung_for_s(0.0, 0.0)
-        pace = progress.changed_pace(1.0, 77.0)
+        progress.find_hung_for_s(0.0, 0.0)
+        pace = progress.find_changed_pace(1.0, 77.0)
         assert (pace and pace.step_s) == expected
-    assert progress.changed_pace(1.5, 78.0) is None
+    assert progress.find_changed_pace(1.5, 78.0) is None
 
 
 def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
@@ -100,8 +100,8 @@ def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
 
     def peak_of(progress: Progress, steps: int) -> int | None:
         folder.heartbeat(0).write_text(json.dumps(beat | {"step": steps, "steps_done": steps}))
-        progress.hung_for_s(0.0, 0.0)
-        pace = progress.changed_pace(5.0, at_s=90.0)
+        progress.find_hung_for_s(0.0, 0.0)
+        pace = progress.find_changed_pace(5.0, at_s=90.0)
         return None if pace is None else pace.peak_bytes
 
     progress = Progress(script_spec(), folder, 1, [0], tmp_path, includes_peak=True)

@@ -104,7 +104,7 @@ class MemoryJournal:
             ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
         )
 
-    def first_event_at_s(self) -> float | None:
+    def read_first_event_at_s(self) -> float | None:
         return self.events[0].at_s if self.events else None
 
     def store_snapshot(self, state: State) -> None:

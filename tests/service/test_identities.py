@@ -209,9 +209,10 @@ def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
     """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
     starts = (
         "import subprocess, sys; "
-        "from orchestrator.backends.attempts.launcher import die_with_parent_hook, popen_user_arguments; "
-        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), "
-        f"**popen_user_arguments('{ADA}:{ADA}')); "
+        "from orchestrator.backends.attempts.launcher import make_die_with_parent_hook; "
+        "from orchestrator.backends.attempts.launcher import make_popen_user_arguments; "
+        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=make_die_with_parent_hook(), "
+        f"**make_popen_user_arguments('{ADA}:{ADA}')); "
         "print(rank.pid, flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -59,15 +59,15 @@ class Storm(FaultyBackend):
         super().__init__(cluster, seed=seed, hazards=hazards, repeat_chance=0.0)
         self._arrivals = arrivals
 
-    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
+    def _compute_true_step_s(self, job: Job, attempt: Attempt) -> float:
         return true_step_s(self._arrivals[job.order - 1], attempt)
 
     def _factors(self, _: Job) -> tuple[float, float]:
         return 1.0, 0.0  # a trace has no memory measurements
 
-    def _new_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
+    def _make_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
         is_hit = self._stream("burst", job.id).random() < CHANCE
-        return super()._new_process(replace(job, fault=OUT_OF_MEMORY) if is_hit else job, attempt)
+        return super()._make_process(replace(job, fault=OUT_OF_MEMORY) if is_hit else job, attempt)
 
 
 def storm(trace: Trace, seed: int) -> Simulated:

@@ -40,7 +40,7 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import InitialisationRecorder, recording_initialisation
 from orchestrator.training.tracing import trace as tracing
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
 from orchestrator.training.tracing.repeats import RepeatPattern, find_repeat_pattern
@@ -353,7 +353,7 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
         return {name: tensor.dtype for name, tensor in made.items()}
 
     before = widths()
-    with as_on_cuda():
+    with autocast_as_on_cuda():
         inside = widths()
     assert {name for name, dtype in inside.items() if dtype is torch.float32} == {
         "norm",

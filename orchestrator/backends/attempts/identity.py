@@ -41,7 +41,7 @@ class Identity:
     uid: int
     gid: int
 
-    def default_variables(self, home: Path) -> dict[str, str]:
+    def make_default_variables(self, home: Path) -> dict[str, str]:
         """Return default environment variables of the user's processes. The job's own variables override them."""
         user_home = home / USERS / self.name
         cache = str(user_home / ".cache")
@@ -52,7 +52,7 @@ class Identity:
             "XDG_CACHE_HOME": cache,
         }
 
-    def final_variables(self, home: Path) -> dict[str, str]:
+    def make_final_variables(self, home: Path) -> dict[str, str]:
         """Return environment variables of the user's processes that override those of the job and
         the service.
         """
@@ -68,7 +68,7 @@ def find_identity(
 
     Raises SpecError, which names `job_source` (the job's file), for a user without a user id.
     """
-    if not users or user_name in ("", _service_user_name()):
+    if not users or user_name in ("", _get_service_user_name()):
         return None
     user = users.get(user_name)
     if user is None:
@@ -82,7 +82,7 @@ def find_identity(
     return Identity(name=user_name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 
 
-def file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
+def make_file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
     """Return the rights (interpreter, uid and gid) with which a job's files are searched: those of
     the job's user.
 
@@ -148,7 +148,7 @@ def _make_readable(upload: Path, uploads: Path) -> None:
             path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
 
 
-def _service_user_name() -> str:
+def _get_service_user_name() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

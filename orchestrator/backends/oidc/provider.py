@@ -107,7 +107,7 @@ class Provider:
             nonce={"essential": True, "value": nonce},
         )
         try:
-            claims = jwt.decode(token, self._keys_for(token), algorithms=ALGORITHMS).claims
+            claims = jwt.decode(token, self._fetch_keys_for(token), algorithms=ALGORITHMS).claims
             registry.validate(claims)
         except (JoseError, ValueError, TypeError, KeyError) as error:
             raise SignInError(f"the id token is refused: {type(error).__name__} {error}") from None
@@ -121,7 +121,7 @@ class Provider:
             )
         return claims
 
-    def _keys_for(self, token: str) -> KeySet:
+    def _fetch_keys_for(self, token: str) -> KeySet:
         """Return the provider's keys; fetch them again if they lack the token's key."""
         key_id = jws.extract_compact(token.encode()).headers().get("kid")
         with self._lock:

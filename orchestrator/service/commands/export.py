@@ -49,7 +49,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     (folder / "output").mkdir(parents=True)
     nodes = -(-plan.world_size // devices_per_node)
     devices = tuple(range(plan.world_size // nodes))
-    config_path = _path_of_config_copy(spec, folder)
+    config_path = _get_config_copy_path(spec, folder)
     rendered = render_script_command(
         read_script_request(spec),
         plan,
@@ -107,7 +107,7 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
         (folder / ACCELERATE).write_text(yaml.safe_dump(content))
 
 
-def _path_of_config_copy(spec: JobSpec, folder: Path) -> Path | None:
+def _get_config_copy_path(spec: JobSpec, folder: Path) -> Path | None:
     """Return the path for the copy of the script's config file: in the export's folder, or in a
     folder of links.
 

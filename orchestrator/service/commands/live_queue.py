@@ -20,8 +20,8 @@ from orchestrator.scheduling.reports.forecast import (
 from orchestrator.service.commands.simulate import (
     Outcome,
     Simulated,
+    compute_training_time_alone_s,
     make_report,
-    training_time_alone_s,
 )
 from orchestrator.service.server.submissions import (
     SubmissionRequest,
@@ -251,7 +251,7 @@ def _find_job_outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + training_time_alone_s(arrival, device_count, attempts),
+        alone_s=launch_cost_s + compute_training_time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

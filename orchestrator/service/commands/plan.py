@@ -312,7 +312,7 @@ def _plan_on_kind(
                 *list_smaller_models(case, trace_model),
             )
         nothing = explain_unfit_job(case, ways_out=ways)
-    job = placeholder_job(spec)
+    job = make_placeholder_job(spec)
     first = candidates[0].plan
     probe = find_probe_plan(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
@@ -374,7 +374,7 @@ def make_job_file_of_way_out(plans: JobPlans, way_out_number: int) -> str:
     return head + as_yaml(way["job"])
 
 
-def placeholder_job(spec: JobSpec) -> Job:
+def make_placeholder_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
@@ -401,7 +401,7 @@ def _choose_plans(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = make_choice_rule(placeholder_job(spec), "", calibration, candidates[fitting[0]])
+    rule = make_choice_rule(make_placeholder_job(spec), "", calibration, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting
@@ -536,7 +536,7 @@ def _list_free_bytes(nodes: Iterable[Node]) -> list[int]:
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
-def trace_scope(
+def make_trace_scope(
     nodes: Sequence[Node], spec: JobSpec, plan_settings: Sequence[Override] | None = None
 ) -> TraceScope:
     """Return which plans a trace of the model must cover.

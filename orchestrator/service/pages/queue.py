@@ -147,11 +147,11 @@ class Rows:
         of its members.
         """
         return [
-            self._job_row(group[0]) if len(group) == 1 else self._array_row(group)
+            self._make_job_row(group[0]) if len(group) == 1 else self._make_array_row(group)
             for group in groups
         ]
 
-    def _job_row(self, job: Job) -> TemplateData:
+    def _make_job_row(self, job: Job) -> TemplateData:
         state = self._state
         devices = self._devices.get(job.id, {}).items()
         return {
@@ -165,7 +165,7 @@ class Rows:
             "expected": self._expected.get(job.id),
         }
 
-    def _array_row(self, group: Sequence[Job]) -> TemplateData:
+    def _make_array_row(self, group: Sequence[Job]) -> TemplateData:
         first = group[0]
         member = first.spec.member
         trial = first.spec.trial
@@ -177,6 +177,6 @@ class Rows:
             "counts": [(status.value, counts[status]) for status in JobStatus if counts[status]],
             "ended": sum(job.status.ended for job in group),
             "jobs": max(len(group), trial.sweep.trials if trial else member.of if member else 0),
-            "members": [self._job_row(job) for job in group[:MEMBERS_MAX]],
+            "members": [self._make_job_row(job) for job in group[:MEMBERS_MAX]],
             "more": len(group) - MEMBERS_MAX,
         }

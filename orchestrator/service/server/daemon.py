@@ -56,7 +56,7 @@ from orchestrator.service.intake.cluster_file import (
     load_joined_nodes,
     select_nodes_of_this_machine,
 )
-from orchestrator.service.intake.detection import local_node_name
+from orchestrator.service.intake.detection import make_local_node_name
 from orchestrator.service.intake.rates import add_cached_rates, add_measured_rates
 from orchestrator.service.server.connections import (
     BoundedConnection,
@@ -193,7 +193,7 @@ def run_service(
         own_ray = None if named_ray else _make_own_ray(home, declared, endpoint)
         if own_ray is not None:
             stack.callback(_end_if_needed, own_ray.stop, must_end)
-        locate = own_ray.address if own_ray is not None else lambda: named_ray
+        locate = own_ray.start_and_get_address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(
             closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
         )
@@ -234,7 +234,7 @@ def run_service(
             cluster=cluster.name,
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
-            hosts=endpoint.allowed_host_names() if endpoint else LOOPBACK,
+            hosts=endpoint.list_allowed_host_names() if endpoint else LOOPBACK,
             members=_make_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
@@ -276,7 +276,7 @@ def _make_controller(
     exit_stack.callback(first.close)
     controller = Controller(journal, backend, time.time, check_job=first.check_job)
     controller.health.register_source(lambda: backend.problem)
-    controller.health.register_source(FAULTS.problem)
+    controller.health.register_source(FAULTS.describe_faults)
     _run_disk_watch(home, controller.health, stop)
     _start_thread(
         _log_problem_changes,
@@ -422,7 +422,7 @@ def _make_own_ray(
     """Return the object that starts the service's own Ray on this machine; no process is started
     yet.
     """
-    here = select_nodes_of_this_machine(cluster, load_joined_nodes(home), local_node_name())
+    here = select_nodes_of_this_machine(cluster, load_joined_nodes(home), make_local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
@@ -441,8 +441,8 @@ def _make_members(
     return Members(
         home,
         declared_cluster,
-        own_ray.known_address,
-        backend.address_by_node,
+        own_ray.get_known_address,
+        backend.get_address_by_node,
         lambda cluster: backend.set_cluster(add_cached_rates(cluster)),
     )
 

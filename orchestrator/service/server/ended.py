@@ -53,7 +53,7 @@ def make_report(
 
     It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
-    since_s = controller.report_start_s(since_s)
+    since_s = controller.limit_report_start_s(since_s)
     ended = _iterate_ended_since(controller, since_s)
     return make_morning_report(controller.state, ended, since_s, until_s, sweeps)
 

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from orchestrator.memory.calibration.correction import get_predicted_peak_bytes
 from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.scheduling.base.pending import get_pending_code
-from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
+from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, compute_device_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.frozen import frozen
@@ -245,7 +245,7 @@ def _iterate_metrics_since_start(
     names = {team.name for team in policy.teams} | {policy.find_team("").name} | set(tally.device_s)
     used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
     for running in attempts:
-        used[(policy.find_team(running.job.user).name,)] += device_seconds(
+        used[(policy.find_team(running.job.user).name,)] += compute_device_s(
             running.attempt, figures.at_s
         )
     yield _make_counter(

@@ -76,7 +76,7 @@ class Tally:
         assert attempt.status is AttemptStatus.ENDED, attempt.name
         assert attempt.ended_at_s is not None, attempt.name
         self.outcomes[attempt.failure.kind.value if attempt.failure else SUCCEEDED] += 1
-        self.device_s[policy.find_team(job.user).name] += device_seconds(
+        self.device_s[policy.find_team(job.user).name] += compute_device_s(
             attempt, attempt.ended_at_s
         )
         predicted = get_predicted_peak_bytes(attempt)
@@ -98,7 +98,7 @@ class Figures:
     tally: Tally
 
 
-def device_seconds(attempt: Attempt, until_s: float) -> float:
+def compute_device_s(attempt: Attempt, until_s: float) -> float:
     """Return the attempt's device-seconds: its devices times the seconds from its launch to its
     release, at most `until_s`.
     """

@@ -57,12 +57,12 @@ def _plan_text(job: Job) -> str | None:
     return format_plan(job.last.plan) if job.last else None
 
 
-def _last_loss(job: Job) -> float | None:
+def _find_last_loss(job: Job) -> float | None:
     beats = job.last.heartbeats if job.last else ()
     return next((beat.loss for beat in beats if beat.loss is not None), None)
 
 
-def _device_uuids(attempt: Attempt) -> list[str]:
+def _list_device_uuids(attempt: Attempt) -> list[str]:
     return [beat.device_uuid for beat in attempt.heartbeats if beat.device_uuid]
 
 
@@ -90,7 +90,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "loss",
             "Loss",
             "ended",
-            value_of=_last_loss,
+            value_of=_find_last_loss,
             text_of="{:.4g}".format,
             is_number=True,
         ),
@@ -118,7 +118,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "device_uuids",
             "Device UUIDs",
             "sides",
-            value_of=_device_uuids,
+            value_of=_list_device_uuids,
             text_of=lambda uuids: ", ".join(uuids) or "–",
         ),
         Column("launched_at_s", "Launched", "sides"),

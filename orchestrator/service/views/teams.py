@@ -75,7 +75,7 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
             (user for user in users if policy.find_team(user).name == name),
             key=lambda u: (tree.compute_fair_share_key(u), u),
         )
-        views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
+        views = [_make_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(
             TeamView(
                 name=name,
@@ -96,7 +96,7 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
     )
 
 
-def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
+def _make_user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
     of_user = [job.status for job in jobs if job.user == user]
     return UserView(
         name=user,

@@ -24,7 +24,7 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
 from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.models.decoder import make_decoder_recipe
-from orchestrator.training.tracing.fake_model import parameters_on_meta
+from orchestrator.training.tracing.fake_model import move_parameters_to_meta
 
 FP32_BYTES = 4
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
@@ -105,7 +105,7 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
-        with parameters_on_meta():
+        with move_parameters_to_meta():
             recipe = from_factory(model.factory, model.config)
     if not recipe.then:
         freeze_parameters(recipe.module, request.training.freeze, LAST_STEP)

@@ -190,7 +190,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
         self._hooked: Any = WeakIdKeyDictionary()
-        self._enter_place(self._current_place_between_layers(), is_backward=False)
+        self._enter_place(self._get_place_between_layers(), is_backward=False)
         yield
         for parameter in self._parameters:
             parameter.grad = None
@@ -202,7 +202,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes_by_place = Counter()
         for _, size, _, place in self._storages.values():
             self.bytes_by_place[place] += size
-        self._enter_place(self._current_place_between_layers(), is_backward=True)
+        self._enter_place(self._get_place_between_layers(), is_backward=True)
 
     def wrap_as_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a wrapper of a function that makes gradients in the forward pass; its products
@@ -218,7 +218,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def named_places(self) -> list[ModelPlace]:
+    def list_named_places(self) -> list[ModelPlace]:
         """Return the places (layers and code between) in order of first visit, with their
         parameters and names filled in.
         """
@@ -377,7 +377,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append(PlaceVisit(place, self._turn, is_backward, []))
         self.phases[-1].events.append(self._make_event())
 
-    def _current_place_between_layers(self) -> int:
+    def _get_place_between_layers(self) -> int:
         """Return the number of the place behind the layers that have run forward in this turn."""
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
@@ -401,7 +401,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _make_pre_hook(self, layer_index: int) -> Callable[..., None]:
         def enters(_place_of_layer: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
-                between = self._current_place_between_layers()
+                between = self._get_place_between_layers()
                 if len(self.phases[-1].events) > 1:
                     self._record_backward_at_gradient((args, kwargs), between)
                 self._enter_place(self._place_of_layer(layer_index), is_backward=False)
@@ -413,7 +413,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._is_forward:
                 self._record_backward_at_gradient(out, self._place_of_layer(layer_index))
                 self._layers_passed += 1
-                self._enter_place(self._current_place_between_layers(), is_backward=False)
+                self._enter_place(self._get_place_between_layers(), is_backward=False)
 
         return leaves
 
@@ -460,7 +460,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
             if parameter is not None and parameter in self._unread:
-                self._assign_parameter(parameter, self._current_place_between_layers())
+                self._assign_parameter(parameter, self._get_place_between_layers())
         packet = op._overloadpacket
         table = parameter_of(args[0]) if packet is aten.embedding else None
         if table is not None and table in self._trained.keys() - self._looked_up:
@@ -509,7 +509,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.matmuls += ((-(-rows // samples), inner, columns),)
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
-            products = _matrix_products_of(packet, args, out)
+            products = _list_matrix_products(packet, args, out)
             place.matmuls += tuple(
                 (-(-rows // samples), inner, columns) for rows, inner, columns in products
             )
@@ -550,7 +550,7 @@ def _list_in_fsdp2_order(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
 
 
-def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
+def _list_matrix_products(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
     """Return an operation as matrix products (rows, inner, columns); () for products of activations
     only.
 

@@ -92,7 +92,7 @@ from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
     make_node_view,
     make_observations_view,
-    observations_from_view,
+    parse_observations_view,
 )
 from orchestrator.service.views.teams import make_teams_view
 from orchestrator.specs.access import Role
@@ -208,7 +208,7 @@ def create_app(service: Service) -> FastAPI:
             **({} if service.pages is None else service.pages.roles),
         },
         reading=mlflow_routes.READING,
-        body_bytes_max=_body_limit_by_route(),
+        body_bytes_max=_list_body_limit_by_route(),
         rates=make_rate_limiter(),
         joining=JOINING,
         join_secret=lambda: read_join_secret(service.home),
@@ -256,7 +256,7 @@ def _list_digests_of_used_uploads(service: Service) -> set[str]:
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
-def _body_limit_by_route() -> dict[tuple[str, str], int]:
+def _list_body_limit_by_route() -> dict[tuple[str, str], int]:
     """Return {(method, path): largest number of bytes in a request's body} of the API's routes."""
     limits = dict.fromkeys(ROLES, JSON_BYTES_MAX)
     limits["PUT", "/uploads/{digest}"] = UPLOAD_BYTES_MAX
@@ -381,7 +381,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     def observe(request: ObserveRequest) -> KeptAnswer:
         return {
             "count": controller.store_and_count_new_observations(
-                observations_from_view(request.observations)
+                parse_observations_view(request.observations)
             )
         }
 
@@ -411,7 +411,7 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
     @app.get("/join")
     def join() -> JoinAnswer:
         return {
-            "ray_address": _require_members(service).ray_address_for_joining(),
+            "ray_address": _require_members(service).get_ray_address_for_joining(),
             "machine": read_machine_properties(service.home),
         }
 
