@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
-from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.specs.run import TrainingRun, parse_training_run_json
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
@@ -111,7 +111,7 @@ def _round(
             value.copy_(state[name])
 
     whole, state = folder / "state.pt", engine.state()
-    published = checkpoint_folder.complete_checkpoint_path(
+    published = checkpoint_folder.get_complete_checkpoint_path(
         Path(run.job_folder) / "checkpoints", number
     )
     found = {"state_bytes": sum(value.nbytes for value in state.values())}
@@ -143,4 +143,4 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main(training_run_from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))
+    main(parse_training_run_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))

@@ -73,7 +73,7 @@ def figures() -> list[Figure]:
                     statistics.median(lost),
                     "%",
                 ),
-                informs(f"{name}: lost by our choice, p95", quantile(lost, 0.95), "%"),
+                informs(f"{name}: lost by our choice, p95", compute_quantile(lost, 0.95), "%"),
                 *_by_halves(f"{name}: rank correlation, mean", orders, statistics.mean, ""),
             ]
         if series := by_steps(rows):
@@ -90,7 +90,7 @@ def figures() -> list[Figure]:
                 statistics.median(errors),
                 "%",
             ),
-            informs(f"{name}: error of the time, p90", quantile(errors, 0.9), "%"),
+            informs(f"{name}: error of the time, p90", compute_quantile(errors, 0.9), "%"),
             informs(
                 f"{name}: predicted over measured, median",
                 statistics.median(row.ratio for row in rows),
@@ -107,7 +107,10 @@ def figures() -> list[Figure]:
             3,
         ),
         at_most(
-            "lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", LOST_MAX_PERCENT
+            "lost by our choice in all groups, p95",
+            compute_quantile(regrets, 0.95),
+            "%",
+            LOST_MAX_PERCENT,
         ),
         informs(f"groups in which it loses over {LOST_MAX_PERCENT} %", len(beaten), ""),
         informs(
@@ -115,7 +118,7 @@ def figures() -> list[Figure]:
             len(set(beaten)),
             "",
         ),
-        informs("lost by our choice, layouts known, p95", quantile(least, 0.95), "%"),
+        informs("lost by our choice, layouts known, p95", compute_quantile(least, 0.95), "%"),
         informs(
             "groups whose fastest plan computed more samples in less time",
             len(regrets) - len(consistent),
@@ -123,10 +126,12 @@ def figures() -> list[Figure]:
         ),
         informs(
             f"lost by our choice in the {len(consistent)} others, p95",
-            quantile(consistent, 0.95),
+            compute_quantile(consistent, 0.95),
             "%",
         ),
-        *_by_halves("lost by our choice, p95", regrets, lambda half: quantile(half, 0.95), "%"),
+        *_by_halves(
+            "lost by our choice, p95", regrets, lambda half: compute_quantile(half, 0.95), "%"
+        ),
         *cpu_ranks.figures(),
     ]
 
@@ -214,7 +219,7 @@ def _micro_batch_s(row: Measured) -> float:
     return row.measured_s / (row.plan.gradient_accumulation_steps + row.plan.layout.pp - 1)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def compute_quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` of them do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 

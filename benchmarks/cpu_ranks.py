@@ -26,7 +26,7 @@ from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStag
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.ranks import start_ranks
 from tests.training.gang import finish
 
@@ -63,7 +63,7 @@ def figures() -> list[Figure]:
         }
         for plan, ratio in ratios.items():
             found.append(
-                informs(f"CPU ranks, {name}: {in_short(plan)}, predicted / measured", ratio, "")
+                informs(f"CPU ranks, {name}: {format_plan(plan)}, predicted / measured", ratio, "")
             )
         furthest = max(max(ratio, 1 / ratio) for ratio in ratios.values())
         figure = f"CPU ranks, {name}: furthest off"

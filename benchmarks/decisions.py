@@ -12,7 +12,7 @@ from benchmarks.figure import Figure, at_most, informs, say
 from benchmarks.measured import Arrival, MeasuredBackend
 from benchmarks.trace_files import job_spec_from_trace
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, quantile
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, compute_quantile
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.cluster import ClusterSpec
@@ -54,9 +54,9 @@ def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int
         taken_s = sorted(unsorted_s)
         if not policy.has_teams:
             means[pending] = fmean(taken_s)
-        p99_ms, limit_ms = 1e3 * quantile(taken_s, 0.99), LIMITS_MS.get(pending)
+        p99_ms, limit_ms = 1e3 * compute_quantile(taken_s, 0.99), LIMITS_MS.get(pending)
         found += [
-            informs(f"{name}: decision p50", 1e3 * quantile(taken_s, 0.5), "ms"),
+            informs(f"{name}: decision p50", 1e3 * compute_quantile(taken_s, 0.5), "ms"),
             at_most(f"{name}: decision p99", p99_ms, "ms", limit_ms)
             if limit_ms
             else informs(f"{name}: decision p99", p99_ms, "ms"),

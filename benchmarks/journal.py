@@ -55,12 +55,12 @@ class Instant:
     def stop(self, action: Stop) -> None:
         raise AssertionError(action)
 
-    def events(self, timeout_s: float) -> Sequence[Event]:  # noqa: ARG002
+    def await_events(self, timeout_s: float) -> Sequence[Event]:  # noqa: ARG002
         told, self._told = self._told, []
         return told
 
     def wake(self) -> None:
-        pass  # `events` never waits
+        pass  # `await_events` never waits
 
     def close(self) -> None:
         pass

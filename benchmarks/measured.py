@@ -65,7 +65,7 @@ class MeasuredBackend(PacedBackend):
         super().__init__(cluster)
         self._arrivals = arrivals
 
-    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
+    def _compute_true_step_s(self, job: Job, attempt: Attempt) -> float:
         return true_step_s(self._arrivals[job.order - 1], attempt)
 
 

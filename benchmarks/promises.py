@@ -176,5 +176,5 @@ OURS = "ours"
 def _queues(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
     return {
         OURS: cluster,
-        **{order.value: cluster.with_order(order) for order in (Peer.EASY, Peer.SJF)},
+        **{order.value: cluster.replace_order(order) for order in (Peer.EASY, Peer.SJF)},
     }

@@ -23,7 +23,7 @@ from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.client import lifecycle
 from orchestrator.service.client.client import Client
 from orchestrator.service.intake.intake import read_job
-from orchestrator.specs.run import AttemptFolder, JobFolder, training_run_from_json
+from orchestrator.specs.run import AttemptFolder, JobFolder, parse_training_run_json
 
 ROUNDS = 5
 PATIENCE_S = 120.0
@@ -82,7 +82,7 @@ def _round(home: Path, job_file: Path) -> tuple[float, float, float, float]:
 def _bare_start_s(attempt: AttemptFolder) -> float:
     """Seconds from torchrun to the first step of the same run in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run = training_run_from_json(json.loads(attempt.run.read_text()))
+        run = parse_training_run_json(json.loads(attempt.run.read_text()))
         bare = AttemptFolder(folder)
         bare.run.write_text(
             json.dumps(dataclasses.asdict(run) | {"job_folder": folder, "attempt_folder": folder})

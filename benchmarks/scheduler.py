@@ -27,7 +27,11 @@ from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace
 from orchestrator.backends.simulated.traces import Trace, make_trace
-from orchestrator.service.commands.simulate import Simulated, make_report, training_time_alone_s
+from orchestrator.service.commands.simulate import (
+    Simulated,
+    compute_training_time_alone_s,
+    make_report,
+)
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
@@ -134,15 +138,17 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
 
     def play(trace: Trace, _: int) -> Simulated:
         asked = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
-        run = simulate(asked, cluster.with_order(order))
+        run = simulate(asked, cluster.replace_order(order))
         devices = sum(node.devices * node.count for node in cluster.nodes)
         outcomes = tuple(
-            replace(one, alone_s=cluster.launch_cost + training_time_alone_s(arrival, devices))
+            replace(
+                one, alone_s=cluster.launch_cost + compute_training_time_alone_s(arrival, devices)
+            )
             for arrival, one in zip(trace.arrivals, run.outcomes, strict=True)
         )
         return replace(
             run,
-            report=make_report(trace, cluster.with_order(order), outcomes),
+            report=make_report(trace, cluster.replace_order(order), outcomes),
             outcomes=outcomes,
         )
 
@@ -244,7 +250,8 @@ def bounds(trace: Trace, cluster: ClusterSpec) -> Measured:
     """What no queue can beat: every job alone, and all work without gaps, on as few devices as waste nothing."""
     devices = sum(node.devices * node.count for node in cluster.nodes)
     alone = [
-        cluster.launch_cost + training_time_alone_s(arrival, devices) for arrival in trace.arrivals
+        cluster.launch_cost + compute_training_time_alone_s(arrival, devices)
+        for arrival in trace.arrivals
     ]
     completions, end_s = without_gaps(
         [
@@ -419,7 +426,8 @@ def can_be_met(trace: Trace, cluster: ClusterSpec) -> list[bool]:
     """Whether each job would be in time if it had the cluster for itself."""
     devices = sum(node.devices * node.count for node in cluster.nodes)
     return [
-        one.at_s + cluster.launch_cost + training_time_alone_s(one, devices) <= one.deadline_s
+        one.at_s + cluster.launch_cost + compute_training_time_alone_s(one, devices)
+        <= one.deadline_s
         for one in trace.arrivals
         if one.deadline_s is not None
     ]

@@ -8,7 +8,7 @@ from statistics import fmean
 from rich.table import Table
 
 from benchmarks.figure import Figure, informs
-from orchestrator.service.commands.simulate import Simulated, quantile
+from orchestrator.service.commands.simulate import Simulated, compute_quantile
 
 Measured = Mapping[str, float]  # of one run, by measure; of a bound, those that it bounds
 UNITS = {
@@ -36,7 +36,7 @@ def measured(run: Simulated) -> Measured:
         "deadlines met": report["deadlines_met"] / max(1, report["deadlines"]),
         "lateness of the missed": report["mean_lateness_s"],
         "restarts a job": report["restarts"] / report["jobs"],
-        "p99 decision": 1e3 * quantile(sorted(run.decisions_s), 0.99),
+        "p99 decision": 1e3 * compute_quantile(sorted(run.decisions_s), 0.99),
         "jobs not finished": report["jobs"] - report["finished"],
     }
 

@@ -16,8 +16,8 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from docs.cards import card_pages
 from orchestrator.cli import app
-from orchestrator.specs.cluster import cluster_json_schema
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.cluster import make_cluster_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.units import BANDWIDTH_PATTERN, DURATION_PATTERN, SIZE_PATTERN
 
 FOLDER = Path(__file__).parent / "reference"
@@ -47,13 +47,13 @@ def pages() -> dict[Path, str]:
     """The text of each generated page by its path."""
     return {
         FOLDER / "job-yaml.md": schema_page(
-            job_json_schema(),
+            make_job_json_schema(),
             "Job file",
             "specs/job/` and `specs/keys.yaml",
             "A job is a `command` (a script) or a `model`. `orc schema job` prints it as JSON Schema for editors.",
         ),
         FOLDER / "cluster-yaml.md": schema_page(
-            cluster_json_schema(),
+            make_cluster_json_schema(),
             "Cluster file",
             "specs/cluster.py` and `specs/keys.yaml",
             "A cluster file says what the hardware is. `orc schema cluster` prints it as JSON Schema.",

@@ -41,9 +41,9 @@ from orchestrator.specs.errors import (
     OrchestratorError,
     ServiceError,
     SpecError,
-    error_as_json,
+    convert_error_to_json,
 )
-from orchestrator.specs.plain_text import why_unstorable
+from orchestrator.specs.plain_text import explain_unstorable
 
 app = typer.Typer(
     cls=Commands,
@@ -121,7 +121,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for word in command_line:
-            if why := why_unstorable(word):
+            if why := explain_unstorable(word):
                 raise SpecError(
                     why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8"
                 )
@@ -136,7 +136,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
 
 def _exit_with_error(error: OrchestratorError, *, as_json: bool) -> Never:
     """Print the error on stderr, as JSON or text, and end the process: 2 for bad input, else 1."""
-    print(json.dumps(error_as_json(error)) if as_json else error, file=sys.stderr)
+    print(json.dumps(convert_error_to_json(error)) if as_json else error, file=sys.stderr)
     sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 

@@ -30,7 +30,7 @@ from orchestrator.service.client.logins import Login, find_login
 from orchestrator.service.client.sending import read_and_upload_jobs
 from orchestrator.service.intake.intake import JobSource, add_time_zones
 from orchestrator.service.terminal.follow import ENDS, iterate_attempt_numbers_and_log
-from orchestrator.service.views.records import JobView, failure_excerpt
+from orchestrator.service.views.records import JobView, get_failure_excerpt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -131,12 +131,12 @@ def _read_job_nodes_and_observations(
 ) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
     """Return (job, nodes to plan for, measurements made on them)."""
     from orchestrator.service.commands.hardware import select_nodes_and_observations
-    from orchestrator.service.commands.plan import trace_scope
+    from orchestrator.service.commands.plan import make_trace_scope
     from orchestrator.service.intake.intake import read_job
 
     path = None if cluster is None else Path(cluster).expanduser()
     nodes, observations = select_nodes_and_observations(_select_home_or_login(None), path, gpu)
-    scope = partial(trace_scope, nodes)
+    scope = partial(make_trace_scope, nodes)
     spec = read_job(_job_source(job), _format_overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
 
@@ -151,7 +151,7 @@ class JobFailed(OrchestratorError):
     def __init__(self, job: JobView) -> None:
         self.job = job
         super().__init__(
-            f"{job['id']} {job['status']}: {job['reason']}\n{failure_excerpt(job)}".rstrip()
+            f"{job['id']} {job['status']}: {job['reason']}\n{get_failure_excerpt(job)}".rstrip()
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
-from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, make_process_mark
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.devices.nvml import NvmlReading
@@ -43,7 +43,7 @@ class LocalNodes:
             for name in node.names
         }
 
-    def live_nodes(self) -> dict[str, LiveNode]:
+    def list_live_nodes(self) -> dict[str, LiveNode]:
         return dict(self.nodes)
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
@@ -114,7 +114,7 @@ class LocalLaunchers:
                 str(folder.path),
                 str(folders.epoch),
                 attempt.number,
-                process_mark(folder, live[part.node].launch.name),
+                make_process_mark(folder, live[part.node].launch.name),
                 Watched(
                     node=part.node,
                     devices=part.devices,
@@ -137,4 +137,6 @@ class LocalLaunchers:
     def end_orphan_processes(
         self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
     ) -> None:
-        end_leftover_processes(process_mark(folder, node.launch.name), str(folder.path), list(pids))
+        end_leftover_processes(
+            make_process_mark(folder, node.launch.name), str(folder.path), list(pids)
+        )

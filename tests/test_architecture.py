@@ -95,7 +95,7 @@ MUTATORS = {
 UNBOUNDED_CACHES = {
     "orchestrator/specs/replace.py": {"_find_slots"},  # one entry for each class of this program
     "orchestrator/memory/calibration/calibrate.py": {
-        "_student_quantile"
+        "_compute_student_quantile"
     },  # degrees of freedom: at most the window
 }
 # what a training process reads, on machines that have nothing of ours installed

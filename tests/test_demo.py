@@ -13,7 +13,7 @@ import pytest
 from orchestrator.service.client import lifecycle
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.run import AttemptFolder, training_run_from_json
+from orchestrator.specs.run import AttemptFolder, parse_training_run_json
 from tests.training.gang import finish, spawn
 
 TOLERANCE = 1e-5  # of the loss, fp32
@@ -54,7 +54,7 @@ def test_a_degraded_restart_leaves_every_loss_where_it_was(home: Path, tmp_path:
     assert max(curves[0]) < STEPS, "the first attempt ran out of memory"
     assert min(curves[-1]) > 1, "the last went on from a checkpoint"
 
-    run = training_run_from_json(json.loads(AttemptFolder(attempts[0]).run.read_text()))
+    run = parse_training_run_json(json.loads(AttemptFolder(attempts[0]).run.read_text()))
     whole = dataclasses.replace(
         run,
         plan=Plan(engine=Engine.TORCH, micro_batch_size=16),

@@ -30,12 +30,12 @@ from orchestrator.cli import app, main
 from orchestrator.service.demo.run import write_demo_files
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import Engine, ParallelLayout, Sharding, ZeroStage
-from orchestrator.specs.cluster import cluster_json_schema
+from orchestrator.specs.cluster import make_cluster_json_schema
 from orchestrator.specs.job.sections import Retries
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import settings_as_text
+from orchestrator.specs.settings import format_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -150,7 +150,7 @@ def test_a_dead_link_and_a_dead_anchor_are_found() -> None:
 # ------------------------------------------------------------------------------------------------------- yaml blocks
 
 JOB_KEYS, CLUSTER_KEYS = (
-    set(schema()["properties"]) for schema in (job_json_schema, cluster_json_schema)
+    set(schema()["properties"]) for schema in (make_job_json_schema, make_cluster_json_schema)
 )
 FRAGMENT_OF_A_JOB = {"name": "fragment", "global_batch_size": 8}
 FRAGMENT_OF_A_CLUSTER = {
@@ -635,7 +635,7 @@ def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
     )
     names = {
         *names_recorded(ROOT / "orchestrator/backends/mlflow/content.py"),
-        *settings_as_text(plan),
+        *format_settings(plan),
     }
     assert len(names) > 40
     assert sorted(name for name in names if f"`{name}`" not in text) == []

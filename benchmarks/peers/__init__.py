@@ -1,6 +1,6 @@
 """Published queue policies that `adaptive` is measured against. A service has none of them.
 
-Importing this package registers them, so that `cluster.with_order(Peer.EASY)` can be simulated.
+Importing this package registers them, so that `cluster.replace_order(Peer.EASY)` can be simulated.
 """
 
 from __future__ import annotations

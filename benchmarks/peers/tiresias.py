@@ -40,7 +40,7 @@ class TiresiasPolicy(RigidPolicy):
         """Return the job's queue: 1 once its attempts have used DEMOTED_DEVICE_S device-seconds, else 0."""
         return float(self._attained_device_s(job) >= DEMOTED_DEVICE_S - ROUNDING_DEVICE_S)
 
-    def in_order(self) -> Iterator[tuple[WaitingJob, float]]:
+    def iterate_in_order(self) -> Iterator[tuple[WaitingJob, float]]:
         """Yield (job, infinity) of waiting jobs that should run now: those within the devices, running jobs counted."""
         return ((waiting, inf) for waiting in self._plan().starts)
 
@@ -69,7 +69,7 @@ class TiresiasPolicy(RigidPolicy):
             ]
         )
 
-    def reevaluate_at_s(self) -> float | None:
+    def find_next_change_at_s(self) -> float | None:
         """Return when the next running job enters the second queue; None where no job waits."""
         if not self._index.waiting:
             return None
@@ -99,7 +99,7 @@ class TiresiasPolicy(RigidPolicy):
             for moving in list_movable_jobs(index, index.stoppable, at_s, REST)
         }
         for job in index.running.values():
-            pool = index.pool_of(job.attempts[-1])
+            pool = index.find_pool(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:
                 left[id(pool)] -= self._held_open(job.attempts[-1])
         jobs: list[tuple[float, int, WaitingJob | MovableJob]] = [

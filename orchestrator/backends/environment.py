@@ -103,7 +103,7 @@ def select_matching(environment: Env, patterns: Iterable[str]) -> dict[str, str]
     return {name: environment[name] for name in sorted((names | {*patterns}) & environment.keys())}
 
 
-def base_variables() -> dict[str, str]:
+def make_base_variables() -> dict[str, str]:
     """Return the variables that ranks inherit. PATH also has the tools of this Python environment,
     such as ninja.
     """

@@ -95,7 +95,7 @@ class OutboxRelay(Generic[Body]):
         wait.
         """
         rows = self._outbox.list_pending(self._name, ROWS)
-        groups = group_values((self._receiver.group_name(row[1]), row) for row in rows)
+        groups = group_values((self._receiver.get_group_name(row[1]), row) for row in rows)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
         sent = list[int]()

@@ -12,7 +12,7 @@ from orchestrator.specs.events import Event
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
 Body = TypeVar("Body")  # what a row of an outbox holds
@@ -69,11 +69,11 @@ class Backend(Protocol):
         if it never began.
         """
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         """Return the events since the last call; wait at most `timeout_s` for the first."""
 
     def wake(self) -> None:
-        """Make a waiting `events` call of another thread return at once."""
+        """Make a waiting `await_events` call of another thread return at once."""
 
     def close(self) -> None:
         """Stop watching the attempts; running attempts continue."""
@@ -140,7 +140,7 @@ class EventLog(Protocol):
         yet to receive.
         """
 
-    def first_event_at_s(self) -> float | None:
+    def read_first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
 
 
@@ -153,7 +153,7 @@ class Receiver(Protocol[Sent]):
     address: str  # for people: a URL, a path or a word
     threads: int = 1  # that may call `send` at once, each with rows of another group
 
-    def group_name(self, body: Sent) -> str:
+    def get_group_name(self, body: Sent) -> str:
         """Return the name of the row's group; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
@@ -181,7 +181,7 @@ class Tracker(Receiver[Record], Protocol):
     Each row has the whole job with all attempts so far, so the last row includes the earlier ones.
     """
 
-    def group_name(self, body: Record) -> str:
+    def get_group_name(self, body: Record) -> str:
         """Return the id of the record's job."""
         return body.job.id
 
@@ -199,4 +199,7 @@ def _format_decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt
-    return f"launch {attempt.name} on {format_placement(attempt.placement)} as {in_short(attempt.plan)}"
+    return (
+        f"launch {attempt.name} on {format_placement(attempt.placement)} "
+        f"as {format_plan(attempt.plan)}"
+    )

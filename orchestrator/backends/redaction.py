@@ -28,7 +28,7 @@ def make_hider(spec: JobSpec, environment: Env) -> Hide:
     )
 
 
-def without_secrets(evidence: Evidence, spec: JobSpec, environment: Env) -> Evidence:
+def mask_evidence(evidence: Evidence, spec: JobSpec, environment: Env) -> Evidence:
     """Return the evidence with the values of the job's secrets replaced by their variables'
     names.
     """

@@ -47,7 +47,7 @@ class ThreadFaults:
             times = self._faults[thread_name].times + 1 if thread_name in self._faults else 1
             self._faults[thread_name] = ThreadFault(text, time.monotonic(), times, is_running)
 
-    def problem(self) -> str | None:
+    def describe_faults(self) -> str | None:
         """Return a sentence on the threads that ended unexpectedly; None where there are none."""
         now_s = time.monotonic()
         with self._lock:

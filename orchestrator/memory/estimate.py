@@ -13,10 +13,13 @@ from orchestrator.memory.engines.activations import (
     list_live_activations,
 )
 from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, PointKind, Rank
-from orchestrator.memory.engines.optimizers import ADAM_BYTES, optimizer_state_bytes
+from orchestrator.memory.engines.optimizers import ADAM_BYTES, estimate_optimizer_state_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, MeasuredOverhead
 from orchestrator.memory.engines.pipeline import find_pipeline_fill, list_critical_ranks
-from orchestrator.memory.engines.widths import check_profile_degrees, master_bytes_per_weight
+from orchestrator.memory.engines.widths import (
+    check_profile_degrees,
+    compute_master_bytes_per_weight,
+)
 from orchestrator.memory.profiles import uses_autocast
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -27,7 +30,7 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
@@ -62,7 +65,7 @@ def estimate(
     return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
 
-def device_bytes_cache_key(plan: Plan) -> object:
+def make_device_bytes_cache_key(plan: Plan) -> object:
     """Return a cache key of the plan; plans with equal keys may share one `DeviceBytes`.
 
     The key leaves out checkpointing, micro-batch size, accumulation, and the number of copies under
@@ -79,7 +82,7 @@ _SHARED = attrgetter(*(setting.name for setting in SETTINGS if setting.name not 
 
 
 class DeviceBytes:
-    """Device memory of plans with one `device_bytes_cache_key`, with fast lower bounds.
+    """Device memory of plans with one `make_device_bytes_cache_key`, with fast lower bounds.
 
     A search drops most of its thousands of plans by their lower bound alone.
     """
@@ -92,7 +95,7 @@ class DeviceBytes:
         overhead: MeasuredOverhead = SUPPOSED_OVERHEAD,
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
-            profile = replace(profile, parameter_bytes=master_bytes_per_weight(plan))
+            profile = replace(profile, parameter_bytes=compute_master_bytes_per_weight(plan))
         check_profile_degrees(profile, plan)
         self._plan = plan
         self._device = device
@@ -108,7 +111,8 @@ class DeviceBytes:
                 self._reduces_once = False
                 tells_apart = deepspeed.depends_on_checkpointing(profile, self._mechanics)
                 is_zero3 = (
-                    self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
+                    self._mechanics.stage is ZeroStage.PARAMETERS
+                    and get_engine_facts(plan.engine).is_ours
                 )
             case _:
                 refuse_unknown(self._mechanics)
@@ -122,7 +126,7 @@ class DeviceBytes:
         self._counted: dict[object, Counted] = {}
         self._moments: dict[object, CountedMoments] = {}  # and their counted bytes
 
-    def accumulation_cache_key(self, gradient_accumulation_steps: int) -> object:
+    def make_accumulation_cache_key(self, gradient_accumulation_steps: int) -> object:
         """Return a cache key of how gradient accumulation affects memory; with equal keys, as many
         micro-batches are in flight.
         """
@@ -132,16 +136,16 @@ class DeviceBytes:
             self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps
         )
 
-    def lower_bound_without_activations(self, plan: Plan) -> int:
+    def compute_lower_bound_without_activations(self, plan: Plan) -> int:
         """Return a lower bound of the plan's `device_bytes` for every micro-batch size.
 
         Where `counts_every_mode_alike`, it holds for every kind of checkpointing too.
         """
-        counted = max(max(beside.values()) for _, beside in self._most_counted_bytes_of(plan))
+        counted = max(max(beside.values()) for _, beside in self._get_most_counted_bytes(plan))
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
-        return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
+        return self._compute_reserved_bytes(counted, mode) + self._compute_overhead_bytes(plan)
 
-    def lower_bound_bytes(self, plan: Plan) -> int:
+    def compute_lower_bound_bytes(self, plan: Plan) -> int:
         """Return a lower bound of the plan's `device_bytes`, mostly exact, in a tenth of the time
         of `estimate`.
 
@@ -152,7 +156,7 @@ class DeviceBytes:
         micro = plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
-        for rank, beside in self._most_counted_bytes_of(plan):
+        for rank, beside in self._get_most_counted_bytes(plan):
             live = list_live_activations(
                 rank,
                 mode,
@@ -160,15 +164,17 @@ class DeviceBytes:
                 full_layers=full_layers,
                 offloads_inputs=plan.activation_offload,
             )
-            most = max([counted + live[place].bytes_of(micro) for place, counted in beside.items()])
-            allocated = max(allocated, most + rank.buffer_bytes(plan))
-        return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
+            most = max(
+                [counted + live[place].compute_bytes(micro) for place, counted in beside.items()]
+            )
+            allocated = max(allocated, most + rank.estimate_buffer_bytes(plan))
+        return self._compute_reserved_bytes(allocated, mode) + self._compute_overhead_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """Return the plan's memory estimate, equal to that of the function `estimate`."""
         micro = plan.micro_batch_size
         rows = []
-        for rank, moments in self._counted_moments_of(plan):
+        for rank, moments in self._get_counted_moments(plan):
             mode = plan.activation_checkpointing
             live = list_live_activations(
                 rank,
@@ -177,25 +183,30 @@ class DeviceBytes:
                 full_layers=plan.full_checkpointing_layers,
                 offloads_inputs=plan.activation_offload,
             )
-            buffer_bytes = rank.buffer_bytes(plan)
+            buffer_bytes = rank.estimate_buffer_bytes(plan)
             for moment, counted in moments:
                 rows.append(
-                    (rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro))
+                    (
+                        rank,
+                        moment,
+                        counted + buffer_bytes,
+                        live[moment.activations].compute_bytes(micro),
+                    )
                 )
         rank, worst, counted, activation = max(rows, key=lambda row: row[2] + row[3])
         beside = (
-            ("pipeline buffers", rank.buffer_bytes(plan)),
+            ("pipeline buffers", rank.estimate_buffer_bytes(plan)),
             ("cuBLAS workspaces", self._library_bytes),
         )
         causes = (*worst.counted, *beside, (ACTIVATIONS, activation))
-        reserved = self._reserved_bytes(counted + activation, plan.activation_checkpointing)
+        reserved = self._compute_reserved_bytes(counted + activation, plan.activation_checkpointing)
         return MemoryEstimate(
             moment=worst.name + rank.name,
             by_cause=tuple((cause, count) for cause, count in causes if count),
             allocated_bytes=counted + activation,
             reserved_bytes=reserved,
-            device_bytes=reserved + self._overhead_bytes(plan),
-            host_bytes=_host_bytes(rank, plan),
+            device_bytes=reserved + self._compute_overhead_bytes(plan),
+            host_bytes=_compute_host_bytes(rank, plan),
             source=self._profile.source,
             moments=tuple(
                 MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
@@ -203,7 +214,7 @@ class DeviceBytes:
             ),
         )
 
-    def _reserved_bytes(
+    def _compute_reserved_bytes(
         self, allocated_bytes: int, checkpointing: ActivationCheckpointing | None
     ) -> int:
         """Return the bytes that the allocator reserves for `allocated_bytes` under this kind of
@@ -213,58 +224,60 @@ class DeviceBytes:
         """
         if not self._device.kind.traits.has_caching_allocator:
             return allocated_bytes
-        factor = self._profile.fragmentation_of(checkpointing)
+        factor = self._profile.get_fragmentation(checkpointing)
         return round(
             allocated_bytes * max(FRAGMENTATION, factor)
             + (SEGMENTS_BYTES if factor > FRAGMENTATION else 0)
         )
 
-    def _overhead_bytes(self, plan: Plan) -> int:
+    def _compute_overhead_bytes(self, plan: Plan) -> int:
         if not self._device.kind.traits.has_context:
             return 0
         copies = plan.dp_replicate
         if copies not in self._overhead_bytes_of:
-            self._overhead_bytes_of[copies] = self._overhead.bytes_of(plan)
+            self._overhead_bytes_of[copies] = self._overhead.compute_bytes(plan)
         return self._overhead_bytes_of[copies]
 
-    def _counted_moments_of(self, plan: Plan) -> CountedMoments:
+    def _get_counted_moments(self, plan: Plan) -> CountedMoments:
         full_layers = plan.full_checkpointing_layers
-        key = (self._moments_cache_key(plan), full_layers)
+        key = (self._make_moments_cache_key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
             for rank in list_critical_ranks(self._profile, plan, full_layers=full_layers):
-                moments = self._moments_at(rank, plan, range(len(rank.pass_points)))
+                moments = self._list_moments_at(rank, plan, range(len(rank.pass_points)))
                 counted = [
                     (moment, moment.counted_bytes + self._library_bytes) for moment in moments
                 ]
                 self._moments[key].append((rank, counted))
         return self._moments[key]
 
-    def _most_counted_bytes_of(self, plan: Plan) -> Counted:
+    def _get_most_counted_bytes(self, plan: Plan) -> Counted:
         """Return, for every rank, {pass point: most counted bytes} of its pass points with the most
         live activations.
 
         Nothing else is stored: with all moments of all plans, a search spent a third of its time in
         garbage collection.
         """
-        key = self._moments_cache_key(plan)
+        key = self._make_moments_cache_key(plan)
         if key not in self._counted:
             self._counted[key] = [
-                (rank, self._counted_bytes_by_point(rank, plan))
+                (rank, self._count_bytes_by_point(rank, plan))
                 for rank in list_critical_ranks(self._profile, plan)
             ]
         return self._counted[key]
 
-    def _counted_bytes_by_point(self, rank: Rank, plan: Plan) -> dict[int, int]:
+    def _count_bytes_by_point(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
-        for moment in self._moments_at(
+        for moment in self._list_moments_at(
             rank, plan, find_highest_point_indices(rank, has_weight_copies=self._casts)
         ):
             counted = moment.counted_bytes + self._library_bytes
             most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
 
-    def _moments_at(self, rank: Rank, plan: Plan, point_indices: Iterable[int]) -> list[Moment]:
+    def _list_moments_at(
+        self, rank: Rank, plan: Plan, point_indices: Iterable[int]
+    ) -> list[Moment]:
         """Return the moments at the rank's pass points with these indices, and all moments outside
         the model's passes.
         """
@@ -293,9 +306,9 @@ class DeviceBytes:
             case _:
                 refuse_unknown(mechanics)
 
-    def _moments_cache_key(self, plan: Plan) -> object:
+    def _make_moments_cache_key(self, plan: Plan) -> object:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
-        return (self.accumulation_cache_key(plan.gradient_accumulation_steps), mode)
+        return (self.make_accumulation_cache_key(plan.gradient_accumulation_steps), mode)
 
 
 @lru_cache(maxsize=256)
@@ -315,7 +328,7 @@ def _select_traced_moments(
     return profile if len(moments) == len(profile.moments) else replace(profile, moments=moments)
 
 
-def _host_bytes(rank: Rank, plan: Plan) -> int:
+def _compute_host_bytes(rank: Rank, plan: Plan) -> int:
     """Return the host bytes of one rank: offloaded state, and the copy that it makes for
     checkpoints.
 
@@ -325,7 +338,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     only the buffers of its swapping are in host memory.
     """
     profile = rank.profile
-    copied = _checkpoint_host_bytes(profile, plan)
+    copied = _compute_checkpoint_host_bytes(profile, plan)
     if plan.activation_offload:
         in_flight = ((rank.stage, 1), *rank.others)
         copied += plan.micro_batch_size * sum(
@@ -334,28 +347,28 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     if plan.offload is Offload.NONE:
         return copied
     trained = profile.trained_parameters
-    state = 2 * FP32_BYTES * trained + optimizer_state_bytes(profile, plan, 1)
+    state = 2 * FP32_BYTES * trained + estimate_optimizer_state_bytes(profile, plan, 1)
     if plan.offload is Offload.PARAMETERS:
-        state += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
+        state += 2 * trained + profile.compute_weight_bytes(FP32_BYTES) - FP32_BYTES * trained
     whole = -(-3 * state // (2 * plan.mechanics.shards))
     if plan.offload_target is OffloadTarget.NVME:
-        whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
+        whole = min(whole, deepspeed.estimate_nvme_buffer_bytes(profile, plan))
     return whole + copied
 
 
-def _checkpoint_host_bytes(profile: ModelProfile, plan: Plan) -> int:
+def _compute_checkpoint_host_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Return the bytes of a rank's host copy for checkpoints: its trained parameters and optimizer
     states in fp32.
 
     Of the ranks that hold the same part, one copies it (training/checkpoint/host_copy.py). A
     script's own checkpoints are not counted.
     """
-    if not facts_of(plan.engine).is_ours:
+    if not get_engine_facts(plan.engine).is_ours:
         return 0
     in_8_bits = plan.optimizer is Optimizer.ADAMW_8BIT
     states = (
         ADAM_BYTES * profile.trained_parameters
         if in_8_bits
-        else optimizer_state_bytes(profile, plan, 1)
+        else estimate_optimizer_state_bytes(profile, plan, 1)
     )
     return -(-(FP32_BYTES * profile.trained_parameters + states) // plan.layout.dp_cp)

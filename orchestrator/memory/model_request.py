@@ -69,10 +69,10 @@ class RankShare:
 
 def read_model_request(spec: JobSpec) -> ModelRequest:
     """Return the part of the job on which its model's memory and compute cost depend."""
-    return ModelRequest(**model_request_values(spec))
+    return ModelRequest(**make_model_request_values(spec))
 
 
-def model_request_values(spec: JobSpec) -> JsonObject:
+def make_model_request_values(spec: JobSpec) -> JsonObject:
     """Return {field name: value} of the job's ModelRequest, for the constructor of a subclass."""
     knob = spec.knobs.sequence_length
     own_length: int | None = spec.data.sequence_length

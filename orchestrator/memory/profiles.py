@@ -65,7 +65,7 @@ def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProf
     if model is None or shape is None or (tp > 1 and experts is not None):
         if traced is None or model is None or not request.is_script:
             return traced
-        return _with_script_weights(traced, model)
+        return _set_script_weights(traced, model)
     profile = make_decoder_profile(
         shape,
         request.family_name,
@@ -90,11 +90,11 @@ def find_rank_profile(request: ModelRequest, rank_share: RankShare) -> ModelProf
     if not request.is_script:
         return profile
     if not request.fuses_loss:
-        profile = with_all_logits(profile, shape.vocab_size, length)
-    return _with_script_weights(profile, model)
+        profile = add_all_logits(profile, shape.vocab_size, length)
+    return _set_script_weights(profile, model)
 
 
-def _with_script_weights(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
+def _set_script_weights(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
     """Return the profile with trained weights stored in the dtype that the script uses.
 
     Adapters stay in fp32 beside a frozen base (`autocast_adapter_dtype` in
@@ -105,7 +105,9 @@ def _with_script_weights(profile: ModelProfile, model: ModelSpec) -> ModelProfil
     return replace(profile, parameter_bytes=model.weight_bytes_each)
 
 
-def with_held_boundaries(request: ModelRequest, profile: ModelProfile, plan: Plan) -> ModelProfile:
+def extend_held_boundaries(
+    request: ModelRequest, profile: ModelProfile, plan: Plan
+) -> ModelProfile:
     """Return the profile with layer inputs held longer, where transformers' Trainer shards LoRA on
     a frozen base by FSDP.
 
@@ -303,7 +305,7 @@ def make_decoder_profile(
             BackwardPeak(3 * h * f, h * f, s * width * (h - 2 * f)),
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
-        peaks=_gathered_peaks(s * width, h, f, stream_width) if sequence_parallel > 1 else (),
+        peaks=_list_gathered_peaks(s * width, h, f, stream_width) if sequence_parallel > 1 else (),
         exchanged_bytes=s * width * (2 * q + 2 * again * kv) if cp > 1 else 0,
         forward_moved_bytes=round(s * (moved[0] * stream_width + width * (10 * (q + kv) + 5 * f))),
         backward_moved_bytes=round(s * (moved[1] * stream_width + width * (10 * (q + kv) + 9 * f))),
@@ -313,7 +315,7 @@ def make_decoder_profile(
         precision=precision,
         source=Source.CLOSED_FORM,
         segments=(
-            _embedding_segment(
+            _make_embedding_segment(
                 s,
                 h,
                 v,
@@ -322,7 +324,7 @@ def make_decoder_profile(
                 sequence_parallel=sequence_parallel,
             ),
             layer,
-            _head_segment(
+            _make_head_segment(
                 s,
                 h,
                 v,
@@ -337,11 +339,11 @@ def make_decoder_profile(
         tensor_parallel=tp,
         sequence_parallel=sequence_parallel,
         context_parallel=cp,
-        updated_before_largest=_updated_before_largest(h * f, h * v),
+        updated_before_largest=_compute_updated_before_largest(h * f, h * v),
     )
 
 
-def _gathered_peaks(
+def _list_gathered_peaks(
     value_bytes: int, hidden_size: int, feed_forward_size: int, stream_bytes: float
 ) -> tuple[BackwardPeak, ...]:
     """Return the memory peaks in the backward pass of a layer that gathers its tokens for its
@@ -371,7 +373,7 @@ def _gathered_peaks(
     return (first,) if of_first >= of_last else (last, first)
 
 
-def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
+def add_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
     """Return the profile with a plain loss that holds all logits, as scripts have it: 12 bytes per
     logit.
     """
@@ -390,14 +392,14 @@ def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int
     return replace(profile, segments=(*layers, whole))
 
 
-def _updated_before_largest(matrix_elements: int, table_elements: int) -> int:
+def _compute_updated_before_largest(matrix_elements: int, table_elements: int) -> int:
     """Return `ModelProfile.updated_before_largest`: a feed-forward matrix is followed by another, a
     table by a norm.
     """
     return max(2 * table_elements, 3 * matrix_elements) - 2 * max(table_elements, matrix_elements)
 
 
-def _embedding_segment(
+def _make_embedding_segment(
     sequence_length: int,
     hidden_size: int,
     vocab_size: int,
@@ -435,7 +437,7 @@ def _embedding_segment(
     )
 
 
-def _head_segment(
+def _make_head_segment(
     sequence_length: int,
     hidden_size: int,
     vocab_size: int,

@@ -28,7 +28,7 @@ class Ring:
     bandwidth: float
     start_s: float
 
-    def gather_s(self, whole_bytes: float, message_count: int = 1) -> float:
+    def estimate_gather_s(self, whole_bytes: float, message_count: int = 1) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, split into
         `message_count` messages.
 
@@ -41,13 +41,13 @@ class Ring:
             + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
         )
 
-    def all_reduce_s(self, whole_bytes: float, message_count: int = 1) -> float:
+    def estimate_all_reduce_s(self, whole_bytes: float, message_count: int = 1) -> float:
         """Return the seconds of an all-reduce: those of a reduce-scatter and an all-gather, with
         the start-up time of one.
         """
         if self.ranks == 1:
             return 0.0
-        return 2 * self.gather_s(whole_bytes, message_count) - message_count * self.start_s
+        return 2 * self.estimate_gather_s(whole_bytes, message_count) - message_count * self.start_s
 
     @property
     def _steps_s(self) -> float:
@@ -59,7 +59,7 @@ class Ring:
         ).bit_length() * NETWORK_STEP_S
 
 
-def all_to_all_s(
+def estimate_all_to_all_s(
     sent_bytes_per_device: float,
     message_count: float,
     rank_count: int,
@@ -79,7 +79,7 @@ def all_to_all_s(
     inside_s = sent_bytes_per_device * (near - 1) / rank_count / link_bandwidth
     share = min(link_bandwidth, hardware.network_bandwidth / per_node)
     outside_s = sent_bytes_per_device * (rank_count - near) / rank_count / share
-    return message_count * over.gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
+    return message_count * over.estimate_gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +100,7 @@ def find_ring(rank_count: int, device_stride: int, hardware: Hardware) -> Ring:
     )
 
 
-def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
+def estimate_send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
     """Return the seconds of a message between two devices: over the link, or over their part of the
     network, whichever is slower.
     """

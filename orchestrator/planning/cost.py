@@ -6,14 +6,14 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from orchestrator.memory.engines.pipeline import list_critical_ranks, profile_of_part
+from orchestrator.memory.engines.pipeline import list_critical_ranks, make_part_profile
 from orchestrator.memory.engines.widths import (
     check_profile_degrees,
     compute_bytes_per_weight,
-    exchanged_bytes_per_gradient,
-    master_bytes_per_weight,
+    compute_exchanged_bytes_per_gradient,
+    compute_master_bytes_per_weight,
 )
-from orchestrator.planning.collectives import all_to_all_s, find_ring, send_s
+from orchestrator.planning.collectives import estimate_all_to_all_s, estimate_send_s, find_ring
 from orchestrator.planning.hardware import Hardware as Hardware
 from orchestrator.planning.kernels import (
     BANDWIDTH_EFFICIENCY,
@@ -29,7 +29,7 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
@@ -90,7 +90,7 @@ def predict_step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> flo
     return StepTimePredictor(profile, plan, hardware)(plan)
 
 
-def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float | None:
+def estimate_busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float | None:
     """Return the predicted share (0 to 1) of a step in which a device runs the model's kernels;
     None where no step time is predicted.
 
@@ -120,7 +120,7 @@ def busy_share(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float |
         for batch, again_s in zip(batches, replayed, strict=True)
     )
     if plan.offload is Offload.NONE:
-        kernels_s += _optimizer_update_s(profile, plan, hardware)
+        kernels_s += _estimate_optimizer_update_s(profile, plan, hardware)
     return min(1.0, kernels_s / predict_step_s(profile, plan, hardware))
 
 
@@ -138,15 +138,15 @@ class StepTimePredictor:
         )
         self._largest = max(self._rank_profiles, key=lambda rank_profile: rank_profile.parameters)
         self._largest_at = self._rank_profiles.index(self._largest)
-        engine = facts_of(plan.engine)
+        engine = get_engine_facts(plan.engine)
         self._mechanics = plan.mechanics
         self._factor = engine.step_factor
         self._gradient_bytes = (
             compute_bytes_per_weight(plan)
             if engine.has_low_gradients
-            else master_bytes_per_weight(plan)
+            else compute_master_bytes_per_weight(plan)
         )
-        self._copied_s = _gather_copy_s(self._largest, plan, hardware)
+        self._copied_s = _estimate_gather_copy_s(self._largest, plan, hardware)
         self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
@@ -154,27 +154,32 @@ class StepTimePredictor:
         """Return what `predict_step_s` returns for the plan, in half of the time."""
         micro_steps = plan.gradient_accumulation_steps
         pp = plan.layout.pp
-        handed_on_s = _stage_message_s(self._profile, plan, self._hardware)
+        handed_on_s = _estimate_stage_message_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
         seconds = [
-            self._micro_batch_compute_s(rank_profile, plan, per_rank) + handed_on_s
+            self._estimate_micro_batch_compute_s(rank_profile, plan, per_rank) + handed_on_s
             for rank_profile in self._rank_profiles
         ]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
             through_all_s = (
-                self._micro_batch_compute_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
+                self._estimate_micro_batch_compute_s(self._profile, plan, per_rank * pp)
+                + pp * handed_on_s
             )
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
-        shared_s, update_s = self._message_and_update_s(plan)
-        window_s = _overlap_window_s(seconds[self._largest_at], self._mechanics, micro_steps)
+        shared_s, update_s = self._estimate_message_and_update_s(plan)
+        window_s = _estimate_overlap_window_s(
+            seconds[self._largest_at], self._mechanics, micro_steps
+        )
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
         overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._factor * overlapped_s + update_s
 
-    def _micro_batch_compute_s(self, profile: ModelProfile, plan: Plan, stage_count: int) -> float:
+    def _estimate_micro_batch_compute_s(
+        self, profile: ModelProfile, plan: Plan, stage_count: int
+    ) -> float:
         """Return the seconds that a rank computes for one micro-batch, without waits.
 
         `profile` is the profile of one pipeline stage, of which the rank has `stage_count`.
@@ -183,8 +188,10 @@ class StepTimePredictor:
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stage_count * plan.full_checkpointing_layers
         hardware = self._hardware
-        starts = 0 if self._copies_once else _collectives_per_micro_batch(profile, self._mechanics)
-        busy_s = _busy_s_per_micro_batch(
+        starts = (
+            0 if self._copies_once else _count_collectives_per_micro_batch(profile, self._mechanics)
+        )
+        busy_s = _estimate_busy_s_per_micro_batch(
             profile,
             plan.micro_batch_size,
             *how,
@@ -201,7 +208,7 @@ class StepTimePredictor:
         moved_bytes = 2 * plan.micro_batch_size * profile.layer_inputs_bytes
         return busy_s + moved_bytes / hardware.device.host_bandwidth
 
-    def _message_and_update_s(self, plan: Plan) -> tuple[float, float]:
+    def _estimate_message_and_update_s(self, plan: Plan) -> tuple[float, float]:
         """Return (seconds of data-parallel messages, seconds of the optimizer's update) of one
         step.
         """
@@ -210,12 +217,12 @@ class StepTimePredictor:
             arguments = (self._largest, plan, self._hardware)
             self._once[micro_steps] = (
                 _data_parallel_message_s(*arguments),
-                _optimizer_update_s(*arguments),
+                _estimate_optimizer_update_s(*arguments),
             )
         return self._once[micro_steps]
 
 
-def _collectives_per_micro_batch(profile: ModelProfile, mechanics: Mechanics) -> int:
+def _count_collectives_per_micro_batch(profile: ModelProfile, mechanics: Mechanics) -> int:
     """Return how many collectives of sharded layers the host starts for one micro-batch.
 
     DeepSpeed's stage 3 is assumed to start as many as FSDP2. Its lower stages reduce buckets, and
@@ -240,7 +247,7 @@ def _count_fsdp_units(profile: ModelProfile) -> int:
 
 
 @lru_cache(maxsize=16384)
-def _busy_s_per_micro_batch(
+def _estimate_busy_s_per_micro_batch(
     profile: ModelProfile,
     micro_batch_size: int,
     checkpointing: ActivationCheckpointing,
@@ -303,7 +310,7 @@ def _busy_s_per_micro_batch(
         sent_bytes = (forward + layer.count) * layer.routed_bytes * micro_batch_size
         exchanges.append((profile.expert_parallel, 1, messages, sent_bytes))
     for ranks_of_one, stride, messages, sent_bytes in exchanges:
-        device_s += all_to_all_s(sent_bytes, messages, ranks_of_one, stride, hardware)
+        device_s += estimate_all_to_all_s(sent_bytes, messages, ranks_of_one, stride, hardware)
         launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if updates_in_backward:
         launches_s += UPDATE_ALONE_S * sum(
@@ -318,9 +325,9 @@ def _busy_s_per_micro_batch(
             messages = 2 * messages - (
                 2 * replayed if checkpointing is ActivationCheckpointing.SELECTIVE else 0
             )
-            device_s += across.gather_s(messages * whole_bytes, messages)
+            device_s += across.estimate_gather_s(messages * whole_bytes, messages)
         else:
-            device_s += messages * across.all_reduce_s(whole_bytes)
+            device_s += messages * across.estimate_all_reduce_s(whole_bytes)
         launches_s += messages * (across.start_s + DISPATCH_S)
     if not device.kind.traits.runs_beside_host or hardware.launches_block:
         return device_s + launches_s
@@ -349,8 +356,8 @@ def time_stages(
     how = 1, checkpointing, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
-        return _busy_s_per_micro_batch(
-            profile_of_part(profile, layers, has_first=first, has_last=last), *how
+        return _estimate_busy_s_per_micro_batch(
+            make_part_profile(profile, layers, has_first=first, has_last=last), *how
         )
 
     one_s = busy_s(1)
@@ -359,7 +366,7 @@ def time_stages(
     )
 
 
-def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+def _estimate_stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Return the seconds for which a pipeline stage waits for a micro-batch's input and for its
     output's gradient; 0 without a pipeline.
     """
@@ -367,11 +374,13 @@ def _stage_message_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> f
         return 0.0
     crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
     share = hardware.network_bandwidth / hardware.devices_per_node if crosses else math.inf
-    once_s = send_s(profile.boundary_bytes * plan.micro_batch_size, hardware.device, share)
+    once_s = estimate_send_s(profile.boundary_bytes * plan.micro_batch_size, hardware.device, share)
     return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _overlap_window_s(micro_batch_s: float, mechanics: Mechanics, accumulation_steps: int) -> float:
+def _estimate_overlap_window_s(
+    micro_batch_s: float, mechanics: Mechanics, accumulation_steps: int
+) -> float:
     """Return the seconds of computation behind which data-parallel messages can hide.
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time.
@@ -420,7 +429,7 @@ def _count_step_collectives(profile: ModelProfile, plan: Plan) -> CollectiveCoun
                 max(
                     1,
                     -(
-                        -exchanged_bytes_per_gradient(plan)
+                        -compute_exchanged_bytes_per_gradient(plan)
                         * profile.trained_parameters
                         // BUCKET_BYTES
                     ),
@@ -458,24 +467,28 @@ def _data_parallel_message_s(profile: ModelProfile, plan: Plan, hardware: Hardwa
     traffic = _count_step_collectives(profile, plan)
     gathered_bytes = traffic.gathers * compute_bytes_per_weight(plan) * profile.parameters
     reduced_bytes = (
-        traffic.reductions * exchanged_bytes_per_gradient(plan) * profile.trained_parameters
+        traffic.reductions * compute_exchanged_bytes_per_gradient(plan) * profile.trained_parameters
     )
     if plan.mechanics.stage is ZeroStage.NONE:
-        return find_ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(
+        return find_ring(layout.dp_cp, layout.tp, hardware).estimate_all_reduce_s(
             reduced_bytes, traffic.messages
         )
     moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
-        return _experts_and_rest_message_s(profile, plan, hardware, moved_bytes, traffic.messages)
+        return _estimate_experts_and_rest_message_s(
+            profile, plan, hardware, moved_bytes, traffic.messages
+        )
     shards = plan.mechanics.shards
-    shared_s = find_ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
+    shared_s = find_ring(shards, layout.tp, hardware).estimate_gather_s(
+        moved_bytes, traffic.messages
+    )
     if plan.dp_replicate > 1:
         across_copies = find_ring(plan.dp_replicate, shards * layout.tp, hardware)
-        shared_s += across_copies.all_reduce_s(reduced_bytes / shards, traffic.messages)
+        shared_s += across_copies.estimate_all_reduce_s(reduced_bytes / shards, traffic.messages)
     return shared_s
 
 
-def _gather_copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+def _estimate_gather_copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Return the seconds that a step spends on copies of gathered weights and reduced gradients, on
     the stream that computes.
 
@@ -487,14 +500,14 @@ def _gather_copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> flo
     """
     mechanics = plan.mechanics
     width = compute_bytes_per_weight(plan)
-    sent = exchanged_bytes_per_gradient(plan)
+    sent = compute_exchanged_bytes_per_gradient(plan)
     match mechanics:
         case Fsdp2() | ScriptFsdp():
             shards = mechanics.shards
             is_alone = mechanics.shards == 1
             gathered = (
                 2 * width
-                + (master_bytes_per_weight(plan) + width) / shards
+                + (compute_master_bytes_per_weight(plan) + width) / shards
                 + (2 * width if is_alone else 0)
             )
             reduced = width + sent + (2 * sent if is_alone else 0)
@@ -510,7 +523,7 @@ def _gather_copy_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> flo
     return moved_bytes / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
 
 
-def _experts_and_rest_message_s(
+def _estimate_experts_and_rest_message_s(
     profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, message_count: int
 ) -> float:
     """Return the seconds to exchange `moved_bytes` of weights and gradients of a mixture of
@@ -525,14 +538,16 @@ def _experts_and_rest_message_s(
     of_experts = (
         sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
     )
-    rest_s = find_ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), message_count)
+    rest_s = find_ring(dp, 1, hardware).estimate_gather_s(
+        moved_bytes * (1 - of_experts), message_count
+    )
     message_count = message_count * layers // (layers + 1)  # the root has none
-    return rest_s + find_ring(dp // ep, ep, hardware).gather_s(
+    return rest_s + find_ring(dp // ep, ep, hardware).estimate_gather_s(
         moved_bytes * of_experts / ep, message_count
     )
 
 
-def _optimizer_update_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+def _estimate_optimizer_update_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Return the seconds of a rank's optimizer update; offload adds the copies of gradients to the
     host and parameters back.
 

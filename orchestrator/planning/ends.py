@@ -78,7 +78,7 @@ def _choose_end_stage_layers(
         )
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
-        return _fullest_rank_bytes(
+        return _estimate_fullest_rank_bytes(
             profile, pp, sizes, checkpointing, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
         )
 
@@ -101,7 +101,7 @@ def _choose_end_stage_layers(
     return EndStageLayers(0, 0) if best == even else EndStageLayers(best[0], best[-1])
 
 
-def _fullest_rank_bytes(
+def _estimate_fullest_rank_bytes(
     profile: ModelProfile,
     pp: int,
     layers_by_stage: tuple[int, ...],

@@ -10,11 +10,11 @@ from orchestrator.memory.calibration.correction import correct_estimate
 from orchestrator.planning.frontier import (
     Candidate,
     Frontier,
+    estimate_needed_device_bytes,
+    find_rejection_reason,
     list_fitting,
-    needed_device_bytes,
-    why_rejected,
 )
-from orchestrator.planning.trust import SPREAD_MAX, Choice, allowed_memory_fill_of
+from orchestrator.planning.trust import SPREAD_MAX, Choice, get_allowed_memory_fill
 from orchestrator.planning.ways_out import (
     UnfitJob,
     WayOut,
@@ -26,7 +26,7 @@ from orchestrator.planning.ways_out import (
 from orchestrator.specs.job.pins import format_pins
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.units import format_bytes, format_probability
 
 MOMENTS_SHOWN = 8
@@ -49,10 +49,10 @@ def list_highest_moments(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     """
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
-        if moment.name not in worst or _total_bytes(moment) > _total_bytes(worst[moment.name]):
+        if moment.name not in worst or _sum_bytes(moment) > _sum_bytes(worst[moment.name]):
             worst[moment.name] = moment
     shown = set(
-        sorted(worst, key=lambda name: _total_bytes(worst[name]), reverse=True)[:MOMENTS_SHOWN]
+        sorted(worst, key=lambda name: _sum_bytes(worst[name]), reverse=True)[:MOMENTS_SHOWN]
     )
     return tuple(moment for name, moment in worst.items() if name in shown)
 
@@ -80,14 +80,14 @@ def find_lightest_untried(
         return (
             candidate.degradation,
             0 if candidate.fits_host else candidate.host_bytes,
-            needed_device_bytes(candidate, calibrated),
+            estimate_needed_device_bytes(candidate, calibrated),
         )
 
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
     return min(untried, key=missing, default=None)
 
 
-def why_nothing_fits(
+def explain_unfit_job(
     case: UnfitJob,
     bytes_before_forward: int | None = None,
     ways_out: Sequence[WayOut] | None = None,
@@ -102,16 +102,16 @@ def why_nothing_fits(
     capacity_bytes = case.capacity_bytes
     calibrated = case.calibrated
     if bytes_before_forward is not None:
-        return _why_loading_fails(case, bytes_before_forward)
+        return _explain_failed_loading(case, bytes_before_forward)
     candidates = case.frontier
     closest = find_lightest_untried(candidates, calibrated, case.refuted) or find_lightest_untried(
         candidates, calibrated
     )
     assert closest is not None, "a frontier is never empty"
     estimate = correct_estimate(
-        closest.estimate, calibrated.activation_factor_of(closest.plan, closest.estimate)
+        closest.estimate, calibrated.compute_activation_factor(closest.plan, closest.estimate)
     )
-    needed = needed_device_bytes(closest, calibrated)
+    needed = estimate_needed_device_bytes(closest, calibrated)
     pins = case.spec.plan
     pinned = ""
     if pins:
@@ -121,25 +121,28 @@ def why_nothing_fits(
         # its bytes are supposed from its own micro-batch: no number to act on
         lines = [
             nothing,
-            f"plans such as {in_short(closest.plan)} are supposed to need no less than one that ran out; "
+            f"plans such as {format_plan(closest.plan)} are supposed to need no less than one "
+            "that ran out; "
             "what they need was not measured",
         ]
     elif needed <= capacity_bytes and closest.fits_host:
         # each plan ran out, or is predicted to need no less than one that did
         lines = [
             nothing,
-            f"plans such as {in_short(closest.plan)} were predicted to fit, and need no less than one that ran out",
+            f"plans such as {format_plan(closest.plan)} were predicted to fit, "
+            "and need no less than one that ran out",
         ]
     elif needed <= capacity_bytes:
-        why = why_rejected(closest, capacity_bytes, calibrated)
+        why = find_rejection_reason(closest, capacity_bytes, calibrated)
         lines = [
             f"{nothing} and its node",
-            f"closest: {in_short(closest.plan)} {why}",
+            f"closest: {format_plan(closest.plan)} {why}",
         ]
     else:
         lines = [
             nothing,
-            f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
+            f"closest: {format_plan(closest.plan)} needs {format_bytes(needed)} "
+            f"at its worst moment ({estimate.moment})",
             *(
                 f"  {format_bytes(count):>12}  {cause}"
                 for cause, count in list_bytes_by_cause(estimate)
@@ -156,7 +159,7 @@ def why_nothing_fits(
     return "\n".join(lines)
 
 
-def _why_loading_fails(case: UnfitJob, bytes_before_forward: int) -> str:
+def _explain_failed_loading(case: UnfitJob, bytes_before_forward: int) -> str:
     """Return text on why a smaller batch does not help a script whose weights and states alone do
     not fit, and what would help.
     """
@@ -190,9 +193,9 @@ def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
     gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
     if gain <= 0:
         return None
-    faster = f"{in_short(fastest.plan)} is predicted {gain:.1%} faster"
+    faster = f"{format_plan(fastest.plan)} is predicted {gain:.1%} faster"
     taking = "(`objective: fastest` takes it)"
-    if fastest.fill > max(taken.fill, allowed_memory_fill_of(taken.plan)):
+    if fastest.fill > max(taken.fill, get_allowed_memory_fill(taken.plan)):
         fill = f"and fills {fastest.fill:.0%} of a device"
         return f"a plan with more room for what predictions are off: {faster}, {fill} {taking}"
     why = "which is within the error of predictions"
@@ -201,5 +204,5 @@ def describe_rejected_fastest(taken: Choice, fastest: Choice) -> str | None:
     return f"the most trusted plan near the fastest: {faster}, {why} {taking}"
 
 
-def _total_bytes(moment: MomentBytes) -> int:
+def _sum_bytes(moment: MomentBytes) -> int:
     return moment.counted_bytes + moment.activation_bytes

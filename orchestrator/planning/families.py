@@ -20,7 +20,7 @@ from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
     BatchCut,
     PlanStrategy,
-    layer_inputs_bytes,
+    compute_layer_inputs_bytes,
     list_batch_cuts,
     list_checkpointing_modes,
     list_full_layer_counts,
@@ -36,7 +36,7 @@ from orchestrator.specs.choices import (
     Sharding,
 )
 from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.engines import why_pipeline_stalls
+from orchestrator.specs.engines import find_pipeline_stall
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.pins import matches_pins
@@ -172,12 +172,12 @@ class PlanFamily:
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
             self.list_plans_of_batch(
-                micro, accumulation, (*self.uniform_modes(micro), *self.partial)
+                micro, accumulation, (*self.list_uniform_modes(micro), *self.partial)
             )
             for micro, accumulation in self.cuts
         )
 
-    def uniform_modes(self, micro_batch_size: int) -> tuple[LayerRecomputation, ...]:
+    def list_uniform_modes(self, micro_batch_size: int) -> tuple[LayerRecomputation, ...]:
         """Return the kinds of recomputation that all layers may have at this micro-batch size."""
         return (*self.alike, ON_HOST) if micro_batch_size <= self.offloads_to else self.alike
 
@@ -230,7 +230,7 @@ def list_families(
     """
     pins = request.pins
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
-    inputs_bytes = layer_inputs_bytes(request, hardware)
+    inputs_bytes = compute_layer_inputs_bytes(request, hardware)
     for layout in list_layouts(request, hardware, plan_counter):
         if not matches_pins(layout, pins):
             continue
@@ -260,7 +260,7 @@ def list_families(
                 partial=()
                 if offload
                 else _list_partial_modes(request, strategy, modes, first_layers),
-                offloads_to=_largest_offloaded_micro_batch(
+                offloads_to=_find_largest_offloaded_micro_batch(
                     at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins
                 ),
                 cuts=at_work,
@@ -293,7 +293,7 @@ def _select_busy_batch_cuts(
     pipeline busy and are legal with it.
     """
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
-    at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut.accumulation) is None)
+    at_work = tuple(cut for cut in cuts if find_pipeline_stall(*pipeline, cut.accumulation) is None)
     if _accumulates_gradients(strategy):
         at_work = tuple(cut for cut in at_work if cut.accumulation > 1)
     on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
@@ -319,7 +319,7 @@ def _list_batch_cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[Batc
     )
 
 
-def _largest_offloaded_micro_batch(
+def _find_largest_offloaded_micro_batch(
     cuts: Sequence[BatchCut],
     modes: Sequence[ActivationCheckpointing],
     sample_bytes: float,

@@ -47,7 +47,7 @@ class Frontier:
     looked: int = 0  # plans that the search examined
 
 
-def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
+def estimate_node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
     """Return the host bytes that the plan needs on a node whose devices it fills.
 
     On a virtual device, device memory is host memory.
@@ -56,20 +56,22 @@ def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) ->
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 
-def needed_device_bytes(candidate: Candidate, calibrated: Calibration) -> int:
+def estimate_needed_device_bytes(candidate: Candidate, calibrated: Calibration) -> int:
     """Return the free bytes that the candidate needs on each device: the corrected estimate times
     its margin.
     """
-    return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
+    return calibration.estimate_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
-def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
+def estimate_candidate_fit_probability(
+    candidate: Candidate, capacity_bytes: int, calibrated: Calibration
+) -> float:
     """Return the probability that the candidate fits in `capacity_bytes` per device; 0 where a node
     lacks host memory for it.
     """
     if not candidate.fits_host:
         return 0.0
-    return calibration.plan_fit_probability(
+    return calibration.estimate_fit_probability(
         candidate.plan, candidate.estimate, calibrated, capacity_bytes
     )
 
@@ -80,7 +82,10 @@ def fits_device(candidate: Candidate, capacity_bytes: int, calibrated: Calibrati
 
     A plan that already ran out of memory on such a device does not fit.
     """
-    is_within = candidate.fits_host and needed_device_bytes(candidate, calibrated) <= capacity_bytes
+    is_within = (
+        candidate.fits_host
+        and estimate_needed_device_bytes(candidate, calibrated) <= capacity_bytes
+    )
     return is_within and not calibrated.has_run_out(
         candidate.plan, candidate.estimate, capacity_bytes
     )
@@ -103,7 +108,7 @@ def find_likeliest_fitting(
     however unlikely, since it has already paid for more than a launch.
     """
     chances = [
-        (fit_probability(candidate, capacity_bytes, calibrated), candidate)
+        (estimate_candidate_fit_probability(candidate, capacity_bytes, calibrated), candidate)
         for candidate, capacity_bytes in rooms
     ]
     best, candidate = max(chances, key=itemgetter(0), default=(0.0, None))
@@ -126,13 +131,13 @@ def list_fitting(
     )
 
 
-def why_rejected(
+def find_rejection_reason(
     candidate: Candidate,
     capacity_bytes: int,
     calibrated: Calibration,
 ) -> str | None:
     """Return a sentence on why the candidate cannot be used; None where it can."""
-    needed = needed_device_bytes(candidate, calibrated)
+    needed = estimate_needed_device_bytes(candidate, calibrated)
     if needed > capacity_bytes:
         needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"
         return f"{needs}; worst moment: {candidate.estimate.moment}"

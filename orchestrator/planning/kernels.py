@@ -197,23 +197,23 @@ def _forward_backward_s_and_traffic(
     A backward pass has two products for one of the forward pass; what is frozen needs no gradient
     of its weights.
     """
-    peak = device.peak_flops(precision)
+    peak = device.get_peak_flops(precision)
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
     if not segment.matmuls:
         forward_s = (
             micro_batch_size
             * segment.forward_flops
-            / (peak_matmul_flops(device, precision) * MODEL_EFFICIENCY)
+            / (compute_peak_matmul_flops(device, precision) * MODEL_EFFICIENCY)
         )
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
-    rates = matmul_rates(device, precision)
+    rates = compute_matmul_rates(device, precision)
     for rows, inner, columns in segment.matmuls:
         products += 2.0 * rows * inner * columns
         count = micro_batch_size * rows
-        forward_s += matmul_s(count, inner, columns, *rates)
-        backward_s += matmul_s(count, columns, inner, *rates)
-        backward_s += trained * matmul_s(inner, count, columns, *rates)
+        forward_s += estimate_matmul_s(count, inner, columns, *rates)
+        backward_s += estimate_matmul_s(count, columns, inner, *rates)
+        backward_s += trained * estimate_matmul_s(inner, count, columns, *rates)
     attention_s = (
         micro_batch_size
         * max(0.0, segment.forward_flops - products)
@@ -235,12 +235,13 @@ def _forward_backward_s_and_traffic(
     )
     if segment.chunks is not None:
         forward_s += (
-            _loss_moved_bytes(segment, segment.chunks, micro_batch_size, precision) / bandwidth
+            _compute_loss_moved_bytes(segment, segment.chunks, micro_batch_size, precision)
+            / bandwidth
         )
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
-def _loss_moved_bytes(
+def _compute_loss_moved_bytes(
     segment: Segment, chunks: LossChunks, micro_batch_size: int, precision: Precision
 ) -> float:
     """Return the bytes of memory traffic for the logits of a loss in chunks, and for its weight's
@@ -264,30 +265,30 @@ class MatmulRates(NamedTuple):
     start_s: float
 
 
-def matmul_rates(device: DeviceSpec, precision: Precision) -> MatmulRates:
+def compute_matmul_rates(device: DeviceSpec, precision: Precision) -> MatmulRates:
     """Return how fast the device multiplies matrices in this precision."""
     return MatmulRates(
         4 if precision is Precision.FP32 else 2,
-        peak_matmul_flops(device, precision),
+        compute_peak_matmul_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,
         KERNEL_S if device.kind.traits.runs_beside_host else 0.0,
     )
 
 
-def peak_matmul_flops(device: DeviceSpec, precision: Precision) -> float:
+def compute_peak_matmul_flops(device: DeviceSpec, precision: Precision) -> float:
     """Return the FLOP/s of the device's fastest matrix product in this precision."""
     if (
         device.measured_tflops is None
         or precision is Precision.FP32
         or not device.supports(precision)
     ):
-        return device.peak_flops(precision) * PRODUCT_EFFICIENCY
-    return min(1e12 * device.measured_tflops, device.peak_flops(precision))
+        return device.get_peak_flops(precision) * PRODUCT_EFFICIENCY
+    return min(1e12 * device.measured_tflops, device.get_peak_flops(precision))
 
 
 @lru_cache(maxsize=65536)
-def matmul_s(
+def estimate_matmul_s(
     rows: int,
     inner: int,
     columns: int,
@@ -298,7 +299,7 @@ def matmul_s(
     start_s: float,
 ) -> float:
     """Return the seconds of a (rows x inner) by (inner x columns) matrix product at a device's
-    `matmul_rates`.
+    `compute_matmul_rates`.
 
     Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one;
     the largest tile is the fastest where there are enough of them (NVIDIA, Matrix Multiplication

@@ -34,7 +34,7 @@ def list_layouts(
     devices divides the global batch, and TooManyPlans.
     """
     if request.speeds:
-        return _layouts_of_measured_speeds(request, hardware)
+        return _list_layouts_of_measured_speeds(request, hardware)
     per_node = hardware.devices_per_node
     most = min(request.gpus.max, hardware.devices)
     allowed = {
@@ -47,10 +47,10 @@ def list_layouts(
     if request.is_script and request.knobs.micro_batch_size is None:
         # it takes no micro-batch: another number of ranks would be another global batch
         allowed &= {request.gpus.min}
-    tensor = tensor_parallel_degrees(request, hardware)
-    pipeline = pipeline_degrees(request, most)
+    tensor = list_tensor_parallel_degrees(request, hardware)
+    pipeline = list_pipeline_degrees(request, most)
     of_a_sample = tuple(_list_cp_and_tp_degrees(request, hardware, tensor, most))
-    shares = divisors(request.global_batch_size)
+    shares = list_divisors(request.global_batch_size)
     choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
@@ -62,7 +62,7 @@ def list_layouts(
     return tuple(choices)
 
 
-def _layouts_of_measured_speeds(
+def _list_layouts_of_measured_speeds(
     request: PlanRequest, hardware: Hardware
 ) -> tuple[ParallelLayout, ...]:
     """Return one layout for each number of devices in the job's `speeds`.
@@ -80,7 +80,7 @@ def _layouts_of_measured_speeds(
     )
 
 
-def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
+def list_tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
     """Return the possible degrees: 1, and each power of two that divides devices per node, heads,
     feed-forward and vocabulary size alike.
 
@@ -102,7 +102,7 @@ def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[i
         shape.intermediate_size,
         shape.vocab_size,
     )
-    return tuple(degree for degree in _powers_of_two(per_node) if common % degree == 0)
+    return tuple(degree for degree in _list_powers_of_two(per_node) if common % degree == 0)
 
 
 def _list_cp_and_tp_degrees(
@@ -113,7 +113,7 @@ def _list_cp_and_tp_degrees(
     """
     shape = request.shape
     per_node = hardware.devices_per_node
-    for cp, tp in product(context_parallel_degrees(request, device_count), tp_degrees):
+    for cp, tp in product(list_context_parallel_degrees(request, device_count), tp_degrees):
         if cp == 1:
             yield cp, tp
             continue
@@ -125,7 +125,7 @@ def _list_cp_and_tp_degrees(
             yield cp, tp
 
 
-def context_parallel_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
+def list_context_parallel_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
     """Return 1, the pinned degree, and the powers of two that leave each rank at least
     OWN_TOKENS_MIN tokens of a sample.
 
@@ -138,19 +138,19 @@ def context_parallel_degrees(request: PlanRequest, device_count: int) -> tuple[i
     pinned = request.pins.get("cp")
     return tuple(
         degree
-        for degree in _powers_of_two(device_count)
+        for degree in _list_powers_of_two(device_count)
         if degree in (1, pinned) or request.data_length // degree >= OWN_TOKENS_MIN
     )
 
 
-def expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
+def list_expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
     """Return the expert-parallel degrees above 1 that `dp` ranks allow for the job's model."""
     return tuple(
-        ep for ep in divisors(dp)[1:] if why_no_expert_parallelism(request, dp, ep) is None
+        ep for ep in list_divisors(dp)[1:] if find_expert_parallel_obstacle(request, dp, ep) is None
     )
 
 
-def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | None:
+def find_expert_parallel_obstacle(request: PlanRequest, dp: int, ep: int) -> str | None:
     """Return text on why `ep` of `dp` ranks cannot spread the model's experts; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
@@ -168,7 +168,7 @@ def why_no_expert_parallelism(request: PlanRequest, dp: int, ep: int) -> str | N
     return None
 
 
-def pipeline_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
+def list_pipeline_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]:
     """Return the possible numbers of pipeline stages, up to the number of layers.
 
     They are the divisors of the number of layers, the powers of two, and the divisors of the
@@ -176,8 +176,8 @@ def pipeline_degrees(request: PlanRequest, device_count: int) -> tuple[int, ...]
     needs to stay idle.
     """
     layers = count_splittable_layers(request)
-    whole = (degree for degree in divisors(device_count) if degree <= layers)
-    return tuple(sorted({*divisors(layers), *_powers_of_two(layers), *whole}))
+    whole = (degree for degree in list_divisors(device_count) if degree <= layers)
+    return tuple(sorted({*list_divisors(layers), *_list_powers_of_two(layers), *whole}))
 
 
 def count_splittable_layers(request: PlanRequest) -> int:
@@ -193,13 +193,13 @@ def count_splittable_layers(request: PlanRequest) -> int:
     return layers
 
 
-def _powers_of_two(up_to: int) -> list[int]:
+def _list_powers_of_two(up_to: int) -> list[int]:
     """Return the powers of two up to `up_to`."""
     return [1 << power for power in range(up_to.bit_length())]
 
 
 @lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
+def list_divisors(number: int) -> tuple[int, ...]:
     """Return every divisor of `number`, ascending."""
     low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
@@ -209,7 +209,7 @@ def _make_no_layout_error(request: PlanRequest, hardware: Hardware) -> SpecError
     low = request.gpus.min
     per_node = hardware.devices_per_node
     nearest = max(
-        (dp for dp in divisors(request.global_batch_size) if dp <= max(low, 1)), default=1
+        (dp for dp in list_divisors(request.global_batch_size) if dp <= max(low, 1)), default=1
     )
     step = low if low <= per_node else per_node * -(-low // per_node)
     rounded = step * max(1, round(request.global_batch_size / step))

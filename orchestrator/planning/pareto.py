@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.specs.choices import Offload
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
@@ -32,7 +32,7 @@ class CostedPlan(NamedTuple):
     rank: float
 
 
-def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
+def get_device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
     """Return the estimate's `device_bytes`."""
     return estimate.device_bytes
 
@@ -41,7 +41,7 @@ def find_pareto_front(
     timed_plans: Iterable[TimedPlan],
     estimate: Callable[[Plan], MemoryEstimate],
     limit_bytes: float,
-    needed_bytes_of: Callable[[Plan, MemoryEstimate], float] = device_bytes,
+    needed_bytes_of: Callable[[Plan, MemoryEstimate], float] = get_device_bytes,
 ) -> list[CostedPlan]:
     """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust,
     fastest first.
@@ -58,7 +58,7 @@ def find_pareto_front(
     unbeaten: list[CostedPlan] = []
     stairs = {rank: Staircase() for rank in sorted({entry.rank for entry in ordered})}
     for entry in ordered:
-        below = stairs[entry.rank].bytes_to_beat(entry.step_s, limit_bytes)
+        below = stairs[entry.rank].compute_bytes_to_beat(entry.step_s, limit_bytes)
         if entry.at_least_bytes > below:
             continue
         estimated = estimate(entry.plan)
@@ -73,7 +73,7 @@ def find_pareto_front(
         if unbeaten and _equals_but_for_bytes(unbeaten[-1], costed):
             unbeaten.pop()  # as fast as this entry, and it needs more
         unbeaten.append(costed)
-    return sorted(unbeaten, key=_speed_sort_key)
+    return sorted(unbeaten, key=_make_speed_sort_key)
 
 
 class Staircase:
@@ -83,7 +83,7 @@ class Staircase:
         self._times: list[float] = []
         self._least: list[float] = []
 
-    def bytes_to_beat(self, step_s: float, limit_bytes: float) -> float:
+    def compute_bytes_to_beat(self, step_s: float, limit_bytes: float) -> float:
         """Return the largest memory need with which a plan of this step time is beaten by no added
         plan; at most `limit_bytes`.
         """
@@ -92,7 +92,7 @@ class Staircase:
 
     def add(self, step_s: float, needed_bytes: float) -> None:
         """Add a plan with this step time and memory need, unless an added plan beats it."""
-        if needed_bytes > self.bytes_to_beat(step_s, inf):
+        if needed_bytes > self.compute_bytes_to_beat(step_s, inf):
             return
         begin = bisect_left(self._times, step_s)
         end = begin
@@ -113,7 +113,7 @@ def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
         plan.world_size,
         timed.step_s,
         timed.rank,
-        facts_of(plan.engine).simplicity,
+        get_engine_facts(plan.engine).simplicity,
         plan.offload is not Offload.NONE,
         plan.activation_offload,
         plan.zero_stage,
@@ -122,5 +122,5 @@ def _sort_key(timed: TimedPlan) -> tuple[object, ...]:
     )
 
 
-def _speed_sort_key(costed: CostedPlan) -> tuple[float, float, int, float]:
+def _make_speed_sort_key(costed: CostedPlan) -> tuple[float, float, int, float]:
     return (costed.step_s, costed.needed_bytes, costed.plan.world_size, costed.rank)

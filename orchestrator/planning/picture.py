@@ -79,7 +79,7 @@ class Picture:
     @property
     def span_s(self) -> tuple[float, float]:
         """(Least, largest) step time that the chart shows."""
-        return _padded_low_and_high(
+        return _pad_low_and_high(
             [
                 seconds
                 for point in self.points
@@ -91,7 +91,7 @@ class Picture:
     def span_bytes(self) -> tuple[float, float]:
         """(Least, largest) bytes that the chart shows."""
         needs = [point.needed_bytes for point in self.points]
-        return _padded_low_and_high([self.capacity_bytes, *needs] if self.has_limit else needs)
+        return _pad_low_and_high([self.capacity_bytes, *needs] if self.has_limit else needs)
 
     @property
     def has_limit(self) -> bool:
@@ -110,7 +110,7 @@ class _Axis:
     high: float
     cells: int
 
-    def cell_of(self, value: float) -> int:
+    def find_cell(self, value: float) -> int:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(share * (self.cells - 1))
 
@@ -122,15 +122,15 @@ def draw_lines(picture: Picture) -> list[str]:
     up = _Axis(*picture.span_bytes, ROWS)
     grid = [[" "] * across.cells for _ in range(ROWS)]
     if picture.has_limit:
-        grid[up.cell_of(picture.capacity_bytes)] = ["╌"] * across.cells
+        grid[up.find_cell(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
-        _draw_point(grid, across.cell_of(point.step_s), up.cell_of(point.needed_bytes), point)
+        _draw_point(grid, across.find_cell(point.step_s), up.find_cell(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
-        _write_into_dashes(grid[up.cell_of(picture.capacity_bytes)], ends)
+        _write_into_dashes(grid[up.find_cell(picture.capacity_bytes)], ends)
     ticks = choose_byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
-    labels = {up.cell_of(value): text for value, text in ticks}
+    labels = {up.find_cell(value): text for value, text in ticks}
     lines = [
         f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
     ]
@@ -207,7 +207,7 @@ def _format_in_largest_unit(value: float, units: Mapping[str, int]) -> str:
     return f"{value / units[name]:.4g} {name}"
 
 
-def _padded_low_and_high(values: Sequence[float]) -> tuple[float, float]:
+def _pad_low_and_high(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
@@ -251,7 +251,7 @@ def _draw_axis_and_legend(picture: Picture, time_axis: _Axis) -> Iterator[str]:
     end = time_axis.cells - len(name) - COLUMNS_BETWEEN
     free = 0
     for value, text in choose_second_ticks(*picture.span_s, time_axis.cells // COLUMNS_A_TICK):
-        cell = time_axis.cell_of(value)
+        cell = time_axis.find_cell(value)
         if free <= cell <= end - len(text):
             ruler[cell] = "┬"
             texts[cell : cell + len(text)] = text

@@ -6,7 +6,7 @@ from math import gcd
 
 from orchestrator.memory.model_request import RankShare
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import find_rank_profile, uses_autocast, with_held_boundaries
+from orchestrator.memory.profiles import extend_held_boundaries, find_rank_profile, uses_autocast
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.planning.request import PlanRequest
@@ -45,8 +45,8 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
     if profile is not None:
         if request.deepspeed is not None:
             profile = replace(profile, deepspeed=request.deepspeed)
-        return with_held_boundaries(request, profile, plan)
-    assumed = _assumed_profile(request, hardware, plan.precision, plan.sequence_length)
+        return extend_held_boundaries(request, profile, plan)
+    assumed = _make_assumed_profile(request, hardware, plan.precision, plan.sequence_length)
     measured = request.measured
     mechanics = plan.mechanics
     has_buckets = isinstance(mechanics, Replicated) and mechanics.ranks > 1
@@ -56,7 +56,7 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
 
 
-def _assumed_profile(
+def _make_assumed_profile(
     request: PlanRequest, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
     """Return the assumed profile of a script that declares nothing.
@@ -67,7 +67,7 @@ def _assumed_profile(
     Recomputation is assumed to save half, lower precision and shorter samples their share.
     """
     defaults = find_reference_settings(request)
-    share = _width_over_fp32(precision) / _width_over_fp32(defaults.precision)
+    share = _get_width_over_fp32(precision) / _get_width_over_fp32(defaults.precision)
     stretch = (
         sequence_length / defaults.sequence_length
         if sequence_length and defaults.sequence_length
@@ -89,7 +89,7 @@ def _assumed_profile(
         saved_bytes=saved_bytes,
         checkpointed_bytes=saved_bytes // 2,
         transient_bytes=0,
-        forward_flops=ASSUMED_FORWARD_S * hardware.device.peak_flops(precision) * stretch,
+        forward_flops=ASSUMED_FORWARD_S * hardware.device.get_peak_flops(precision) * stretch,
     )
     return ModelProfile(
         family=request.family_name,
@@ -114,18 +114,18 @@ def find_reference_settings(request: PlanRequest) -> OwnSettings:
     return OwnSettings(
         micro_batch_size=int(micro)
         if micro is not None
-        else -(-request.global_batch_size // _fewest_batch_parts(request)),
+        else -(-request.global_batch_size // _find_fewest_batch_parts(request)),
         sequence_length=request.own_length,
         precision=request.precision,
     )
 
 
-def _width_over_fp32(precision: Precision) -> float:
+def _get_width_over_fp32(precision: Precision) -> float:
     """Return the bytes of an activation in this precision over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
-def _fewest_batch_parts(request: PlanRequest) -> int:
+def _find_fewest_batch_parts(request: PlanRequest) -> int:
     """Return the fewest parts into which the script may split its batch."""
     return min(
         (gcd(count, request.global_batch_size) for count, _ in request.speeds),

@@ -15,7 +15,7 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.deepspeed_file import ZERO, find_bucket_sizes, list_leaf_keys, merge_config
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.json_object import JsonObject
@@ -167,7 +167,7 @@ def render_script_command(
 
     `node_devices` are the devices of one node; every node of a plan uses as many.
     """
-    assert not facts_of(plan.engine).is_ours, plan
+    assert not get_engine_facts(plan.engine).is_ours, plan
     knobs = script.knobs
     arguments = list(script.command)
     env = dict[str, str]()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from orchestrator.memory.model_request import ModelRequest, model_request_values
+from orchestrator.memory.model_request import ModelRequest, make_model_request_values
 from orchestrator.memory.models.hf import DecoderShape, find_model_shape
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec, TrainingSpec
@@ -145,7 +145,7 @@ def _check_and_read_request(spec: JobSpec, cuda_launch_blocks: bool) -> PlanRequ
     except SpecError as error:
         return error
     return PlanRequest(
-        **model_request_values(spec),
+        **make_model_request_values(spec),
         **{name: getattr(spec, name) for name in READ_AS_WRITTEN},
         is_on_one_node=spec.launch in ON_ONE_NODE,
         launches_block=cuda_launch_blocks,

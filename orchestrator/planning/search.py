@@ -9,11 +9,11 @@ from math import ceil, floor, inf, log2
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
-from orchestrator.memory.calibration.correction import corrected_device_bytes
+from orchestrator.memory.calibration.correction import correct_device_bytes
 from orchestrator.memory.engines.activations import is_full_checkpointing_lightest
 from orchestrator.memory.engines.overhead import MeasuredOverhead
-from orchestrator.memory.estimate import DeviceBytes, device_bytes_cache_key
-from orchestrator.planning.cost import Hardware, StepTimePredictor, busy_share
+from orchestrator.memory.estimate import DeviceBytes, make_device_bytes_cache_key
+from orchestrator.planning.cost import Hardware, StepTimePredictor, estimate_busy_share
 from orchestrator.planning.families import (
     PlanFamily,
     SettingsVariant,
@@ -21,19 +21,19 @@ from orchestrator.planning.families import (
     list_families,
     list_variants,
 )
-from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
+from orchestrator.planning.frontier import Candidate, Frontier, estimate_node_host_bytes
 from orchestrator.planning.layouts import list_layouts
 from orchestrator.planning.pareto import (
     CostedPlan,
     Staircase,
     TimedPlan,
-    device_bytes,
     find_pareto_front,
+    get_device_bytes,
 )
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import list_engines, make_no_strategy_error
-from orchestrator.planning.trust import OFFLOADED, trust_of
+from orchestrator.planning.trust import OFFLOADED, rate_trust
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, PlanCounter
 from orchestrator.specs.choices import (
     AXES,
@@ -83,14 +83,16 @@ def find_frontier(
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, calibrated.correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    result = _frontier_at_speeds(request, hardware, calibrated.overhead, steps, skips_oversized)
+    result = _build_frontier_at_speeds(
+        request, hardware, calibrated.overhead, steps, skips_oversized
+    )
     if isinstance(result, SpecError):
         raise result.with_traceback(None)
     return result
 
 
 @lru_cache(maxsize=512)
-def _frontier_at_speeds(
+def _build_frontier_at_speeds(
     request: PlanRequest,
     hardware: Hardware,
     overhead: MeasuredOverhead,
@@ -103,9 +105,9 @@ def _frontier_at_speeds(
     Jobs that differ in `speeds` alone share one search.
     """
     if not request.speeds:
-        return _cached_frontier(request, hardware, overhead, correction_steps, skips_oversized)
+        return _get_cached_frontier(request, hardware, overhead, correction_steps, skips_oversized)
     counts = tuple((count, 1.0) for count, _ in request.speeds)
-    costed = _cached_frontier(
+    costed = _get_cached_frontier(
         replace(request, speeds=counts), hardware, overhead, correction_steps, skips_oversized
     )
     return (
@@ -114,7 +116,7 @@ def _frontier_at_speeds(
 
 
 @lru_cache(maxsize=512)
-def _cached_frontier(
+def _get_cached_frontier(
     request: PlanRequest,
     hardware: Hardware,
     overhead: MeasuredOverhead,
@@ -134,7 +136,7 @@ def _cached_frontier(
             (variant.degradation, variant) for variant in list_variants(request, hardware)
         )
         for degradation, variants in sorted(classes.items()):
-            unbeaten = _unbeaten_plans(
+            unbeaten = _list_unbeaten_plans(
                 request,
                 hardware,
                 variants,
@@ -149,8 +151,10 @@ def _cached_frontier(
                     estimate=costed.estimate,
                     step_s=costed.step_s,
                     degradation=degradation,
-                    busy_share=busy_share(needs.profile(costed.plan), costed.plan, hardware),
-                    host_bytes=node_host_bytes(costed.plan, costed.estimate, hardware),
+                    busy_share=estimate_busy_share(
+                        needs.profile(costed.plan), costed.plan, hardware
+                    ),
+                    host_bytes=estimate_node_host_bytes(costed.plan, costed.estimate, hardware),
                     host_memory=hardware.host_memory,
                 )
                 for costed in unbeaten
@@ -208,17 +212,17 @@ def _make_no_plan_error(
                 path=f"plan.{key}",
                 got=format_setting_value(value),
                 allowed=f"{', '.join(map(format_setting_value, sorted(values)))}{beside}",
-                hint=_why_pins_are_illegal(request),
+                hint=_explain_illegal_pins(request),
             )
     return SpecError(
         f"no plan on {hardware.device.name} has these settings together",
         path="plan",
         got=format_pins(request.plan),
-        hint=_why_pins_are_illegal(request) or "leave some of them out",
+        hint=_explain_illegal_pins(request) or "leave some of them out",
     )
 
 
-def _why_pins_are_illegal(request: PlanRequest) -> str:
+def _explain_illegal_pins(request: PlanRequest) -> str:
     """Return why no engine allows the pinned settings, with all others at their defaults; "" where
     an engine does.
     """
@@ -239,7 +243,7 @@ def _why_pins_are_illegal(request: PlanRequest) -> str:
     return "; ".join(dict.fromkeys(reasons)) if len(reasons) == len(engines) else ""
 
 
-def _unbeaten_plans(
+def _list_unbeaten_plans(
     request: PlanRequest,
     hardware: Hardware,
     variants: Sequence[SettingsVariant],
@@ -301,10 +305,10 @@ def _unbeaten_plans(
 
     by_plan: dict[Plan, CostedPlan] = {}
     for step in correction_steps:
-        needed = _make_corrected_need(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+        needed = _make_corrected_need(2 ** (step / CORRECTION_STEPS)) if step else get_device_bytes
         costed = best(needed)
         if any(
-            node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory
+            estimate_node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory
             for entry in costed
         ):
             costed += best(_make_need_within_host(needed, hardware))
@@ -323,7 +327,7 @@ def _unbeaten_plans(
 
 
 def _make_corrected_need(activation_factor: float) -> _Needed:
-    return lambda _plan, estimate: corrected_device_bytes(estimate, activation_factor)
+    return lambda _plan, estimate: correct_device_bytes(estimate, activation_factor)
 
 
 def _make_need_within_host(needed_bytes_of: _Needed, hardware: Hardware) -> _Needed:
@@ -332,7 +336,7 @@ def _make_need_within_host(needed_bytes_of: _Needed, hardware: Hardware) -> _Nee
     """
 
     def bytes_of(plan: Plan, estimate: MemoryEstimate) -> float:
-        fits = node_host_bytes(plan, estimate, hardware) <= hardware.host_memory
+        fits = estimate_node_host_bytes(plan, estimate, hardware) <= hardware.host_memory
         return needed_bytes_of(plan, estimate) if fits else inf
 
     return bytes_of
@@ -375,7 +379,7 @@ def _make_beaten_test(costed: Sequence[CostedPlan], *, by_device_count: bool) ->
             for plan in costed:
                 if plan.plan.world_size in sizes and plan.rank <= rank:
                     staircases[key].add(plan.step_s, plan.needed_bytes)
-        return least_bytes > staircases[key].bytes_to_beat(step_s, inf)
+        return least_bytes > staircases[key].compute_bytes_to_beat(step_s, inf)
 
     return beats
 
@@ -410,9 +414,9 @@ class _MemoryEstimator:
         self._overhead = overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
-    def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
+    def get_profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
         """Return (the plan's profile, the DeviceBytes that plans with equal memory terms share)."""
-        key = device_bytes_cache_key(plan)
+        key = make_device_bytes_cache_key(plan)
         if key not in self._by_likeness:
             profile = find_profile(self._request, self._hardware, plan)
             self._by_likeness[key] = (
@@ -422,10 +426,10 @@ class _MemoryEstimator:
         return self._by_likeness[key]
 
     def profile(self, plan: Plan) -> ModelProfile:
-        return self.profile_and_bytes(plan)[0]
+        return self.get_profile_and_bytes(plan)[0]
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
-        return self.profile_and_bytes(plan)[1].estimate(plan)
+        return self.get_profile_and_bytes(plan)[1].estimate(plan)
 
 
 class _PartialModePlans(NamedTuple):
@@ -460,29 +464,31 @@ def _time_family(
     batch cut is skipped as a whole where the bytes beside activations exceed the limit:
     checkpointing rarely changes these bytes.
     """
-    profile, bytes_of = memory_estimator.profile_and_bytes(family.example)
+    profile, bytes_of = memory_estimator.get_profile_and_bytes(family.example)
     takes: StepTimePredictor | None = None
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and is_full_checkpointing_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
-    trusted = trust_of(family.example).rank
+    trusted = rate_trust(family.example).rank
     is_beyond: dict[object, bool] = {}
     for micro, accumulation in family.cuts:
-        turns = bytes_of.accumulation_cache_key(accumulation)
+        turns = bytes_of.make_accumulation_cache_key(accumulation)
         selective: TimedPlan | None = None
         full: TimedPlan | None = None
         plan_counter.count_examined()
         for plan in (
             ()
             if is_beyond.get(turns)
-            else family.list_plans_of_batch(micro, accumulation, family.uniform_modes(micro))
+            else family.list_plans_of_batch(micro, accumulation, family.list_uniform_modes(micro))
         ):
             plan_counter.count_examined()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
-                is_beyond[turns] = bytes_of.lower_bound_without_activations(plan) > limit_bytes
+                is_beyond[turns] = (
+                    bytes_of.compute_lower_bound_without_activations(plan) > limit_bytes
+                )
             if is_beyond.get(turns):
                 break
-            if (at_least_bytes := bytes_of.lower_bound_bytes(plan)) <= limit_bytes:
+            if (at_least_bytes := bytes_of.compute_lower_bound_bytes(plan)) <= limit_bytes:
                 takes = takes or StepTimePredictor(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
                 timed = TimedPlan(plan, takes(plan), at_least_bytes, rank)
@@ -528,8 +534,8 @@ def _time_partial_modes(
     family = partial_plans.family
     modes = family.partial
     count = family.example.world_size
-    _, bytes_of = memory_estimator.profile_and_bytes(family.example)
-    rank = trust_of(family.example).rank
+    _, bytes_of = memory_estimator.get_profile_and_bytes(family.example)
+    rank = rate_trust(family.example).rank
     halves = [(0, len(modes), partial_plans.least_s, partial_plans.least_bytes)]
     while halves:
         low, high, least_s, least_bytes = halves.pop()
@@ -549,7 +555,7 @@ def _time_partial_modes(
                 (middle + 1, high, least_s, least_bytes),
             ]
             continue
-        at_least_bytes = bytes_of.lower_bound_bytes(plan)
+        at_least_bytes = bytes_of.compute_lower_bound_bytes(plan)
         step_s = partial_plans.takes(plan)
         if at_least_bytes <= limit_bytes:
             yield TimedPlan(plan, step_s, at_least_bytes, rank)

@@ -10,8 +10,8 @@ from orchestrator.memory.models.hf import find_model_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import (
     count_splittable_layers,
-    divisors,
-    expert_parallel_degrees,
+    list_divisors,
+    list_expert_parallel_degrees,
 )
 from orchestrator.planning.request import PlanRequest
 from orchestrator.specs.choices import (
@@ -24,7 +24,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import Mechanics, Zero, find_mechanics
@@ -120,7 +120,9 @@ def list_engines(request: PlanRequest) -> tuple[Engine, ...]:
     """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a
     script.
     """
-    return tuple(engine for engine in Engine if facts_of(engine).is_ours is not request.is_script)
+    return tuple(
+        engine for engine in Engine if get_engine_facts(engine).is_ours is not request.is_script
+    )
 
 
 def _list_script_strategies(
@@ -208,7 +210,7 @@ def list_full_layer_counts(request: PlanRequest, strategy: PlanStrategy) -> Full
     return FullLayerCounts(stage, tuple(sorted(choices)))
 
 
-def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
+def compute_layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
     """Return the bytes of the inputs of all layers for one sample, added up over all ranks that
     split it.
 
@@ -263,7 +265,7 @@ def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
         return (BatchCut(share, 1),) if _can_use_micro_batch(request, share, dp) else ()
     cuts = [
         BatchCut(micro, share // micro)
-        for micro in divisors(share)
+        for micro in list_divisors(share)
         if _can_use_micro_batch(request, micro, dp)
     ]
     samples = None if request.is_script else request.training.batch_norm_samples
@@ -350,7 +352,7 @@ def _list_torch_strategies(
         return
     if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1:
         sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
-        for stage, experts in product(sharded, expert_parallel_degrees(request, layout.dp)):
+        for stage, experts in product(sharded, list_expert_parallel_degrees(request, layout.dp)):
             yield replace(plain, zero_stage=stage, expert_parallel=experts)
     if _can_offload(hardware) and layout.tp == layout.pp == 1:
         yield replace(plain, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
@@ -379,7 +381,7 @@ def _list_deepspeed_strategies(
     engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage
 ) -> Iterator[PlanStrategy]:
     offloads = tuple(Offload) if _can_offload(hardware) else (Offload.NONE,)
-    has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
+    has_nvme = hardware.device.nvme_folder and get_engine_facts(engine).is_ours
     targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
         shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
@@ -398,7 +400,7 @@ def _list_copy_counts(hardware: Hardware, layout: ParallelLayout) -> tuple[int, 
     nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:
         return (1,)
-    return tuple(copies for copies in divisors(nodes) if copies < layout.dp)
+    return tuple(copies for copies in list_divisors(nodes) if copies < layout.dp)
 
 
 def _can_offload(hardware: Hardware) -> bool:

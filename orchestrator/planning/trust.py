@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import MARGIN, REPORTED_ERROR
 from orchestrator.specs.choices import Offload, OffloadTarget, ZeroStage
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import changes
+from orchestrator.specs.settings import list_changed_settings
 
 # Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on
 # A100: plans that
@@ -60,7 +60,7 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 
 @lru_cache(maxsize=16384)
-def trust_of(plan: Plan) -> Trust:
+def rate_trust(plan: Plan) -> Trust:
     """Return how far the plan is from plain data parallelism, in the order in which practitioners
     adopt mechanisms.
 
@@ -69,11 +69,11 @@ def trust_of(plan: Plan) -> Trust:
     fewer plans then had the mechanics that experts chose. Raises AssertionError for unknown
     mechanics.
     """
-    ranks = [rank for rank in _trust_ranks(plan) if rank > PLAIN]
+    ranks = [rank for rank in _list_trust_ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
 
 
-def _trust_ranks(plan: Plan) -> list[float]:
+def _list_trust_ranks(plan: Plan) -> list[float]:
     """Return one trust rank for each mechanism that a plan may have; PLAIN for a mechanism that it
     lacks.
     """
@@ -104,18 +104,18 @@ def _trust_ranks(plan: Plan) -> list[float]:
     ]
 
 
-def allowed_memory_fill_of(plan: Plan) -> float:
+def get_allowed_memory_fill(plan: Plan) -> float:
     """Return the fraction of a device's memory, margin included, that a plan may fill before its
     family is measured.
 
     Tensors of our own engines were exact to 0.5 % on the cards that we measured; scripts are off by
     REPORTED_ERROR.
     """
-    return TIGHT if facts_of(plan.engine).is_ours else MARGIN / REPORTED_ERROR
+    return TIGHT if get_engine_facts(plan.engine).is_ours else MARGIN / REPORTED_ERROR
 
 
 @lru_cache(maxsize=16384)
-def plan_kind_of(plan: Plan) -> tuple[object, ...]:
+def make_plan_kind(plan: Plan) -> tuple[object, ...]:
     """Return a key for the plan's engine and sharding; equal for plans that differ only in batches,
     ranks or checkpointing.
     """
@@ -132,12 +132,12 @@ def plan_kind_of(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def step_ratio_spread(plan: Plan, other_plan: Plan) -> float:
+def estimate_step_ratio_spread(plan: Plan, other_plan: Plan) -> float:
     """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if plan_kind_of(plan) == plan_kind_of(other_plan):
+    if make_plan_kind(plan) == make_plan_kind(other_plan):
         return ALIKE_SPREAD
     if plan.layout.pp > 1 and other_plan.layout.pp > 1:
         return PIPELINE_SPREAD
@@ -186,11 +186,11 @@ class ChoiceRule:
         if choices[best].fill <= self.room or choices[best].plan in self.incumbents:
             return best
         limit_s = min(choice.seconds for choice in choices) * math.exp(RECOVERY_SPREAD)
-        rank = max(ZERO3, trust_of(choices[best].plan).rank)
+        rank = max(ZERO3, rate_trust(choices[best].plan).rank)
         cheap = [
             index
             for index, choice in enumerate(choices)
-            if choice.seconds <= limit_s and trust_of(choice.plan).rank <= rank
+            if choice.seconds <= limit_s and rate_trust(choice.plan).rank <= rank
         ]
         roomy = [index for index in cheap if choices[index].fill <= self.room]
         if roomy:
@@ -205,7 +205,7 @@ class ChoiceRule:
         near = [
             index for index in indices if self._is_near_fastest(choices[index], choices[fastest])
         ]
-        best = min(near, key=lambda index: self._preference_key(choices[index]))
+        best = min(near, key=lambda index: self._make_preference_key(choices[index]))
         if choices[best].fill <= TIGHT or choices[best].plan in self.incumbents:
             return best
         alike = [index for index in near if _is_as_good(choices[index], choices[best])]
@@ -222,7 +222,9 @@ class ChoiceRule:
             if chosen:
                 narrower = choices[chosen[-1]]
                 spread = (
-                    0.0 if self.is_fastest else step_ratio_spread(choice.plan, narrower.plan) / 2
+                    0.0
+                    if self.is_fastest
+                    else estimate_step_ratio_spread(choice.plan, narrower.plan) / 2
                 )
                 if choice.seconds * math.exp(spread) >= narrower.seconds:
                     continue
@@ -230,24 +232,27 @@ class ChoiceRule:
         return chosen
 
     def _is_near_fastest(self, choice: Choice, fastest: Choice) -> bool:
-        is_alike = plan_kind_of(choice.plan) == plan_kind_of(fastest.plan)
-        if self.before is not None and plan_kind_of(choice.plan) == plan_kind_of(self.before):
+        is_alike = make_plan_kind(choice.plan) == make_plan_kind(fastest.plan)
+        if self.before is not None and make_plan_kind(choice.plan) == make_plan_kind(self.before):
             spread = RECOVERY_SPREAD
         elif fastest.crosses_nodes and not is_alike and choice.plan not in self.incumbents:
             spread = 0.0
         else:
-            spread = step_ratio_spread(choice.plan, fastest.plan)
+            spread = estimate_step_ratio_spread(choice.plan, fastest.plan)
         return choice.seconds <= fastest.seconds * math.exp(spread)
 
-    def _preference_key(self, choice: Choice) -> tuple[object, ...]:
-        trusted = INCUMBENT if choice.plan in self.incumbents else trust_of(choice.plan)
+    def _make_preference_key(self, choice: Choice) -> tuple[object, ...]:
+        trusted = INCUMBENT if choice.plan in self.incumbents else rate_trust(choice.plan)
         if self.before is None:
             return trusted, choice.seconds
         leaves = (
             choice.plan.engine is not self.before.engine,
-            plan_kind_of(choice.plan) != plan_kind_of(self.before),
+            make_plan_kind(choice.plan) != make_plan_kind(self.before),
         )
-        touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
+        touched = sum(
+            change.setting not in BATCHES
+            for change in list_changed_settings(self.before, choice.plan)
+        )
         return *leaves, touched, trusted, choice.seconds
 
 
@@ -255,7 +260,7 @@ def _is_as_good(choice: Choice, best: Choice) -> bool:
     """Return whether a plan of the same kind and trust is as fast as the best, within the error of
     step times.
     """
-    is_alike = plan_kind_of(choice.plan) == plan_kind_of(best.plan) and trust_of(
+    is_alike = make_plan_kind(choice.plan) == make_plan_kind(best.plan) and rate_trust(
         choice.plan
-    ) <= trust_of(best.plan)
+    ) <= rate_trust(best.plan)
     return is_alike and choice.seconds <= best.seconds * math.exp(ALIKE_SPREAD)

@@ -12,7 +12,12 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.calibrate import Calibration
 from orchestrator.memory.model_request import TRANSFORMERS_TRAINERS
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, Frontier, list_fitting, needed_device_bytes
+from orchestrator.planning.frontier import (
+    Candidate,
+    Frontier,
+    estimate_needed_device_bytes,
+    list_fitting,
+)
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.work import (
@@ -35,7 +40,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
 from orchestrator.specs.published import list_smaller_siblings, load_published_config
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.units import format_bytes
 
 Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
@@ -109,7 +114,7 @@ class WayOut:
         """The change in one line: what changes, its plan and bytes, its class, and the options for
         it.
         """
-        plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
+        plan = f" ({format_plan(self.plan)})" if self.plan is not None else ""
         kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
         options = f": {self.options}" if self.settings else ""
         needed = format_bytes(self.needed_bytes)
@@ -274,7 +279,7 @@ def _describe_missing_batch_knobs(case: UnfitJob) -> Iterator[str]:
     plans = find_frontier(read_plan_request(spec), case.hardware).candidates
     sizes = {candidate.plan.micro_batch_size for candidate in plans}
     verb = "is" if len(missing) == 1 else "are"
-    cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
+    cut = f"no plan may cut the micro-batch of {min(sizes)} ({format_plan(best.plan)} fits)"
     yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
     if knobs.micro_batch_size is None:
         yield "  to do:   knobs.micro_batch_size: {flag: --FLAG, default: N}, its own flag for samples per rank"
@@ -291,7 +296,7 @@ def _describe_missing_checkpointing_knob(case: UnfitJob) -> Iterator[str]:
         else None
     )
     if best is not None:
-        yield f"knobs.activation_checkpointing is not given ({in_short(best.plan)} fits)"
+        yield f"knobs.activation_checkpointing is not given ({format_plan(best.plan)} fits)"
         yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
 
 
@@ -318,11 +323,12 @@ def _describe_unhelpful_knobs(case: UnfitJob) -> Iterator[str]:
         return
     case.work.looked += searched.looked
     least = min(
-        needed_device_bytes(candidate, case.calibrated) for candidate in searched.candidates
+        estimate_needed_device_bytes(candidate, case.calibrated)
+        for candidate in searched.candidates
     )
     together = f"each device needs {format_bytes(least)}"
     if best is not None:
-        together = f"{in_short(best.plan)} fits"
+        together = f"{format_plan(best.plan)} fits"
     elif _has_assumed_memory(case):
         together = "a lighter plan could be tried"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
@@ -512,10 +518,10 @@ def _find_larger_devices(case: UnfitJob) -> WayOut | None:
         exact,
         key=lambda candidate: (
             not candidate.fits_host,
-            needed_device_bytes(candidate, case.calibrated),
+            estimate_needed_device_bytes(candidate, case.calibrated),
         ),
     )
-    needed = needed_device_bytes(least, case.calibrated)
+    needed = estimate_needed_device_bytes(least, case.calibrated)
     if needed <= case.capacity_bytes:
         return None
     cards = list_cards_with(needed)
@@ -539,14 +545,14 @@ def _find_more_host_memory(case: UnfitJob) -> WayOut | None:
         candidate
         for candidate in case.frontier.candidates
         if not candidate.fits_host
-        and needed_device_bytes(candidate, case.calibrated) <= case.capacity_bytes
+        and estimate_needed_device_bytes(candidate, case.calibrated) <= case.capacity_bytes
     ]
     if not short:
         return None
     least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
     has = format_bytes(case.hardware.host_memory)
     label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
-    needed = needed_device_bytes(least, case.calibrated)
+    needed = estimate_needed_device_bytes(least, case.calibrated)
     return WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
@@ -562,7 +568,7 @@ def _make_way_out(
         settings=settings,
         plan=best.plan,
         job=case.spec.model_copy(update=job_changes),
-        needed_bytes=needed_device_bytes(best, case.calibrated),
+        needed_bytes=estimate_needed_device_bytes(best, case.calibrated),
         degradation=best.degradation,
     )
 

@@ -103,13 +103,13 @@ class Scheduler:
         ]
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
-    def expected_end_s_by_job_id(self) -> dict[str, float]:
+    def list_expected_end_s_by_job_id(self) -> dict[str, float]:
         """Return {job id: expected end} of jobs with a running attempt, in seconds since 1970;
         infinity where nodes are gone.
         """
         running = ((job, job.last) for job in self._index.running.values())
         return {
-            job.id: self._index.expected_end_s(job, last)
+            job.id: self._index.estimate_end_s(job, last)
             for job, last in running
             if last is not None and last.ended_at_s is None
         }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from orchestrator.memory.calibration.calibrate import select_observations_to_keep
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update
-from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.time_limits import is_over_time_limit, time_limit_failure
+from orchestrator.scheduling.base.job_updates import archive_if_done, replace_job
+from orchestrator.scheduling.base.time_limits import is_over_time_limit, make_time_limit_failure
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.done_steps import describe_done_steps
 from orchestrator.scheduling.failures.observation import list_record_warnings, make_observation
@@ -20,7 +20,7 @@ from orchestrator.scheduling.failures.verdict import (
 )
 from orchestrator.scheduling.options.lengths import add_run_length
 from orchestrator.scheduling.options.probe import failed_because_of_single_sample
-from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
+from orchestrator.scheduling.queue.dependencies import set_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import add_attempt_to_usage
 from orchestrator.specs.actions import Record, Stop, Transition
 from orchestrator.specs.attempt import (
@@ -100,7 +100,7 @@ def _apply_submitted(state: State, event: Submitted) -> Transition:
         order=event.order,
         submitted_at_s=event.at_s,
         array=event.array,
-        deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
+        deadline_s=event.spec.deadline.compute_due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
         retry_of=event.retry_of,
         continues_from=event.continues_from,
@@ -109,7 +109,7 @@ def _apply_submitted(state: State, event: Submitted) -> Transition:
         pending=Pending.CLUSTER_UNSEEN,
         unreadable=event.unreadable,
     )
-    job = with_pending_dependencies(job, state.jobs, event.satisfied)
+    job = set_pending_dependencies(job, state.jobs, event.satisfied)
     state, archived = archive_if_done(state, job)
     records = (Record(job=job),) if job.status.ended else ()
     return replace(state, submitted=event.order), (*records, *archived)
@@ -128,7 +128,7 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> Transition:
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)
     job = _replace_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
-    return with_job(state, job), (
+    return replace_job(state, job), (
         Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),
     )
 
@@ -150,7 +150,7 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
     if job is None or not job.asks or job.status is not JobStatus.QUEUED:
         return state
     allowed = replace(job, spec=event.spec, asks="", reason="goes on with what was allowed")
-    return with_job(state, allowed)
+    return replace_job(state, allowed)
 
 
 def _apply_started(state: State, event: Started) -> Transition:
@@ -159,7 +159,7 @@ def _apply_started(state: State, event: Started) -> Transition:
         return state, ()
     attempt = replace(attempt, status=AttemptStatus.RUNNING, started_at_s=event.at_s)
     job = _replace_attempt(job, attempt)
-    return with_job(state, job), (Record(job=job, attempt=attempt),)
+    return replace_job(state, job), (Record(job=job, attempt=attempt),)
 
 
 def _apply_pace(state: State, event: PaceReported) -> Transition:
@@ -168,7 +168,7 @@ def _apply_pace(state: State, event: PaceReported) -> Transition:
         return state, ()
     if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
         return state, ()
-    return with_job(state, _replace_attempt(job, replace(attempt, pace=event.pace))), ()
+    return replace_job(state, _replace_attempt(job, replace(attempt, pace=event.pace))), ()
 
 
 def _apply_released(state: State, event: Released) -> Transition:
@@ -204,7 +204,7 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         else _apply_failure(job, attempt, failure, event.at_s)
     )
     if job.status is JobStatus.QUEUED and is_over_time_limit(job, event.at_s):
-        over = time_limit_failure(job, attempt)
+        over = make_time_limit_failure(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     if failure is not None:
         job = _add_unread_files_to_reason(job, event.evidence)
@@ -213,7 +213,7 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         state = replace(state, runs=runs)
     observed = make_observation(job, attempt, capacity_bytes)
     state = _add_observations(state, () if observed is None else (observed,))
-    return with_job(state, job), (Record(job=job, attempt=attempt),)
+    return replace_job(state, job), (Record(job=job, attempt=attempt),)
 
 
 def _apply_success(job: Job, attempt: Attempt, evidence: Evidence) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.specs.attempt import Attempt, attempt_name
+from orchestrator.specs.attempt import Attempt, make_attempt_name
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
@@ -26,7 +26,7 @@ class Stop:
 
     @property
     def name(self) -> str:
-        return attempt_name(self.job_id, self.number)
+        return make_attempt_name(self.job_id, self.number)
 
 
 @frozen

@@ -26,7 +26,7 @@ Device = tuple[str, int]  # node name, device index
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
-def device_count(placement: Placement) -> int:
+def count_devices(placement: Placement) -> int:
     """Return the number of devices on all nodes together."""
     return sum(len(part.devices) for part in placement)
 
@@ -461,7 +461,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        return attempt_name(self.job_id, self.number)
+        return make_attempt_name(self.job_id, self.number)
 
     @property
     def outcome(self) -> str:
@@ -524,6 +524,6 @@ class Attempt:
         return {name: text for name, text in newest.items() if text}
 
 
-def attempt_name(job_id: str, number: int) -> str:
+def make_attempt_name(job_id: str, number: int) -> str:
     """Return the attempt's name, job id and number, such as `gpt2-3`. It is unique in one journal (the event log)."""
     return f"{job_id}-{number}"

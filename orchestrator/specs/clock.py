@@ -56,7 +56,7 @@ class Window:
             is_early and (local.weekday() - 1) % 7 in self.days
         )
 
-    def shifted_to_start_at(self, at_s: float) -> Window:
+    def shift_to_start_at(self, at_s: float) -> Window:
         """Return the same hours in seconds since `at_s` (a time since 1970) instead of since 1970,
         to the minute.
 
@@ -95,7 +95,7 @@ class Deadline:
         moment = datetime.min + timedelta(seconds=self.time_s)
         return f"{day}{moment.time().isoformat() if moment.second or moment.microsecond else f'{moment:%H:%M}'}{zone}"
 
-    def due_s(self, after_s: float) -> float:
+    def compute_due_s(self, after_s: float) -> float:
         """Return when a job submitted at `after_s` is due, in seconds since 1970. With a `day`, it may be past."""
         zone = _load_zone(self.zone)
         today = datetime.fromtimestamp(after_s, zone).date()
@@ -120,7 +120,9 @@ def parse_deadline(text: object) -> Deadline:
         if not 1 <= len(parts) <= 2:
             raise ValueError
         if "T" not in parts[0]:
-            return Deadline(time_s=_seconds_since_midnight(time.fromisoformat(parts[0])), zone=zone)
+            return Deadline(
+                time_s=_compute_seconds_since_midnight(time.fromisoformat(parts[0])), zone=zone
+            )
         moment = datetime.fromisoformat(parts[0])
         if moment.tzinfo is not None:
             if zone is not None:
@@ -130,16 +132,18 @@ def parse_deadline(text: object) -> Deadline:
     except ValueError:
         raise ValueError(f"expected a deadline such as {ALLOWED_DEADLINE}") from None
     return Deadline(
-        time_s=_seconds_since_midnight(moment.time()), day=moment.date().isoformat(), zone=zone
+        time_s=_compute_seconds_since_midnight(moment.time()),
+        day=moment.date().isoformat(),
+        zone=zone,
     )
 
 
-def deadline_at(at_s: float) -> Deadline:
+def make_deadline(at_s: float) -> Deadline:
     """Return the deadline at this time (seconds since 1970), to the microsecond."""
     return parse_deadline(datetime.fromtimestamp(at_s, UTC).isoformat())
 
 
-def _seconds_since_midnight(moment: time) -> float:
+def _compute_seconds_since_midnight(moment: time) -> float:
     if moment.tzinfo is not None:
         raise ValueError
     return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
@@ -239,7 +243,7 @@ def _list_spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
     bounds |= {
         at_s
         for day, after in pairwise(dates)
-        if (at_s := _clock_change_s(day, after, zone)) is not None
+        if (at_s := _find_clock_change_s(day, after, zone)) is not None
     }
     spans: list[tuple[float, float]] = []
     for begin_s, end_s in pairwise(sorted(bounds)):
@@ -264,7 +268,7 @@ def _list_bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
     }
 
 
-def _clock_change_s(day: date, next_day: date, zone: ZoneInfo) -> float | None:
+def _find_clock_change_s(day: date, next_day: date, zone: ZoneInfo) -> float | None:
     """Return when clocks are put forward or back on this day, in seconds since 1970; None on a day
     without a change.
     """
@@ -272,16 +276,16 @@ def _clock_change_s(day: date, next_day: date, zone: ZoneInfo) -> float | None:
         int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp())
         for bound in (day, next_day)
     )  # seconds: the IANA database knows no parts of them
-    offset = _utc_offset(low, zone)
-    if _utc_offset(high, zone) == offset:
+    offset = _get_utc_offset(low, zone)
+    if _get_utc_offset(high, zone) == offset:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _utc_offset(middle, zone) == offset else (low, middle)
+        low, high = (middle, high) if _get_utc_offset(middle, zone) == offset else (low, middle)
     return float(high)
 
 
-def _utc_offset(at_s: float, zone: ZoneInfo) -> timedelta:
+def _get_utc_offset(at_s: float, zone: ZoneInfo) -> timedelta:
     offset = datetime.fromtimestamp(at_s, UTC).astimezone(zone).utcoffset()
     assert offset is not None, zone
     return offset

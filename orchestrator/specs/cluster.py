@@ -28,7 +28,7 @@ from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
 from orchestrator.specs.plain_text import join_first_words
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.spec_model import SpecModel, json_schema_of
+from orchestrator.specs.spec_model import SpecModel, make_json_schema
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch,
 # 2026-11); the rest is
@@ -76,7 +76,7 @@ class DeviceSpec(SpecModel):
         """Return whether the device has hardware for this precision."""
         return precision is not Precision.BF16 or self.bf16_tflops is not None
 
-    def peak_flops(self, precision: Precision) -> float:
+    def get_peak_flops(self, precision: Precision) -> float:
         """Return the dense peak FLOP/s in this precision. A device without bf16 computes it in
         fp32.
         """
@@ -281,14 +281,14 @@ class ClusterSpec(SpecModel):
     def device_count(self) -> int:
         return sum(node.devices * node.count for node in self.nodes)
 
-    def with_order(self, order: str) -> ClusterSpec:
+    def replace_order(self, order: str) -> ClusterSpec:
         """Return a copy whose queue has this order. Teams and objective are dropped where the order
         ignores them.
         """
         policy = self.policy if order is Order.ADAPTIVE else PolicySpec()
         return self.model_copy(update={"policy": policy.model_copy(update={"order": order})})
 
-    def maintenance_of(self, node_name: str) -> tuple[Window, ...]:
+    def list_maintenance(self, node_name: str) -> tuple[Window, ...]:
         """Return (begin, end) of each maintenance window of this node, in seconds since 1970, in order."""
         windows = (
             maintenance
@@ -351,7 +351,7 @@ def make_idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
             host_free_bytes=node.host_memory,
             network_bandwidth=cluster.network_bandwidth,
             launch_cost_s=cluster.launch_cost,
-            maintenance=cluster.maintenance_of(name),
+            maintenance=cluster.list_maintenance(name),
             rack=node.rack,
         )
         for node in cluster.nodes
@@ -359,6 +359,6 @@ def make_idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
     )
 
 
-def cluster_json_schema() -> JsonObject:
+def make_cluster_json_schema() -> JsonObject:
     """Return the JSON Schema (2020-12) of a cluster file, for editors."""
-    return json_schema_of(ClusterSpec)
+    return make_json_schema(ClusterSpec)

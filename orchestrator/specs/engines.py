@@ -36,7 +36,7 @@ class EngineFacts:
     simplicity: int  # tie-break between equal plans: the lower number wins
 
 
-def why_illegal(plan: PlanFields) -> str | None:
+def find_plan_violation(plan: PlanFields) -> str | None:
     if (
         min(plan.micro_batch_size, plan.gradient_accumulation_steps, plan.pipeline_stages_per_rank)
         < 1
@@ -44,7 +44,7 @@ def why_illegal(plan: PlanFields) -> str | None:
         return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
     if min(plan.full_checkpointing_layers, plan.first_stage_layers, plan.last_stage_layers) < 0:
         return "full_checkpointing_layers, first_stage_layers and last_stage_layers are at least 0"
-    engine = facts_of(plan.engine)
+    engine = get_engine_facts(plan.engine)
     others = ActivationCheckpointing.SELECTIVE if engine.is_ours else ActivationCheckpointing.NONE
     if plan.full_checkpointing_layers and plan.activation_checkpointing is not others:
         return f"full_checkpointing_layers > 0 needs activation_checkpointing={others}, which the other layers have"
@@ -67,15 +67,15 @@ def why_illegal(plan: PlanFields) -> str | None:
     if engine.is_ours and (plan.sharding is not Sharding.DEEPSPEED or plan.phase_batch_sizes):
         return "sharding and phase_batch_sizes are a script's"
     return (
-        _why_layout_is_illegal(plan, engine)
-        or _why_no_expert_parallel(plan)
-        or _why_no_update_in_backward(plan)
-        or _why_no_bf16_weights(plan, engine)
+        _find_layout_violation(plan, engine)
+        or _find_expert_parallel_violation(plan)
+        or _find_update_in_backward_violation(plan)
+        or _find_bf16_weights_violation(plan, engine)
         or engine.why_illegal(plan)
     )
 
 
-def _why_layout_is_illegal(plan: PlanFields, engine: EngineFacts) -> str | None:
+def _find_layout_violation(plan: PlanFields, engine: EngineFacts) -> str | None:
     layout = plan.layout
     if plan.dp_replicate > 1:
         if not _reduces_every_micro_batch(plan):
@@ -96,13 +96,13 @@ def _why_layout_is_illegal(plan: PlanFields, engine: EngineFacts) -> str | None:
                 "zero_stage=3 with pp > 1 would gather every layer again for every micro-batch in flight; "
                 "zero_stage=2 keeps what it gathers"
             )
-        return why_pipeline_stalls(
+        return find_pipeline_stall(
             layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps
         )
     return None
 
 
-def _why_no_update_in_backward(plan: PlanFields) -> str | None:
+def _find_update_in_backward_violation(plan: PlanFields) -> str | None:
     if not plan.optimizer_in_backward:
         return None
     match plan.mechanics:
@@ -131,7 +131,7 @@ def _why_no_update_in_backward(plan: PlanFields) -> str | None:
     return None
 
 
-def _why_no_expert_parallel(plan: PlanFields) -> str | None:
+def _find_expert_parallel_violation(plan: PlanFields) -> str | None:
     if plan.expert_parallel == 1:
         return None
     if plan.expert_parallel < 1:
@@ -154,7 +154,7 @@ def _why_no_expert_parallel(plan: PlanFields) -> str | None:
     return None
 
 
-def _why_no_bf16_weights(plan: PlanFields, engine: EngineFacts) -> str | None:
+def _find_bf16_weights_violation(plan: PlanFields, engine: EngineFacts) -> str | None:
     if plan.master_weights is MasterWeights.FP32:
         return None
     if not engine.has_bf16_masters:
@@ -173,7 +173,7 @@ def _reduces_every_micro_batch(plan: PlanFields) -> bool:
     return isinstance(plan.mechanics, Fsdp2) and not plan.mechanics.once_a_step
 
 
-def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
+def find_pipeline_stall(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
     """Return text on why so few micro-batches leave pipeline stages idle; None where no stage is
     idle.
     """
@@ -187,7 +187,7 @@ def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> st
     return None
 
 
-def _why_illegal_for_torch(plan: PlanFields) -> str | None:
+def _find_torch_violation(plan: PlanFields) -> str | None:
     if plan.zero_stage is ZeroStage.OPTIMIZER and plan.layout.pp > 1:
         return "zero_stage=1 with pp > 1 is zero_stage=2: a pipeline reduces gradients once a step"
     if plan.zero_stage is ZeroStage.OPTIMIZER and plan.gradient_accumulation_steps == 1:
@@ -208,7 +208,7 @@ def _why_illegal_for_torch(plan: PlanFields) -> str | None:
     return None
 
 
-def _why_illegal_for_deepspeed(plan: PlanFields) -> str | None:
+def _find_deepspeed_violation(plan: PlanFields) -> str | None:
     if plan.layout.tp > 1 or plan.layout.pp > 1:
         return "engine=deepspeed runs data parallel only (tp=pp=1): its other layouts keep no canonical checkpoint"
     if plan.precision is not Precision.FP32 and plan.zero_stage is ZeroStage.NONE:
@@ -220,7 +220,7 @@ def _why_illegal_for_deepspeed(plan: PlanFields) -> str | None:
     return None
 
 
-def _why_illegal_for_script(plan: PlanFields) -> str | None:
+def _find_script_violation(plan: PlanFields) -> str | None:
     if plan.layout.pp > 1:
         return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
     if plan.offload_target is OffloadTarget.NVME:
@@ -251,7 +251,7 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
 ENGINES: Mapping[Engine, EngineFacts] = {
     Engine.TORCH: EngineFacts(
         is_ours=True,
-        why_illegal=_why_illegal_for_torch,
+        why_illegal=_find_torch_violation,
         shares_samples=True,
         has_bf16_masters=True,
         has_low_gradients=False,
@@ -260,7 +260,7 @@ ENGINES: Mapping[Engine, EngineFacts] = {
     ),
     Engine.DEEPSPEED: EngineFacts(
         is_ours=True,
-        why_illegal=_why_illegal_for_deepspeed,
+        why_illegal=_find_deepspeed_violation,
         shares_samples=False,
         has_bf16_masters=False,
         has_low_gradients=True,
@@ -269,7 +269,7 @@ ENGINES: Mapping[Engine, EngineFacts] = {
     ),
     Engine.SCRIPT: EngineFacts(
         is_ours=False,
-        why_illegal=_why_illegal_for_script,
+        why_illegal=_find_script_violation,
         shares_samples=False,
         has_bf16_masters=False,
         has_low_gradients=False,
@@ -279,7 +279,7 @@ ENGINES: Mapping[Engine, EngineFacts] = {
 }
 
 
-def facts_of(engine: Engine) -> EngineFacts:
+def get_engine_facts(engine: Engine) -> EngineFacts:
     """Return the fixed properties of an engine. Raises AssertionError for an engine without a row in ENGINES."""
     facts = ENGINES.get(engine)
     assert facts is not None, f"engine={engine} has no row in specs/engines.py"

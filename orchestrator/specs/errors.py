@@ -101,7 +101,7 @@ class UncertainError(ServiceError):
     """The database did not answer during a commit. Only the journal knows whether this change was stored."""
 
 
-def error_as_json(error: OrchestratorError) -> dict[str, str]:
+def convert_error_to_json(error: OrchestratorError) -> dict[str, str]:
     """Return the error as JSON for the API: its kind, its text, and the fields of a SpecError."""
     view = {"kind": "bad_input" if isinstance(error, SpecError) else "refused", "error": str(error)}
     if not isinstance(error, SpecError):

@@ -51,7 +51,7 @@ class Jobs(Mapping[str, "Job"]):
     def __repr__(self) -> str:
         return f"Jobs({list(self.values())})"
 
-    def with_job(self, job: Job) -> Jobs:
+    def replace_job(self, job: Job) -> Jobs:
         """Return a copy in which `job` replaces the job with its id, or is added."""
         number = job.order // CHUNK
         chunk = self._chunks.get(number, {})
@@ -63,7 +63,7 @@ class Jobs(Mapping[str, "Job"]):
             chunks, self._make_index_with(job.id, {job.id: job.order}), self._count + 1
         )
 
-    def without(self, job_id: str) -> Jobs:
+    def remove_job(self, job_id: str) -> Jobs:
         """Return a copy without this job."""
         number = self[job_id].order // CHUNK
         chunk = {other: job for other, job in self._chunks[number].items() if other != job_id}
@@ -72,7 +72,7 @@ class Jobs(Mapping[str, "Job"]):
             del chunks[number]
         return _make_jobs(chunks, self._make_index_with(job_id, {}), self._count - 1)
 
-    def changed_since(self, earlier_jobs: Jobs) -> Iterator[Job]:
+    def iterate_changed_since(self, earlier_jobs: Jobs) -> Iterator[Job]:
         """Yield each job that is not the same object in `earlier_jobs`; chunks shared by both are
         skipped.
         """

@@ -18,7 +18,7 @@ SAFE_URL = re.compile(
 )
 
 
-def safe_url(text: str) -> str:
+def require_safe_url(text: str) -> str:
     """Return the URL unchanged. Raises ValueError unless it uses TLS or a loopback address."""
     if not SAFE_URL.fullmatch(text):
         raise ValueError("expected a URL that begins with https://")
@@ -32,7 +32,7 @@ class SignInError(Exception):
 class OidcSpec(SpecModel):
     """An OpenID provider, and the mapping from its claims to users and roles. Users without a role are refused."""
 
-    issuer: Annotated[str, AfterValidator(safe_url)]
+    issuer: Annotated[str, AfterValidator(require_safe_url)]
     client_id: str = Field(min_length=1)
     client_secret: Variable | None = None
     scopes: tuple[str, ...] = ("profile", "email")
@@ -41,7 +41,7 @@ class OidcSpec(SpecModel):
     roles: dict[str, Role] = Field(default={})
     session: Annotated[Seconds, Field(gt=0, le=86_400)] = 8 * 3600.0
 
-    def highest_role(self, claims: Mapping[str, Any]) -> Role | None:
+    def find_highest_role(self, claims: Mapping[str, Any]) -> Role | None:
         """Return the highest role that the claims grant; None where they grant none."""
         claim = claims.get(self.roles_claim) if self.roles_claim else None
         if isinstance(claim, str):
@@ -55,7 +55,7 @@ class OidcSpec(SpecModel):
         ]
         return max(roles, key=list(Role).index, default=None)
 
-    def user_name(self, claims: Mapping[str, Any]) -> str:
+    def get_user_name(self, claims: Mapping[str, Any]) -> str:
         """Return the user name in the claims. Raises SignInError where they have no valid one."""
         if self.user_claim == "email" and claims.get("email_verified") is not True:
             raise SignInError("the address is not verified")

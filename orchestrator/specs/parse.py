@@ -25,7 +25,7 @@ from orchestrator.specs.job.array import (
     fill_placeholders,
     list_placeholders,
     read_max_concurrent,
-    with_array_name_as_family,
+    set_array_name_as_family,
 )
 from orchestrator.specs.job.frameworks import take_flag_from
 from orchestrator.specs.job.model import EXACT_MAX
@@ -34,8 +34,8 @@ from orchestrator.specs.job.sections import Remedy
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, list_template_parts
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_unstorable
-from orchestrator.specs.preset_file import with_preset_file
+from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, explain_unstorable
+from orchestrator.specs.preset_file import merge_preset_file
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.synonyms import advise_key
@@ -98,7 +98,7 @@ def parse_jobs(
     text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
 ) -> list[JobSpec]:
     """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = with_preset_file(
+    document = merge_preset_file(
         _apply_override_values(read_document(text, source), overrides), read_text
     )
     for name, section in (("member", "array"), ("trial", "sweep")):
@@ -192,7 +192,7 @@ def _make_first_trial(document: Document) -> JobSpec:
             path="array",
             hint="put it in `parameters`",
         )
-    rest = with_array_name_as_family(
+    rest = set_array_name_as_family(
         {key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")}
     )
     names = {name for name, _ in sweep.parameters}
@@ -318,7 +318,7 @@ def check_storable(
             )
         if isinstance(value, Mapping):
             for key in value:
-                if not isinstance(key, str) or why_unstorable(key):
+                if not isinstance(key, str) or explain_unstorable(key):
                     raise _make_unstorable_error(
                         "the name of a key is no text",
                         path,
@@ -339,7 +339,7 @@ def check_storable(
                 source,
                 line_by_path,
             )
-        elif isinstance(value, str) and (why := why_unstorable(value)):
+        elif isinstance(value, str) and (why := explain_unstorable(value)):
             got = value[:GIVEN_LENGTH_MAX]
             raise _make_unstorable_error(
                 why,
@@ -618,19 +618,20 @@ def _list_keys_of(spec_class: type) -> dict[str, type]:
             for name, field in spec_class.model_fields.items()
             if IN_NO_SCHEMA not in field.metadata
         }
-        return {name: _class_inside(field.annotation) for name, field in fields.items()}
+        return {name: _get_class_inside(field.annotation) for name, field in fields.items()}
     if dataclasses.is_dataclass(spec_class):
         hints = get_type_hints(spec_class)
         return {
-            field.name: _class_inside(hints[field.name]) for field in dataclasses.fields(spec_class)
+            field.name: _get_class_inside(hints[field.name])
+            for field in dataclasses.fields(spec_class)
         }
     return {}
 
 
-def _class_inside(annotation: Any) -> type:
+def _get_class_inside(annotation: Any) -> type:
     """Return the class inside `Annotated`, `X | None` or `tuple[X, ...]`; str where there is none."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
-        inner = (_class_inside(part) for part in get_args(annotation) if part is not Ellipsis)
+        inner = (_get_class_inside(part) for part in get_args(annotation) if part is not Ellipsis)
         return next((noun for noun in inner if _is_spec_class(noun)), str)
     return annotation if isinstance(annotation, type) and _is_spec_class(annotation) else str
 

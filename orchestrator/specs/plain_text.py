@@ -7,7 +7,7 @@ from collections.abc import Iterable
 VALUE_LENGTH_MAX = 2**17  # of one text: Linux takes no longer argument (MAX_ARG_STRLEN, execve(2))
 
 
-def why_unstorable(text: str) -> str:
+def explain_unstorable(text: str) -> str:
     """Return why the text cannot be stored or passed to a process; "" where it can."""
     if len(text) > VALUE_LENGTH_MAX:
         return "the text is too long"

@@ -6,7 +6,7 @@ Training processes read it too.
 from __future__ import annotations
 
 from orchestrator.specs.choices import ParallelLayout
-from orchestrator.specs.engines import why_illegal
+from orchestrator.specs.engines import find_plan_violation
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan_fields import PlanFields
@@ -17,7 +17,7 @@ class Plan(PlanFields):
     """The legal settings of one run: parallelism, batch, precision and so on. An illegal set raises IllegalPlan."""
 
     def __post_init__(self) -> None:
-        reason = why_illegal(self)
+        reason = find_plan_violation(self)
         if reason:
             raise IllegalPlan(reason)
 

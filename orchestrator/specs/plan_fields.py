@@ -70,7 +70,7 @@ def _list_if(text: str, is_included: bool) -> list[str]:
     return [text] if is_included else []
 
 
-def _layout_in_short(plan: PlanFields) -> list[str]:
+def _format_layout(plan: PlanFields) -> list[str]:
     layout = plan.layout
     parts = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
     return parts + [
@@ -78,7 +78,7 @@ def _layout_in_short(plan: PlanFields) -> list[str]:
     ]
 
 
-def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
+def _format_layout_rows(plan: PlanFields) -> dict[str, str]:
     degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
     rows = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
     return {"gpus": str(plan.world_size)} | rows
@@ -88,14 +88,14 @@ def _end_in_short(layers: int, end_name: str) -> list[str]:
     return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end_name}", layers > 0)
 
 
-def _partial_in_short(plan: PlanFields) -> list[str]:
+def _format_partial(plan: PlanFields) -> list[str]:
     layers = plan.full_checkpointing_layers
     stages = plan.layout.pp * plan.pipeline_stages_per_rank
     text = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
     return _list_if(text, layers > 0)
 
 
-def _sharding_in_short(plan: PlanFields) -> list[str]:
+def _format_sharding(plan: PlanFields) -> list[str]:
     mechanics = plan.mechanics
     match mechanics:
         case Replicated():
@@ -129,8 +129,8 @@ class PlanFields:
         default=ParallelLayout(),
         metadata=_declare_setting(
             Degradation.EXACT,
-            short=_layout_in_short,
-            rows=_layout_in_rows,
+            short=_format_layout,
+            rows=_format_layout_rows,
         ),
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
@@ -178,7 +178,7 @@ class PlanFields:
     )
     zero_stage: ZeroStage = field(
         default=ZeroStage.NONE,
-        metadata=_declare_setting(Degradation.EXACT, short=_sharding_in_short),
+        metadata=_declare_setting(Degradation.EXACT, short=_format_sharding),
     )
     micro_batch_size: int = field(
         metadata=_declare_setting(
@@ -210,7 +210,7 @@ class PlanFields:
         default=0,
         metadata=_declare_setting(
             Degradation.EXACT,
-            short=_partial_in_short,
+            short=_format_partial,
             hides_default=True,
             least=0,
         ),

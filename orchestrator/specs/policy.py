@@ -90,7 +90,7 @@ class PolicySpec(SpecModel):
             )
         return self
 
-    def team_of(self, user: str) -> TeamSpec:
+    def find_team(self, user: str) -> TeamSpec:
         """Return the user's team; for users without one the team OTHERS, with one share unless the
         policy sets more.
         """

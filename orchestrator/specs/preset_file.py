@@ -26,7 +26,7 @@ KEYS = (
 )
 
 
-def with_preset_file(document: Document, read_text: Callable[[str], str] | None) -> Document:
+def merge_preset_file(document: Document, read_text: Callable[[str], str] | None) -> Document:
     """Return the job's document merged with the preset file that its `trainer` names. `extends` becomes its trainer.
 
     `read_text` reads a file that a job file names; None where no file can be read. Raises SpecError for a preset that

@@ -23,7 +23,7 @@ class LossChunks:
     ]  # (bytes per token of the chunk, fixed bytes): the largest counts
     gradients: int  # elements of the weight whose gradient it makes in the forward pass already
 
-    def peak_bytes(self, micro_batch_size: int) -> int:
+    def compute_peak_bytes(self, micro_batch_size: int) -> int:
         """Return the peak bytes of the loss's forward pass."""
         tokens = min(self.chunk_tokens, micro_batch_size * self.sample_tokens)
         largest = max(per_token * tokens + fixed for per_token, fixed in self.peaks)
@@ -141,7 +141,7 @@ class Segment:
         """Elements of the largest trained tensor."""
         return max(self.tensors, default=min(self.largest_parameter, self.trained_parameters))
 
-    def weight_bytes(self, bytes_per_weight: int) -> int:
+    def compute_weight_bytes(self, bytes_per_weight: int) -> int:
         """Return the bytes of one part's weights at `bytes_per_weight` each; frozen ones in a
         narrower format count as stored.
         """
@@ -257,7 +257,7 @@ class ModelProfile:
     def __hash__(self) -> int:
         return self._hash
 
-    def fragmentation_of(self, checkpointing: ActivationCheckpointing | None) -> float:
+    def get_fragmentation(self, checkpointing: ActivationCheckpointing | None) -> float:
         """Return the allocator's fragmentation factor under this kind of checkpointing; 1.0 where
         unknown.
 
@@ -310,12 +310,13 @@ class ModelProfile:
         """Elements of the largest trained tensor of the model."""
         return max(segment.largest_gradient for segment in self.segments)
 
-    def weight_bytes(self, bytes_per_weight: int) -> int:
+    def compute_weight_bytes(self, bytes_per_weight: int) -> int:
         """Return the bytes of all weights at `bytes_per_weight` each; frozen ones in a narrower
         format count as stored.
         """
         return sum(
-            segment.count * segment.weight_bytes(bytes_per_weight) for segment in self.segments
+            segment.count * segment.compute_weight_bytes(bytes_per_weight)
+            for segment in self.segments
         )
 
     @cached_property

@@ -73,7 +73,7 @@ class JobFolder:
 _UPLOAD = re.compile(r"/.*/uploads/([0-9a-f]{64})/files(|/.*)")  # digest, path below it
 
 
-def uploads_folder(home: str | Path) -> Path:
+def get_uploads_folder(home: str | Path) -> Path:
     """Return the folder of files uploaded from other machines."""
     return Path(home) / "uploads"
 
@@ -87,7 +87,7 @@ def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
     match = _UPLOAD.fullmatch(path)
     if match is None or ".." in Path(match[2]).parts:
         return None
-    return uploads_folder(home) / match[1] / "files", Path(match[2].lstrip("/"))
+    return get_uploads_folder(home) / match[1] / "files", Path(match[2].lstrip("/"))
 
 
 class AttemptFolder:
@@ -174,7 +174,7 @@ class TrainingRun:
         return Path(self.nvme_folder) / f"{Path(self.job_folder).name}-{digest}" / str(self.epoch)
 
 
-def training_run_from_json(data: JsonObject) -> TrainingRun:
+def parse_training_run_json(data: JsonObject) -> TrainingRun:
     """Return the TrainingRun from the JSON form of `dataclasses.asdict`."""
     return from_json(TrainingRun, data)
 

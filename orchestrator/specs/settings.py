@@ -82,7 +82,7 @@ class Change:
         return f"{self.setting} {self.before} -> {self.after}"
 
 
-def settings_as_text(plan: Plan) -> dict[str, str]:
+def format_settings(plan: Plan) -> dict[str, str]:
     """Return {name: value as text} of the plan's settings, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
@@ -101,10 +101,10 @@ def format_setting_value(value: Any) -> str:
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
-def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
+def list_changed_settings(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return each setting in which two plans differ, with both values; () for equal plans."""
-    old = settings_as_text(before)
-    new = settings_as_text(after)
+    old = format_settings(before)
+    new = format_settings(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
         for name in dict.fromkeys((*old, *new))
@@ -112,7 +112,7 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     )
 
 
-def strongest_degradation(requested_values: Mapping[str, Any], plan: Plan) -> Degradation:
+def find_strongest_degradation(requested_values: Mapping[str, Any], plan: Plan) -> Degradation:
     """Return the strongest class of changes of the plan against the requested `{setting: value}`;
     EXACT for none.
     """
@@ -125,7 +125,7 @@ def strongest_degradation(requested_values: Mapping[str, Any], plan: Plan) -> De
     return max((setting.degradation for setting in changed), default=Degradation.EXACT)
 
 
-def in_short(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return the plan as one line of text: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
     return " · ".join(
         text for setting in SETTINGS if setting.short is not None for text in setting.short(plan)

@@ -129,7 +129,7 @@ Number = Annotated[
 ]
 
 
-def json_schema_of(spec_class: type[SpecModel]) -> JsonObject:
+def make_json_schema(spec_class: type[SpecModel]) -> JsonObject:
     """Return the JSON Schema (2020-12) of a file of this type; defaults appear as in a file
     (`10min`, not 600.0).
     """
@@ -139,7 +139,7 @@ def json_schema_of(spec_class: type[SpecModel]) -> JsonObject:
     for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():
             if "default" in key:
-                key["default"] = _default_in_file(key["default"], key)
+                key["default"] = _format_default_in_file(key["default"], key)
     _add_meanings(schema, load_table(__package__, "keys"))
     return schema
 
@@ -158,7 +158,7 @@ def _add_meanings(schema: Any, sections: Mapping[str, Mapping[str, Any]]) -> Non
                 key["examples"] = [entry["example"]]
 
 
-def _default_in_file(default: object, key: JsonObject) -> object:
+def _format_default_in_file(default: object, key: JsonObject) -> object:
     if default == [] and key.get("type") == "object":
         return {}
     if isinstance(default, bool) or not isinstance(default, int | float):

@@ -49,7 +49,7 @@ def read_document(text: str, source: str) -> Document:
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
-        raise _syntax_error(error, source) from None
+        raise _make_syntax_error(error, source) from None
     except yaml.YAMLError as error:
         raise SpecError(f"not readable as YAML: {error}", source=source) from None
     except RecursionError:
@@ -59,7 +59,7 @@ def read_document(text: str, source: str) -> Document:
             "the file is empty", source=source, hint="`orc schema` prints what it may say"
         )
     lines: dict[Path, int] = {}
-    data = _plain_data_of_node(root, (), source, lines)
+    data = _make_plain_data(root, (), source, lines)
     if not isinstance(data, dict):
         is_script = text.startswith("#!") or "\n#SBATCH" in text
         hint = (
@@ -83,7 +83,7 @@ def read_value(text: str, source: str) -> Any:
     return read_document(f"value: {text}", source).data["value"]
 
 
-def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
+def _make_syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     mark = error.problem_mark or error.context_mark
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
     problem = str(error.problem)
@@ -94,7 +94,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     return SpecError(f"not readable as YAML: {what}", source=where, hint=hint)
 
 
-def _plain_data_of_node(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
+def _make_plain_data(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     where = f"{source}:{line}"
@@ -113,7 +113,7 @@ def _plain_data_of_node(node: yaml.Node, path: Path, source: str, lines: dict[Pa
         return parse_plain_scalar(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
         return [
-            _plain_data_of_node(value, (*path, index), source, lines)
+            _make_plain_data(value, (*path, index), source, lines)
             for index, value in enumerate(node.value)
         ]
     data: JsonObject = {}
@@ -132,7 +132,7 @@ def _plain_data_of_node(node: yaml.Node, path: Path, source: str, lines: dict[Pa
                 hint=f"keep one of lines {lines[(*path, key)]} and {line}",
             )
         lines[(*path, key)] = line
-        data[key] = _plain_data_of_node(value, (*path, key), source, lines)
+        data[key] = _make_plain_data(value, (*path, key), source, lines)
     return data
 
 

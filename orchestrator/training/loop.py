@@ -69,7 +69,8 @@ def run_training(run: TrainingRun, ranks: RankContext) -> bool:
             saver.wait_at_most(LAST_SAVE_S)
             raise
         saved = SavedCheckpoint(
-            path=checkpoint_folder.complete_checkpoint_path(checkpoints, cursor.step), cursor=cursor
+            path=checkpoint_folder.get_complete_checkpoint_path(checkpoints, cursor.step),
+            cursor=cursor,
         )
         gc.collect()  # engines are in reference cycles, and the next engine needs their memory
     return cursor.step >= run.training.max_steps
@@ -87,7 +88,7 @@ def _train_until_unfreezing(
     """
     cursor = resume_from.cursor if resume_from else TrainingProgress()
     stopping = False
-    thaw = freezing.next_thaw_step(cursor.step, run.training.freeze)
+    thaw = freezing.find_next_thaw_step(cursor.step, run.training.freeze)
     last = run.training.max_steps
     if thaw is not None:
         last = min(thaw, last)

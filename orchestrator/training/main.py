@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_from_json
+from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, parse_training_run_json
 from orchestrator.training import loop
 from orchestrator.training.checkpoint.saver import StaleAttempt
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Run this rank; return 0 (finished) or STALE_EXIT_CODE (a newer attempt exists). After SIGTERM
     the process ends by it.
     """
-    run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
+    run = parse_training_run_json(json.loads(Path(arguments[0]).read_text()))
     ranks = _join_process_group(run)
     try:
         finished = loop.run_training(run, ranks)

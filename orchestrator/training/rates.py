@@ -61,15 +61,18 @@ def _measure_rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
     target = torch.ones(COPIED // 4)
     operations = 2.0 * SIDE**3 * threads
     return {
-        "fp32_flops": operations / _best_time_s(lambda: fp32 @ fp32),
-        "bf16_flops": operations / _best_time_s(lambda: bf16 @ bf16),
-        "memory_bandwidth": 2.0 * COPIED * threads / _best_time_s(lambda: target.copy_(source)),
+        "fp32_flops": operations / _measure_best_time_s(lambda: fp32 @ fp32),
+        "bf16_flops": operations / _measure_best_time_s(lambda: bf16 @ bf16),
+        "memory_bandwidth": 2.0
+        * COPIED
+        * threads
+        / _measure_best_time_s(lambda: target.copy_(source)),
         "link_bandwidth": SENT
-        / _best_time_s(lambda: dist.all_reduce(message)),  # each of two sends that many
+        / _measure_best_time_s(lambda: dist.all_reduce(message)),  # each of two sends that many
     }
 
 
-def _best_time_s(function: Callable[[], object]) -> float:
+def _measure_best_time_s(function: Callable[[], object]) -> float:
     """Return the minimum processor seconds of a call, over several repetitions after one warm-up;
     all threads count.
     """

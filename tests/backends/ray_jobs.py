@@ -116,7 +116,7 @@ class Reader:
     received: list[Event] = field(default_factory=list)
 
     def poll(self, timeout_s: float = 0.1) -> None:
-        self.received += self.backend.events(timeout_s)
+        self.received += self.backend.await_events(timeout_s)
 
     def find(self, launch: Launch, kind: type[Found]) -> Found | None:
         for event in self.received:

@@ -22,7 +22,7 @@ from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence
-from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, make_process_mark
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.scheduling.failures.classify import classify_end
@@ -59,8 +59,8 @@ FAULTS: dict[str, tuple[object, str]] = {
     "the ending is written": (watch, "write_ending"),
     "an earlier ending is read": (watch, "read_ending"),
     "evidence is collected": (watch, "collect_evidence"),
-    "secrets are hidden": (watch, "without_secrets"),
-    "the user is looked up": (watch, "file_access"),
+    "secrets are hidden": (watch, "mask_evidence"),
+    "the user is looked up": (watch, "make_file_access"),
     "results are looked for": (evidence_module, "find_results"),
     "checkpoints are looked for": (evidence_module, "find_checkpoints"),
     "reports are read": (evidence_module, "read_reports"),
@@ -206,7 +206,7 @@ def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
 ) -> None:
     folder = AttemptFolder(tmp_path)
     folder.run.write_text(text)
-    mark = process_mark(folder, "n0")
+    mark = make_process_mark(folder, "n0")
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
     try:
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")

@@ -13,9 +13,12 @@ import pytest
 
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence, scan_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
-from orchestrator.backends.redaction import without_secrets
+from orchestrator.backends.redaction import mask_evidence
 from orchestrator.scheduling.failures.classify import classify_end
-from orchestrator.scheduling.failures.out_of_memory import list_best_oom_reports, oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import (
+    compute_oom_needed_bytes,
+    list_best_oom_reports,
+)
 from orchestrator.scheduling.options.job_options import count_steps_left
 from orchestrator.specs.attempt import (
     Cause,
@@ -123,12 +126,12 @@ def test_trap_5_ranks_of_musicgen_that_write_elsewhere_are_heard(tmp_path: Path)
 )
 def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
     readers = {
-        "requested": oom_report.requested_bytes,
-        "capacity": oom_report.capacity_bytes,
-        "free": oom_report.free_bytes,
-        "allocated": oom_report.allocated_bytes,
-        "unallocated": oom_report.unallocated_bytes,
-        "foreign": oom_report.foreign_bytes,
+        "requested": oom_report.parse_requested_bytes,
+        "capacity": oom_report.parse_capacity_bytes,
+        "free": oom_report.parse_free_bytes,
+        "allocated": oom_report.parse_allocated_bytes,
+        "unallocated": oom_report.parse_unallocated_bytes,
+        "foreign": oom_report.parse_foreign_bytes,
     }
     for name, read in readers.items():
         if name in reported:
@@ -142,7 +145,7 @@ def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     (report,) = list_best_oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
-    assert oom_needed_bytes(report) == 4 * 2**30
+    assert compute_oom_needed_bytes(report) == 4 * 2**30
 
 
 def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> None:
@@ -240,10 +243,10 @@ def test_evidence_names_a_secret_that_the_program_printed_and_keeps_all_else() -
     spec = JobSpec(
         name="a", global_batch_size=1, command="x", secrets=("KEY",), env={"DEVICE": "cuda"}
     )
-    hidden = without_secrets(evidence, spec, {"KEY": "hunter2"})
+    hidden = mask_evidence(evidence, spec, {"KEY": "hunter2"})
     assert hidden.errors[0].traceback == "ValueError: [KEY] of cuda"
     assert hidden.ranks[0].log_tail == "token [KEY]\nCUDA out of memory", "a variable stays"
-    assert without_secrets(evidence, spec, {}) == evidence
+    assert mask_evidence(evidence, spec, {}) == evidence
 
 
 def test_the_types_of_an_exception_are_read_and_bounded(tmp_path: Path) -> None:

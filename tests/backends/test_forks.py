@@ -25,7 +25,7 @@ from orchestrator.backends.attempts.launcher import RUN_AS, Launcher, LauncherSt
 from orchestrator.backends.attempts.leftovers import end_leftover_processes
 from orchestrator.backends.attempts.process_census import iterate_marked_processes
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.backends.environment import base_variables, select_matching
+from orchestrator.backends.environment import make_base_variables, select_matching
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.run import AttemptFolder, GuardSettings, write_json
 from orchestrator.training.guard import fork_server
@@ -430,7 +430,7 @@ def test_nothing_reads_a_late_variable_while_torch_is_imported(tmp_path: Path) -
     traced = f'exec 9>>"$0"; LD_PRELOAD={library} exec "$@"'
     subprocess.run(
         ["sh", "-c", traced, names, *command],
-        env={**base_variables(), **late},
+        env={**make_base_variables(), **late},
         cwd=PACKAGE,
         check=True,
         timeout=WAIT_S,
@@ -455,7 +455,7 @@ fork_server.main()
 def test_a_server_ends_when_idle_and_when_memory_is_short(setting: tuple[str, str]) -> None:
     name = f"orc-forks-test-{os.getpid()}-{setting[0]}"
     command = [sys.executable, "-c", ENDS, name, *setting]
-    subprocess.run(command, cwd=PACKAGE, env=base_variables(), check=True, timeout=WAIT_S)
+    subprocess.run(command, cwd=PACKAGE, env=make_base_variables(), check=True, timeout=WAIT_S)
     assert f"@{name}\n" in Path("/proc/net/unix").read_text()
     until(lambda: f"@{name}\n" not in Path("/proc/net/unix").read_text(), "the server ended")
 

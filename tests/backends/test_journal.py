@@ -306,7 +306,9 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(
                 f"CREATE TRIGGER {change}_seen AFTER {change} ON live BEGIN INSERT INTO written VALUES (new.id); END"
             )
         other.commit()
-        changed = state.jobs.with_job(job(7, reason="waits")).without("j-9").with_job(job(1000))
+        changed = (
+            state.jobs.replace_job(job(7, reason="waits")).remove_job("j-9").replace_job(job(1000))
+        )
         file_journal.store_snapshot(replace(state, jobs=changed))
         assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [
             ("j-1000",),

@@ -22,7 +22,7 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.run import GuardSettings, training_run_from_json
+from orchestrator.specs.run import GuardSettings, parse_training_run_json
 from tests.backends.ray_jobs import BOTH, DEVICE, launch_of
 from tests.scheduling.factories import decoder_spec
 
@@ -143,7 +143,7 @@ def test_our_training_runs_under_the_guard_with_everything_it_needs() -> None:
         *("-m", "orchestrator.training.main", str(folder / "run.json")),
     )
     files = dict(launch.files)
-    run = training_run_from_json(json.loads(files[str(folder / "run.json")]))
+    run = parse_training_run_json(json.loads(files[str(folder / "run.json")]))
     assert (run.epoch, run.device, run.plan.engine, run.job_folder) == (
         1,
         "cpu",

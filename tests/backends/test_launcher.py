@@ -22,7 +22,7 @@ from orchestrator.backends.attempts.launcher import (
 from orchestrator.backends.attempts.leftovers import (
     end_leftover_processes,
     kill_marked_processes,
-    process_mark,
+    make_process_mark,
 )
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
@@ -208,11 +208,12 @@ def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_pat
     """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
     first_home, two = tmp_path / "one", tmp_path / "two"
     marks = {
-        process_mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)
+        make_process_mark(JobFolder(home, "fits-1").attempt(1), "local")
+        for home in (first_home, two)
     }
     assert len(marks) == 2
-    assert connection.home_namespace(first_home) != connection.home_namespace(two)
-    assert connection.home_namespace(first_home) == connection.home_namespace(first_home)
+    assert connection.make_home_namespace(first_home) != connection.make_home_namespace(two)
+    assert connection.make_home_namespace(first_home) == connection.make_home_namespace(first_home)
 
 
 def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.mlflow.content import attempt_run_content, job_run_content
+from orchestrator.backends.mlflow.content import make_attempt_run_content, make_job_run_content
 from orchestrator.specs.attempt import Evidence, Heartbeat, OomReport
 from orchestrator.specs.choices import Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
@@ -33,7 +33,9 @@ REPORT = OomReport(
 def params(spec: JobSpec, plan: Plan = PLAN) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """The params of the job's run, and of an attempt's."""
     of_job, of_plan = job(spec), replace(attempt(), plan=plan)
-    return job_run_content(of_job, str, "").params, attempt_run_content(of_job, of_plan, str).params
+    return make_job_run_content(of_job, str, "").params, make_attempt_run_content(
+        of_job, of_plan, str
+    ).params
 
 
 def test_a_script_that_says_nothing_is_recorded_without_defaults() -> None:
@@ -95,7 +97,7 @@ def test_an_error_that_ended_a_rank_does_not_count_as_caught(
         caught=tuple(replace(REPORT, rank=rank, count=count) for rank, count in enumerate(raised)),
         ooms=tuple(replace(REPORT, rank=rank) for rank in fatal),
     )
-    content = attempt_run_content(
+    content = make_attempt_run_content(
         job(script_spec()), replace(attempt(), plan=PLAN, evidence=evidence), str
     )
     assert content.tags.get("caught_ooms") == recorded
@@ -114,7 +116,7 @@ def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_wh
         attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats)
     )
     priced = DEVICE.model_copy(update={"price_per_hour": 3.6})
-    content = attempt_run_content(job(decoder_spec()), measured_attempt, str, device=priced)
+    content = make_attempt_run_content(job(decoder_spec()), measured_attempt, str, device=priced)
     held_s = 11.0 - measured_attempt.launched_at_s
     assert content.metrics["samples_per_s"] == 16.0
     assert content.metrics["tokens_per_s"] == 2048.0
@@ -122,7 +124,9 @@ def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_wh
     assert content.metrics["cost"] == pytest.approx(3.6 * held_s / 3600)
     assert 0 < content.metrics["mfu"] < 1
     assert (content.params["learning_rate"], content.params["seed"]) == ("0.001", "0")
-    assert "learning_rate" not in attempt_run_content(job(script_spec()), attempt(), str).params
+    assert (
+        "learning_rate" not in make_attempt_run_content(job(script_spec()), attempt(), str).params
+    )
 
 
 ODD = (
@@ -148,7 +152,7 @@ def test_whatever_stands_in_a_job_comes_back_from_mlflow_as_it_was_cut(
         changes = {"family": text[:200], "command": ("python", text), "user": text[:100]}
         record = job(decoder_spec())
         record = replace(record, spec=record.spec.model_copy(update=changes), reason=text)
-        content = job_run_content(record, str, "")
+        content = make_job_run_content(record, str, "")
         run = client.create_run(experiment).info.run_id
         tags = [RunTag(name, value) for name, value in content.tags.items()]
         params = [Param(name, value) for name, value in content.params.items()]

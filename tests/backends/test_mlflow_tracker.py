@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import (
     compare_url,
-    job_run_content,
+    make_job_run_content,
     parse_curves_and_elapsed_ms,
     run_key,
 )
@@ -56,7 +56,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.settings import changes
+from orchestrator.specs.settings import list_changed_settings
 from orchestrator.specs.state import State
 from tests.backends.relays import wait_delivered
 from tests.scheduling.factories import decoder_spec, node
@@ -103,7 +103,7 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
         ),
         correction=1.25,
         step_s=0.5,
-        change=changes(before, plan) if before else (),
+        change=list_changed_settings(before, plan) if before else (),
         change_reason="out of memory in forward" if before else "",
         launched_at_s=START_S + 100 * number,
     )
@@ -693,7 +693,7 @@ def test_texts_hide_secrets_and_variables_and_keep_their_names() -> None:
     leaky = dataclasses.replace(
         new_job("leaky", reason=SECRET), spec=SPEC.model_copy(update={"command": ("x", SECRET)})
     )
-    tags = job_run_content(leaky, hide, "").tags
+    tags = make_job_run_content(leaky, hide, "").tags
     assert not [value for value in tags.values() if "hunter2" in value]
     assert "API_URL" in tags["job_spec"]
 
@@ -706,7 +706,7 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
         commit="a" * 40, branch="main", repo_url="https://example.org/project", dirty=True
     )
     spec = SPEC.model_copy(update={"source": source, "user": "ada"})
-    tags = job_run_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
+    tags = make_job_run_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
     assert {
         name: tags[name] for name in tags if name.startswith(("mlflow.source", "mlflow.user"))
     } == {
@@ -718,7 +718,7 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
         mlflow_tags.MLFLOW_GIT_BRANCH: "main",
         mlflow_tags.MLFLOW_GIT_REPO_URL: "https://example.org/project",
     }
-    unknown = job_run_content(new_job("unknown"), hide, "").tags
+    unknown = make_job_run_content(new_job("unknown"), hide, "").tags
     assert not [name for name in unknown if "git" in name or name == "mlflow.user"]
 
 

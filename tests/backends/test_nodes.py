@@ -94,11 +94,11 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
         watch.record_reading(node, NvmlReading(devices=tuple(devices)), 0.0)
 
     see(1001, None)
-    assert watch.free_bytes_when_idle(parts) == (), "one of them is lost"
+    assert watch.list_free_bytes_when_idle(parts) == (), "one of them is lost"
     see(1002, 2002)
     watch.occupy_devices(parts)
     see(3, 4)
-    assert watch.free_bytes_when_idle(parts) == (2002, 1002), "in the order of the ranks"
+    assert watch.list_free_bytes_when_idle(parts) == (2002, 1002), "in the order of the ranks"
 
 
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
@@ -112,7 +112,7 @@ def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_te
             NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy)
         )
         watch.record_reading(node, NvmlReading(devices=devices), at_s)
-        return watch.idle_for_s(parts)
+        return watch.compute_idle_for_s(parts)
 
     assert idle_for_s(0.0, 0, 0) == 0.0, "nothing has computed yet: it may be loading"
     assert idle_for_s(10.0, 90, 0) == 0.0, "the other one is not used at all"

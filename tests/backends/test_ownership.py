@@ -154,7 +154,10 @@ def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(datab
             journal.append([(TimerFired(at_s=2), ())])
         deaf.clear()
         assert [event.at_s for event in journal.iterate_events()] == [1, 2]
-        with pytest.raises(ServiceError) as refused, journal.database.transaction() as connection:
+        with (
+            pytest.raises(ServiceError) as refused,
+            journal.database.transaction() as connection,
+        ):
             connection.execute(sa.text("SELECT no such thing"))
         assert not isinstance(refused.value, UncertainError), "nothing of this was kept, for sure"
 

@@ -50,15 +50,17 @@ def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> Non
     spec = script(progress=r"Steps: (\d+)", hang_timeout="0s", startup_timeout="1h")
     progress = Progress(spec, folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
-    assert progress.hung_for_s(0.0, 0.0) is None, "it may still be starting"
+    assert progress.find_hung_for_s(0.0, 0.0) is None, "it may still be starting"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n")
-    assert progress.hung_for_s(0.0, 0.0) is None, "a step"
+    assert progress.find_hung_for_s(0.0, 0.0) is None, "a step"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n" + "INFO - retry\n" * 9)
-    assert progress.hung_for_s(0.0, 0.0) is not None
+    assert progress.find_hung_for_s(0.0, 0.0) is not None
     silent = Progress(script(hang_timeout="0s"), folder, 1, (0,), tmp_path)
-    assert silent.hung_for_s(0.0, 0.0) is None
+    assert silent.find_hung_for_s(0.0, 0.0) is None
     folder.log(0).write_text("x" * 1000)
-    assert silent.hung_for_s(0.0, 0.0) is None, "without a counter, growth is all there is to see"
+    assert silent.find_hung_for_s(0.0, 0.0) is None, (
+        "without a counter, growth is all there is to see"
+    )
 
 
 def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progress(
@@ -67,14 +69,16 @@ def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progr
     folder = AttemptFolder(tmp_path)
     talking = Progress(script(hang_timeout="60s"), folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
-    assert talking.hung_for_s(59.0, 0.0) is None
+    assert talking.find_hung_for_s(59.0, 0.0) is None
     folder.log(0).write_text("INFO - retry\n" * 2)
-    assert talking.hung_for_s(61.0, 0.0) == 61.0
+    assert talking.find_hung_for_s(61.0, 0.0) == 61.0
     counted = Progress(
         script(progress=r"step (\d+)", hang_timeout="60s"), folder, 1, (0,), tmp_path
     )
     folder.log(0).write_text("step 1\n")
-    assert counted.hung_for_s(61.0, 0.0) is None, "who counts may well leave the device to itself"
+    assert counted.find_hung_for_s(61.0, 0.0) is None, (
+        "who counts may well leave the device to itself"
+    )
 
 
 @pytest.mark.parametrize("torch_version", [None, "", "2.13.0"])
@@ -96,12 +100,12 @@ def test_a_program_that_nobody_sees_train_is_at_work_while_it_takes_processor_ti
         )
         write_json(folder.heartbeat(0), beat)
     progress = Progress(script(startup_timeout="100s"), folder, 1, (0,), tmp_path)
-    assert progress.hung_for_s(0.0, 0.0) is None
+    assert progress.find_hung_for_s(0.0, 0.0) is None
     for cpu_s, works in ((20.0, True), (24.0, False), (30.0, True), (30.5, False)):
         progress._since_s -= 200.0  # since when nothing else moved
-        hangs = progress.hung_for_s(0.0, cpu_s) is not None
+        hangs = progress.find_hung_for_s(0.0, cpu_s) is not None
         assert hangs is (bool(torch_version) or not works), cpu_s
-    assert (progress.hung_for_s(150.0, 99.0) is not None) or torch_version, (
+    assert (progress.find_hung_for_s(150.0, 99.0) is not None) or torch_version, (
         "a device that computed stands idle"
     )
 
@@ -121,7 +125,7 @@ def test_a_backward_pass_is_progress_unless_memory_runs_out_again_and_again(tmp_
         write_json(folder.heartbeat(0), replace(BEAT, torch_version="2.13.0", backwards=backwards))
         if caught:
             folder.caught(0).touch()
-        assert (progress.hung_for_s(0.0, 0.0) is not None) is hangs
+        assert (progress.find_hung_for_s(0.0, 0.0) is not None) is hangs
         progress._since_s -= 200.0
 
 
@@ -134,11 +138,11 @@ def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Pat
     shard.touch()
     for age_s, hangs in ((10, False), (300, True)):
         progress = Progress(spec, AttemptFolder(tmp_path / "attempt"), 1, (0,), tmp_path)
-        assert progress.hung_for_s(0.0, 0.0) is None
+        assert progress.find_hung_for_s(0.0, 0.0) is None
         progress._since_s -= 200.0  # since when nothing moved
         for path in (checkpoint, shard):
             os.utime(path, (time.time() - age_s, time.time() - age_s))
-        assert (progress.hung_for_s(0.0, 0.0) is not None) is hangs
+        assert (progress.find_hung_for_s(0.0, 0.0) is not None) is hangs
 
 
 def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_devices_are_released_when_nvml_says_so(
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     node_event = next(
         event
-        for event in reader.received + list(reader.backend.events(1))
+        for event in reader.received + list(reader.backend.await_events(1))
         if isinstance(event, NodesSeen)
     )
     assert node_event.nodes[0].free_bytes == (960 * MIB, 448 * MIB)  # told in steps of 64 MiB

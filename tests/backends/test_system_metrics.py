@@ -151,9 +151,9 @@ def test_the_busy_share_counts_seconds_from_the_first_kernel_over_all_devices(
     training = [{"at_s": 101.0, share: 50}, {"at_s": 103.0, share: 90}, {"at_s": 111.0, share: 100}]
     write_shares(folder, "n", [*loading, *training])
     # 1 s of 50 %, 2 s of 90 % and 8 s of 100 %
-    assert system_metrics.mean_busy_percent(folder) == pytest.approx(93.6, abs=0.05)
+    assert system_metrics.compute_mean_busy_percent(folder) == pytest.approx(93.6, abs=0.05)
     write_shares(folder, "other", [{"at_s": 1.0, share: 10, "gpu_1_utilization_percentage": 30}])
-    assert system_metrics.mean_busy_percent(folder) == pytest.approx(82.3, abs=0.05)
+    assert system_metrics.compute_mean_busy_percent(folder) == pytest.approx(82.3, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_share_that_nobody_measured_is_none(
     folder: AttemptFolder, rows: list[dict[str, object]]
 ) -> None:
     write_shares(folder, "n", rows)
-    assert system_metrics.mean_busy_percent(folder) is None
+    assert system_metrics.compute_mean_busy_percent(folder) is None
 
 
 def test_no_written_sample_brings_the_share_out_of_its_bounds(folder: AttemptFolder) -> None:
@@ -185,6 +185,6 @@ def test_no_written_sample_brings_the_share_out_of_its_bounds(folder: AttemptFol
             {"at_s": 1e9 + 1, share: "x"},
         ],
     )
-    busy_percent = system_metrics.mean_busy_percent(folder)
+    busy_percent = system_metrics.compute_mean_busy_percent(folder)
     assert busy_percent is not None
     assert 0 <= busy_percent <= 100

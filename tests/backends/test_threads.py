@@ -28,7 +28,7 @@ def test_a_loop_that_raises_is_entered_again_and_named(monkeypatch: pytest.Monke
 
     thread = threads.start_loop("sweeps", run, stop)
     assert over.wait(10.0)
-    problem = faults.problem()
+    problem = faults.describe_faults()
     assert problem is not None
     assert "the thread sweeps of the service ended unexpectedly: LookupError: planted" in problem
     assert "started again (2 times)" in problem
@@ -36,7 +36,7 @@ def test_a_loop_that_raises_is_entered_again_and_named(monkeypatch: pytest.Monke
     thread.join(10.0)
     assert not thread.is_alive()
     monkeypatch.setattr(threads, "WELL_AFTER_S", 0.0)
-    assert faults.problem() is None, "it has run well for long"
+    assert faults.describe_faults() is None, "it has run well for long"
 
 
 def test_no_attempt_is_watched_before_the_service_answers(tmp_path: Path) -> None:

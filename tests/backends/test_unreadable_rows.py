@@ -16,7 +16,7 @@ import pytest
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.history import Codec
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.access import Role
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
@@ -59,7 +59,7 @@ class Endless:
     def wake(self) -> None:
         pass
 
-    def events(self, timeout_s: float) -> list[Event]:  # noqa: ARG002
+    def await_events(self, timeout_s: float) -> list[Event]:  # noqa: ARG002
         events, self._events = self._events, []
         return events
 
@@ -172,7 +172,7 @@ def test_a_live_row_that_cannot_be_read_frees_no_device_until_an_operator_decide
             backend = Endless()
             controller = Controller(journal, backend, lambda: 2.0)
             controller.run_once(0.0)
-            assert sorted(job_id_by_held_device(controller.state).values()) == [
+            assert sorted(map_held_device_to_job_id(controller.state).values()) == [
                 "first-1",
                 "second-2",
             ]

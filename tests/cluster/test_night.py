@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.backends.mlflow.server import HOST, short_socket_path
+from orchestrator.backends.mlflow.server import HOST, make_short_socket_path
 from orchestrator.service.terminal.follow import ENDS
 from tests.cluster.chaos import GAP_S, JOB, SEEDS, STEPS, TRAINER, read_diary, undisturbed
 from tests.cluster.machines import until
@@ -118,7 +118,7 @@ class Night:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return name, status and tags of each run in MLflow."""
-        with short_socket_path(self.home / "mlflow") as path:
+        with make_short_socket_path(self.home / "mlflow") as path:
             transport = httpx.HTTPTransport(uds=path)
             base = f"http://home.{HOST}/api/2.0/mlflow"
             with httpx.Client(transport=transport, base_url=base, timeout=30.0) as client:

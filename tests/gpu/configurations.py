@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
-from orchestrator.memory.engines.overhead import assumed_overhead_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, estimate_needed_bytes
+from orchestrator.memory.engines.overhead import estimate_overhead_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile, uses_autocast
@@ -105,12 +105,14 @@ class Measurement:
     def allocator_bytes(self, kind: DeviceKind) -> int:
         """Return the bytes that PyTorch's allocator may hold, as if the device had `capacity_bytes`."""
         return self.capacity_bytes - (
-            assumed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0
+            estimate_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0
         )
 
     def fits(self, kind: DeviceKind) -> bool:
         """Return whether the planner expects the training to fit."""
-        return plan_needed_bytes(self.plan, self.predict(kind), UNMEASURED) <= self.capacity_bytes
+        return (
+            estimate_needed_bytes(self.plan, self.predict(kind), UNMEASURED) <= self.capacity_bytes
+        )
 
 
 def measured_at(peak: dict[str, Any]) -> Measurement:

@@ -26,7 +26,7 @@ from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.training.guard import guard
 from tests.gpu.configurations import Measurement, on_cpu, on_cuda
 
@@ -73,7 +73,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def name_of(case: Measurement) -> str:
     """Return the name that tells the training from all others."""
-    return f"{case.name} {case.sequence_length} {case.capacity_bytes / 2**30:g} GiB {in_short(case.plan)}"
+    return (
+        f"{case.name} {case.sequence_length} {case.capacity_bytes / 2**30:g} GiB "
+        f"{format_plan(case.plan)}"
+    )
 
 
 def read(file: Path) -> list[Line]:
@@ -126,7 +129,7 @@ def measure_training(
     return {
         "id": name_of(case),
         **device,
-        "plan": in_short(case.plan),
+        "plan": format_plan(case.plan),
         "optimizer": case.plan.optimizer,
         "precision": case.plan.precision,
         "capacity_bytes": case.capacity_bytes,

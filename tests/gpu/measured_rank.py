@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from orchestrator.specs.run import training_run_from_json
+from orchestrator.specs.run import parse_training_run_json
 from orchestrator.training.build import build_recipe
 from tests.gpu.runs import train
 
 
 def main(folder: Path, allocator_bytes: int) -> None:
     """Train the folder's run where PyTorch's allocator may hold so many bytes."""
-    run = training_run_from_json(json.loads((folder / "run.json").read_text()))
+    run = parse_training_run_json(json.loads((folder / "run.json").read_text()))
     device = torch.device("cuda", 0) if run.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory

@@ -20,7 +20,7 @@ from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.cluster import find_catalogue_device
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.gpu.configurations import H100, H200, Measurement, measured_at, on_cuda
 from tests.gpu.kit.plans import GROUPS, SIZES, list_compiled, measurement
 from tests.gpu.measure import RAN, name_of
@@ -88,7 +88,7 @@ def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
 
     Predictions know no compiler: these models took 7 to 10 % less time with one.
     """
-    (plan,) = (candidate for candidate in PLANS.values() if in_short(candidate) == step["plan"])
+    (plan,) = (candidate for candidate in PLANS.values() if format_plan(candidate) == step["plan"])
     measurement = Measurement(
         name="decoder",
         model=ModelSpec(decoder=BILLION),

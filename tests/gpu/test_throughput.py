@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage  # noqa: E402
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.specs.plan import Plan  # noqa: E402
-from orchestrator.specs.settings import in_short  # noqa: E402
+from orchestrator.specs.settings import format_plan  # noqa: E402
 from tests.gpu.runs import BILLION, SMALL, plan, run_of, train  # noqa: E402
 
 # Dense bf16 FLOP/s of the data sheets, by a part of the name that CUDA gives.
@@ -72,7 +72,7 @@ def test_throughput_is_measured(
     line = {
         "device": device_name,
         "torch": torch.__version__,
-        "plan": in_short(chosen),
+        "plan": format_plan(chosen),
         "compiled": compiled,
         "sequence_length": length,
         "parameters": sum(parameter.numel() for parameter in trained.recipe.module.parameters()),

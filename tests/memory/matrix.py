@@ -27,7 +27,7 @@ from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64
@@ -582,7 +582,7 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as text, for a failing test and for people."""
     lines = [
         f"{100 * row.error:+5.1f} %: predicted {row.predicted_bytes / 2**20:7.2f} MiB, "
-        f"measured {row.measured_bytes / 2**20:7.2f} MiB  {row.plan.engine} {in_short(row.plan)}"
+        f"measured {row.measured_bytes / 2**20:7.2f} MiB  {row.plan.engine} {format_plan(row.plan)}"
         for row in rows
     ]
     return "\n".join(lines)

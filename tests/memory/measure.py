@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.from_json import from_json
-from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
+from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec, parse_model_json
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun
 from tests.ranks import Rank, start_ranks
@@ -141,7 +141,7 @@ def main(folder: Path, rank: int) -> None:
         run = Run(
             **{
                 **fields,
-                "model": model_from_json(fields["model"]),
+                "model": parse_model_json(fields["model"]),
                 "plan": from_json(Plan, fields["plan"]),
             }
         )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.engines.deepspeed_buckets import (
     BucketReduction,
-    largest_shard_elements,
+    compute_largest_shard_elements,
     simulate_bucket,
 )
 from orchestrator.specs.choices import Precision
@@ -120,4 +120,4 @@ def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
         sum(sizes[tensor] for tensor in set(owners[begin : begin + share]))
         for begin in range(0, len(owners), share)
     ]
-    assert largest_shard_elements(profile, shares) == max(loads)
+    assert compute_largest_shard_elements(profile, shares) == max(loads)

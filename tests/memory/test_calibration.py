@@ -20,18 +20,18 @@ from orchestrator.memory.calibration.calibrate import (
     WINDOW,
     Calibration,
     PredictionErrors,
-    _student_cdf,
-    _student_quantile,
+    _compute_student_cdf,
+    _compute_student_quantile,
     calibrate,
-    plan_fit_probability,
-    plan_needed_bytes,
+    estimate_fit_probability,
+    estimate_needed_bytes,
+    get_step_kind,
+    get_step_time_correction,
     select_observations_to_keep,
-    step_kind_of,
-    step_time_correction_of,
 )
 from orchestrator.memory.calibration.correction import (
-    corrected_device_bytes,
-    observed_activation_factor,
+    compute_activation_factor_of_peak,
+    correct_device_bytes,
     select_worst_moments,
 )
 from orchestrator.specs.choices import Engine, Offload, ParallelLayout, ZeroStage
@@ -78,7 +78,7 @@ def learn(stored: list[Observation], job: str = "") -> Calibration:
 
 
 def margin_of(stored: list[Observation]) -> float:
-    return learn(stored).errors_of_engine(Engine.TORCH, Source.DECLARED).margin
+    return learn(stored).get_engine_errors(Engine.TORCH, Source.DECLARED).margin
 
 
 def observe(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
@@ -104,8 +104,8 @@ def sample(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
 
 def test_without_outcomes_the_margin_is_the_documented_one() -> None:
     assert SUPPOSED.margin == pytest.approx(MARGIN)
-    assert SUPPOSED.probability_within(MARGIN) == pytest.approx(CONFIDENCE)
-    assert SUPPOSED.probability_within(1.0) == pytest.approx(0.5)
+    assert SUPPOSED.compute_probability_within(MARGIN) == pytest.approx(CONFIDENCE)
+    assert SUPPOSED.compute_probability_within(1.0) == pytest.approx(0.5)
 
 
 @given(outcomes)
@@ -115,9 +115,9 @@ def test_the_margin_is_the_least_that_covers_the_stated_share(
 ) -> None:
     beliefs = learn(sample(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
-        errors = beliefs.errors_of_engine(engine, Source.DECLARED)
-        assert errors.probability_within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
-        assert errors.probability_within(errors.margin * (1 - 1e-6)) < CONFIDENCE
+        errors = beliefs.get_engine_errors(engine, Source.DECLARED)
+        assert errors.compute_probability_within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
+        assert errors.compute_probability_within(errors.margin * (1 - 1e-6)) < CONFIDENCE
 
 
 @given(
@@ -138,10 +138,10 @@ def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
     beliefs = learn(sample(rows))
     for overhead in (1, 2):
         light, heavy = estimate(counted, 1000, overhead), estimate(counted + more, 1000, overhead)
-        here = plan_fit_probability(PLAN, light, beliefs, capacity_bytes)
+        here = estimate_fit_probability(PLAN, light, beliefs, capacity_bytes)
         assert 0.0 <= here <= 1.0
-        assert plan_fit_probability(PLAN, heavy, beliefs, capacity_bytes) <= here
-        assert plan_fit_probability(PLAN, light, beliefs, capacity_bytes + room) >= here
+        assert estimate_fit_probability(PLAN, heavy, beliefs, capacity_bytes) <= here
+        assert estimate_fit_probability(PLAN, light, beliefs, capacity_bytes + room) >= here
 
 
 @given(outcomes, st.integers(1, 2**37))
@@ -152,9 +152,9 @@ def test_plans_called_fitting_fit_with_the_stated_share(
     beliefs = learn([outcome for outcome in sample(rows) if not outcome.ran_out])
     for overhead in (1, 2):
         prediction = estimate(overhead=overhead)
-        share = plan_fit_probability(PLAN, prediction, beliefs, capacity_bytes)
+        share = estimate_fit_probability(PLAN, prediction, beliefs, capacity_bytes)
         assert (share >= CONFIDENCE - 1e-9) == (
-            plan_needed_bytes(PLAN, prediction, beliefs) <= capacity_bytes
+            estimate_needed_bytes(PLAN, prediction, beliefs) <= capacity_bytes
         )
 
 
@@ -165,8 +165,7 @@ def test_no_outcome_shrinks_an_estimate(
 ) -> None:
     prediction = estimate(activations=activations)
     assert (
-        corrected_device_bytes(prediction, learn(sample(rows)).correction)
-        >= prediction.device_bytes
+        correct_device_bytes(prediction, learn(sample(rows)).correction) >= prediction.device_bytes
     )
 
 
@@ -190,7 +189,7 @@ def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
         for number, ratio in enumerate(kinder)
     ]
     beliefs = learn([failed, *sample(rows), *after])
-    assert plan_fit_probability(PLAN, prediction, beliefs, burst_bytes) == 0.0
+    assert estimate_fit_probability(PLAN, prediction, beliefs, burst_bytes) == 0.0
     assert beliefs.has_run_out(PLAN, prediction, burst_bytes)
     lighter = estimate(counted=prediction.allocated_bytes - 40 * MIB - 1)
     assert not learn([failed]).has_run_out(PLAN, lighter, burst_bytes), (
@@ -209,14 +208,14 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     )
     beliefs = learn([*sample(rows), ended])
     took_bytes = max(measured_bytes, prediction.allocated_bytes)
-    needed = plan_needed_bytes(plan, prediction, beliefs)
+    needed = estimate_needed_bytes(plan, prediction, beliefs)
     assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
-    assert plan_fit_probability(plan, prediction, beliefs, needed) >= CONFIDENCE
-    assert corrected_device_bytes(
-        prediction, beliefs.activation_factor_of(plan, prediction)
+    assert estimate_fit_probability(plan, prediction, beliefs, needed) >= CONFIDENCE
+    assert correct_device_bytes(
+        prediction, beliefs.compute_activation_factor(plan, prediction)
     ) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
-    assert beliefs.errors_of_plan(plan, larger) == beliefs.errors_of_engine(
+    assert beliefs.get_plan_errors(plan, larger) == beliefs.get_engine_errors(
         plan.engine, larger.source
     ), "another training"
 
@@ -226,9 +225,9 @@ def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_oth
         observation(correction=20.0, number=number, at_s=float(number), finished=True)
         for number in (1, 2)
     ]
-    assert plan_needed_bytes(PLAN, estimate(), learn(ended)) < 910 * MIB
+    assert estimate_needed_bytes(PLAN, estimate(), learn(ended)) < 910 * MIB
     burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
-    assert plan_needed_bytes(PLAN, estimate(), learn([burst, *ended])) > 910 * MIB
+    assert estimate_needed_bytes(PLAN, estimate(), learn([burst, *ended])) > 910 * MIB
 
 
 @given(
@@ -254,7 +253,7 @@ def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
         for number, factor in enumerate(mixed)
     ]
     expected = [
-        observed_activation_factor(outcome.moments, outcome.measured_bytes)
+        compute_activation_factor_of_peak(outcome.moments, outcome.measured_bytes)
         for outcome in stored
         if outcome.number != place
     ]
@@ -290,7 +289,7 @@ def test_more_outcomes_of_the_same_spread_never_widen_the_margin(
     """Each outcome came twice at least: alone, one might be an outlier."""
     some, more = learn(sample(rows * 2)), learn(sample(rows * 4))
     assert more.correction == some.correction
-    assert more.errors_of_engine(Engine.TORCH, Source.DECLARED).margin <= some.errors_of_engine(
+    assert more.get_engine_errors(Engine.TORCH, Source.DECLARED).margin <= some.get_engine_errors(
         Engine.TORCH, Source.DECLARED
     ).margin * (1 + 1e-12)
 
@@ -309,8 +308,8 @@ def test_fit_probabilities_are_nearly_the_observed_frequencies(spread: float) ->
     ("freedom", "quantile"), [(2, 6.965), (3, 4.541), (8, 2.896), (9, 2.821), (40, 2.423)]
 )
 def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
-    assert _student_quantile(freedom) == pytest.approx(quantile, abs=5e-4)
-    assert _student_cdf(-quantile, freedom) == pytest.approx(0.01, abs=2e-5)
+    assert _compute_student_quantile(freedom) == pytest.approx(quantile, abs=5e-4)
+    assert _compute_student_cdf(-quantile, freedom) == pytest.approx(0.01, abs=2e-5)
 
 
 def test_the_margin_falls_with_precise_outcomes_and_rises_with_others() -> None:
@@ -333,9 +332,9 @@ def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_do
     None
 ):
     precise = learn(observe(PRECISE * 3))
-    assert precise.errors_of_engine(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert precise.get_engine_errors(Engine.TORCH, Source.DECLARED).margin < MARGIN
     prediction = estimate(overhead=2)
-    assert plan_needed_bytes(PLAN, prediction, precise) >= MARGIN * prediction.device_bytes
+    assert estimate_needed_bytes(PLAN, prediction, precise) >= MARGIN * prediction.device_bytes
 
 
 def test_engines_share_the_correction_of_activations_but_not_the_precision_of_their_own_terms() -> (
@@ -344,8 +343,8 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
     stored = [observation(correction=2.0, number=number, at_s=float(number)) for number in range(3)]
     beliefs = learn(stored)
     assert beliefs.correction == pytest.approx(2.0)
-    assert beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED).margin < MARGIN
-    assert beliefs.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(
+    assert beliefs.get_engine_errors(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert beliefs.get_engine_errors(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(
         MARGIN
     )
     far = [
@@ -353,38 +352,38 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
         for number in (7, 8)
     ]
     after = learn([*stored, *far])
-    assert after.errors_of_engine(Engine.TORCH, Source.DECLARED) == beliefs.errors_of_engine(
+    assert after.get_engine_errors(Engine.TORCH, Source.DECLARED) == beliefs.get_engine_errors(
         Engine.TORCH, Source.DECLARED
     )
-    assert after.errors_of_engine(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
+    assert after.get_engine_errors(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
     beliefs = learn([observation(correction=4.0, ran_out=True)])
-    assert (beliefs.correction, beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED)) == (
+    assert (beliefs.correction, beliefs.get_engine_errors(Engine.TORCH, Source.DECLARED)) == (
         4.0,
         PredictionErrors(),
     )
     beliefs = learn([observation(correction=4.0)])
     assert beliefs.correction == 4.0
-    assert beliefs.errors_of_engine(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
+    assert beliefs.get_engine_errors(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
 
 
 def test_a_trace_needs_a_smaller_margin_than_other_profiles_on_virtual_devices_only() -> None:
     for source in Source:
         prediction = replace(estimate(), source=source)
         room = MARGINS[source]
-        assert plan_needed_bytes(PLAN, prediction, UNMEASURED) == pytest.approx(
+        assert estimate_needed_bytes(PLAN, prediction, UNMEASURED) == pytest.approx(
             room * prediction.device_bytes
         )
         assert (
-            plan_fit_probability(
-                PLAN, prediction, UNMEASURED, plan_needed_bytes(PLAN, prediction, UNMEASURED)
+            estimate_fit_probability(
+                PLAN, prediction, UNMEASURED, estimate_needed_bytes(PLAN, prediction, UNMEASURED)
             )
             >= CONFIDENCE
         )
         allocator = replace(estimate(overhead=2), source=source)
-        assert plan_needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(
+        assert estimate_needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(
             MARGIN * allocator.device_bytes
         )
     assert min(MARGINS.values()) == MARGINS[Source.TRACED] < MARGIN
@@ -400,7 +399,7 @@ def test_an_outcome_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_o
     assert (
         of_job.correction
         > of_job.belief.least
-        == observed_activation_factor(failed.moments, failed.measured_bytes)
+        == compute_activation_factor_of_peak(failed.moments, failed.measured_bytes)
         > 300
     )
     assert learn([*stored, *observe(PRECISE)]).correction < 1.1
@@ -430,14 +429,14 @@ def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
         observation(number=number, at_s=float(number), step_ratio=ratio)
         for number, ratio in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
     ]
-    assert learn(taken).step_factors == {step_kind_of(PLAN): 1.3}
+    assert learn(taken).step_factors == {get_step_kind(PLAN): 1.3}
 
 
 def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
     offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
     factors = learn([observation(plan=offloaded, step_ratio=3.0)]).step_factors
-    assert step_time_correction_of(replace(offloaded, micro_batch_size=2), factors) == 3.0
-    assert step_time_correction_of(replace(offloaded, offload=Offload.NONE), factors) == 1.0
+    assert get_step_time_correction(replace(offloaded, micro_batch_size=2), factors) == 3.0
+    assert get_step_time_correction(replace(offloaded, offload=Offload.NONE), factors) == 1.0
 
 
 def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> (
@@ -455,17 +454,19 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
         ]
     )
     factors = family.step_factors
-    assert [step_time_correction_of(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [
+    assert [
+        get_step_time_correction(plan, factors) for plan in (whole, SHARDED, gradients_cut)
+    ] == [
         1.2,
         1.6,
         pytest.approx(1.4),
     ]
-    assert step_time_correction_of(SHARDED, {step_kind_of(whole): 0.9}, factors) == 0.9
-    assert step_time_correction_of(OTHER_ENGINE, {step_kind_of(whole): 0.9}, factors) == 5.0
-    assert step_time_correction_of(OTHER_ENGINE, {step_kind_of(whole): 0.9}) == 0.9, (
+    assert get_step_time_correction(SHARDED, {get_step_kind(whole): 0.9}, factors) == 0.9
+    assert get_step_time_correction(OTHER_ENGINE, {get_step_kind(whole): 0.9}, factors) == 5.0
+    assert get_step_time_correction(OTHER_ENGINE, {get_step_kind(whole): 0.9}) == 0.9, (
         "no engine is faster for not being measured"
     )
-    assert step_time_correction_of(PLAN, {}) == 1.0
+    assert get_step_time_correction(PLAN, {}) == 1.0
 
 
 @given(outcomes, st.integers(0, 2**32))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, estimate_needed_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile, uses_autocast
@@ -127,7 +127,7 @@ def _range(name: str, ranks: int) -> tuple[int, int]:
 
 
 def _needed(name: str, plan: Plan) -> int:
-    return plan_needed_bytes(plan, estimate(_profile(name, plan), plan, DEVICE), UNMEASURED)
+    return estimate_needed_bytes(plan, estimate(_profile(name, plan), plan, DEVICE), UNMEASURED)
 
 
 def _profile(name: str, plan: Plan) -> ModelProfile:

@@ -33,7 +33,7 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from orchestrator.training.models.hf_adapters import add_adapters
 from orchestrator.training.models.hf_model import read_config
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE
@@ -134,7 +134,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
         parameter.numel() for parameter in made.parameters() if not parameter.requires_grad
     )
     assert derived.trained_parameters == trained
-    assert derived.weight_bytes(4) == 4 * (trained + frozen)
+    assert derived.compute_weight_bytes(4) == 4 * (trained + frozen)
     low = profile(CONFIGS["qwen3"], lora, precision=Precision.BF16, autocast=True)
     projections = [
         name
@@ -143,7 +143,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
     ]
     matrices = sum(made.get_parameter(name).numel() for name in projections)
     head = SIZES["vocab_size"] * SIZES["hidden_size"]
-    assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
+    assert low.compute_weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
 
 
 def saved_bytes_per_token(
@@ -165,7 +165,7 @@ def saved_bytes_per_token(
             )
             tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
             before = device.live_bytes
-            on_cuda = as_on_cuda() if cuda else contextlib.nullcontext()
+            on_cuda = autocast_as_on_cuda() if cuda else contextlib.nullcontext()
             with on_cuda, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 for layer in layers[:count]:
                     hidden = layer(hidden, position_embeddings=tables, attention_mask=None)

@@ -20,7 +20,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.training.models import cross_entropy
-from orchestrator.training.models.decoder import Layer, _rotary_tables
+from orchestrator.training.models.decoder import Layer, _make_rotary_tables
 
 TOKENS = 64
 SMALL = TOKENS * 32  # elements: below are rotary tables and what a norm keeps of a row
@@ -122,7 +122,7 @@ def norm_of(counted: Counted) -> Callable[..., Tensor]:
 def our_layer() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     spec = DecoderSpec(**SIZES)
     layer = Layer(spec)
-    tables = _rotary_tables(0, TOKENS, spec.head_dim, torch.device("meta"))
+    tables = _make_rotary_tables(0, TOKENS, spec.head_dim, torch.device("meta"))
     return layer, lambda x: layer(x, *tables)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.memory.calibration.calibrate import (
     WINDOW,
     calibrate,
-    measured_overhead_of,
+    get_measured_overhead,
     select_observations_to_keep,
 )
 from orchestrator.memory.engines.overhead import (
@@ -20,7 +20,7 @@ from orchestrator.memory.engines.overhead import (
     LARGE_COMMUNICATOR_BYTES,
     STEP_BYTES,
     SUPPOSED_OVERHEAD,
-    assumed_overhead_bytes,
+    estimate_overhead_bytes,
 )
 from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
@@ -42,15 +42,17 @@ def observe(
 
 
 def bytes_after(outcomes: list[Observation], plan: Plan = ALONE) -> int:
-    return measured_overhead_of(select_observations_to_keep(outcomes), DEVICE.name).bytes_of(plan)
+    return get_measured_overhead(select_observations_to_keep(outcomes), DEVICE.name).compute_bytes(
+        plan
+    )
 
 
 def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
-    assert SUPPOSED_OVERHEAD.bytes_of(ALONE) == CONTEXT_BYTES
-    assert SUPPOSED_OVERHEAD.bytes_of(PAIR) == CONTEXT_BYTES + COMMUNICATOR_BYTES[2]
+    assert SUPPOSED_OVERHEAD.compute_bytes(ALONE) == CONTEXT_BYTES
+    assert SUPPOSED_OVERHEAD.compute_bytes(PAIR) == CONTEXT_BYTES + COMMUNICATOR_BYTES[2]
     # all, tp, dp
     groups_bytes = LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES
-    assert SUPPOSED_OVERHEAD.bytes_of(MESH) == CONTEXT_BYTES + groups_bytes
+    assert SUPPOSED_OVERHEAD.compute_bytes(MESH) == CONTEXT_BYTES + groups_bytes
 
 
 @given(st.integers(1, 4 * 2**30))
@@ -63,10 +65,10 @@ def test_measured_overhead_replaces_the_constants_and_is_never_rounded_down(
 def test_unmeasured_plans_take_the_error_of_the_nearest_measured_one() -> None:
     outcomes = observe(1000 * MIB) + observe(1400 * MIB, plan=MESH, first=2)
     off_by = bytes_after(outcomes) - CONTEXT_BYTES
-    assert bytes_after(outcomes, PAIR) == assumed_overhead_bytes(PAIR) + off_by
+    assert bytes_after(outcomes, PAIR) == estimate_overhead_bytes(PAIR) + off_by
     wide = replace(MESH, layout=ParallelLayout(dp=8, tp=4))
-    off_by = bytes_after(outcomes, MESH) - assumed_overhead_bytes(MESH)
-    assert bytes_after(outcomes, wide) == assumed_overhead_bytes(wide) + off_by
+    off_by = bytes_after(outcomes, MESH) - estimate_overhead_bytes(MESH)
+    assert bytes_after(outcomes, wide) == estimate_overhead_bytes(wide) + off_by
 
 
 def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
@@ -78,11 +80,12 @@ def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
 def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> None:
     outcomes = select_observations_to_keep(observe(640 * MIB, family="vocoder"))
     assert (
-        calibrate(outcomes, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
+        calibrate(outcomes, device=DEVICE.name, family="lm").overhead.compute_bytes(ALONE)
+        == 640 * MIB
     )
     assert calibrate(outcomes, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
     newer = outcomes + tuple(observe(960 * MIB, first=2, torch_version="2.13.0"))
-    assert measured_overhead_of(newer, DEVICE.name).bytes_of(ALONE) == 960 * MIB
+    assert get_measured_overhead(newer, DEVICE.name).compute_bytes(ALONE) == 960 * MIB
 
 
 @pytest.mark.parametrize("count", [0, 1, WINDOW - 1])

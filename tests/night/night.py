@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import yaml
 
-from orchestrator.backends.mlflow.server import HOST, short_socket_path
+from orchestrator.backends.mlflow.server import HOST, make_short_socket_path
 from orchestrator.backends.ray.embedded import read_record
 from orchestrator.sdk import Client as Sdk
 from orchestrator.service.client.client import Client, read_service_file
@@ -467,7 +467,7 @@ class Night:
     @contextmanager
     def mlflow(self) -> Iterator[httpx.Client]:
         """Connect to the home's MLflow; importing its client takes seconds. Raises OSError."""
-        with short_socket_path(self.home / "mlflow") as path:
+        with make_short_socket_path(self.home / "mlflow") as path:
             transport = httpx.HTTPTransport(uds=path)
             with httpx.Client(transport=transport, base_url=MLFLOW, timeout=30.0) as client:
                 yield client

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.planning.cost import busy_share
+from orchestrator.planning.cost import estimate_busy_share
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
@@ -37,7 +37,7 @@ def predicted(model: Any, tokens: int, samples: int) -> float:
     (group,) = group_equal_nodes(make_idle_nodes(parse_cards(CARD)))
     plan = replace(PLAIN, micro_batch_size=samples)
     profile = find_profile(read_plan_request(parse_job_data(job, "test")), group.hardware, plan)
-    share = busy_share(profile, plan, group.hardware)
+    share = estimate_busy_share(profile, plan, group.hardware)
     assert share is not None
     return share
 

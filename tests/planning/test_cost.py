@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.planning.collectives import find_ring, send_s
+from orchestrator.planning.collectives import estimate_send_s, find_ring
 from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.planning.kernels import (
-    matmul_rates,
-    matmul_s,
-    peak_matmul_flops,
+    compute_matmul_rates,
+    compute_peak_matmul_flops,
+    estimate_matmul_s,
     predict_micro_batch_seconds,
 )
 from orchestrator.planning.profiles import find_profile
@@ -32,7 +32,7 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.examples import examples
 
 SMALL = {
@@ -109,7 +109,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("candidate", PLANS, ids=in_short)
+@pytest.mark.parametrize("candidate", PLANS, ids=format_plan)
 @pytest.mark.parametrize(
     "rate",
     [
@@ -128,7 +128,7 @@ def test_a_better_device_is_never_slower(candidate: Plan, rate: str) -> None:
     assert seconds(candidate, machine(**changed)) <= seconds(candidate)
 
 
-@pytest.mark.parametrize("candidate", PLANS, ids=in_short)
+@pytest.mark.parametrize("candidate", PLANS, ids=format_plan)
 def test_a_faster_network_is_never_slower_and_matters_only_beyond_a_node(candidate: Plan) -> None:
     slow, fast = (
         seconds(candidate, machine(network=10**9)),
@@ -163,8 +163,17 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
     """The best shape is near the measured rate; shapes that leave a wave mostly empty are below it."""
 
     def share(rows: int, inner: int, columns: int) -> float:
-        taken_s = matmul_s(rows, inner, columns, *matmul_rates(device(), Precision.BF16))
-        return 2 * rows * inner * columns / taken_s / peak_matmul_flops(device(), Precision.BF16)
+        taken_s = estimate_matmul_s(
+            rows, inner, columns, *compute_matmul_rates(device(), Precision.BF16)
+        )
+        return (
+            2
+            * rows
+            * inner
+            * columns
+            / taken_s
+            / compute_peak_matmul_flops(device(), Precision.BF16)
+        )
 
     assert 0.95 < share(6912, 2048, 16384) <= 1  # the fastest on A100 (mag-/gpu_benchmark)
     assert share(512, 1024, 512) < 0.5
@@ -188,14 +197,14 @@ def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
         device(name, **({} if tiled else {"multiprocessors": None})),
         shape,
     )
-    rates = matmul_rates(card, precision)
-    taken_s = matmul_s(rows, inner, columns, *rates)
+    rates = compute_matmul_rates(card, precision)
+    taken_s = estimate_matmul_s(rows, inner, columns, *rates)
     width = 4 if precision is Precision.FP32 else 2
-    assert taken_s >= 2 * rows * inner * columns / peak_matmul_flops(card, precision)
+    assert taken_s >= 2 * rows * inner * columns / compute_peak_matmul_flops(card, precision)
     assert (
         taken_s >= width * (rows * inner + inner * columns + rows * columns) / card.memory_bandwidth
     )
-    assert matmul_s(2 * rows, inner, columns, *rates) >= taken_s
+    assert estimate_matmul_s(2 * rows, inner, columns, *rates) >= taken_s
 
 
 def test_cutting_small_matrices_over_ranks_gains_less_than_cutting_large_ones() -> None:
@@ -298,18 +307,22 @@ def test_adapters_cost_no_gradients_of_the_frozen_matrices() -> None:
 @given(st.integers(2, 8), st.integers(0, 6), st.floats(1, 1e11))
 def test_messages_obey_their_volumes(ranks: int, doubled: int, count: float) -> None:
     across = find_ring(ranks << doubled, 1, machine(10**11))
-    assert across.gather_s(count) < across.all_reduce_s(count) <= 2 * across.gather_s(count)
-    assert across.all_reduce_s(2 * count) <= 2 * across.all_reduce_s(count)
+    assert (
+        across.estimate_gather_s(count)
+        < across.estimate_all_reduce_s(count)
+        <= 2 * across.estimate_gather_s(count)
+    )
+    assert across.estimate_all_reduce_s(2 * count) <= 2 * across.estimate_all_reduce_s(count)
     share = (across.ranks - 1) / across.ranks
-    assert across.gather_s(count) > share * count / 300e9
-    assert find_ring(1, 1, machine(10**11)).all_reduce_s(count) == 0
+    assert across.estimate_gather_s(count) > share * count / 300e9
+    assert find_ring(1, 1, machine(10**11)).estimate_all_reduce_s(count) == 0
 
 
 def test_a_large_all_reduce_on_a_node_takes_what_nccl_was_measured_to_take() -> None:
     """8.193 ms for 1 GiB, 0.58 ms for 64 MiB, 0.093 ms for 1 MiB on 8 A100 (VIA-Research/vTrain trace/a100)."""
     node = find_ring(8, 1, machine(10**11))
     for mib, measured_s in ((1024, 8.193e-3), (64, 0.58e-3), (1, 0.093e-3)):
-        assert node.all_reduce_s(mib * 2**20) == pytest.approx(
+        assert node.estimate_all_reduce_s(mib * 2**20) == pytest.approx(
             measured_s, rel=0.4 if mib == 1 else 0.1
         )
 
@@ -319,7 +332,9 @@ def test_rings_between_the_same_nodes_share_the_network() -> None:
     assert find_ring(2, 4, machine(10**11)).nodes == 1
     assert (alone.nodes, beside.nodes) == (4, 2)
     assert beside.bandwidth == 2 * alone.bandwidth
-    crossing, within = (send_s(10**9, device(), bandwidth) for bandwidth in (10**11 / 8, math.inf))
+    crossing, within = (
+        estimate_send_s(10**9, device(), bandwidth) for bandwidth in (10**11 / 8, math.inf)
+    )
     assert crossing > within
 
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
 from orchestrator.memory.calibration.correction import (
-    corrected_device_bytes,
-    observed_activation_factor,
+    compute_activation_factor_of_peak,
+    correct_device_bytes,
 )
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import predict_step_s
 from orchestrator.planning.frontier import (
     Candidate,
+    estimate_needed_device_bytes,
+    find_rejection_reason,
     fits_device,
     list_fitting,
-    needed_device_bytes,
-    why_rejected,
 )
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
@@ -229,9 +229,9 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
         for stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)
     )
     measured = 10 * whole.allocated_bytes
-    factor = observed_activation_factor(whole.moments, measured)
-    assert corrected_device_bytes(whole, factor) == pytest.approx(measured, abs=1)
-    assert corrected_device_bytes(sharded, factor) > 0.9 * measured
+    factor = compute_activation_factor_of_peak(whole.moments, measured)
+    assert correct_device_bytes(whole, factor) == pytest.approx(measured, abs=1)
+    assert correct_device_bytes(sharded, factor) > 0.9 * measured
 
 
 def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
@@ -239,9 +239,9 @@ def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
         read_plan_request(decoder_job()), hardware(DeviceKind.VIRTUAL, memory="256MiB")
     )
     learned = Calibration(correction=1.2)
-    capacity = needed_device_bytes(front.candidates[len(front.candidates) // 2], learned)
+    capacity = estimate_needed_device_bytes(front.candidates[len(front.candidates) // 2], learned)
     refuted = frozenset({front.candidates[-1].plan})
-    accepted = [c for c in front.candidates if why_rejected(c, capacity, learned) is None]
+    accepted = [c for c in front.candidates if find_rejection_reason(c, capacity, learned) is None]
     assert accepted == list(list_fitting(front, capacity, learned))
     assert 0 < len(accepted) < len(front.candidates)
     untried = [candidate for candidate in accepted if candidate.plan not in refuted]

@@ -12,7 +12,7 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
-from orchestrator.specs.engines import why_illegal
+from orchestrator.specs.engines import find_plan_violation
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -35,17 +35,17 @@ PLANTED: dict[str, Callable[[Plan], bool]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, is_illegal: Callable[[Plan], bool]) -> None:
-    judge = why_illegal
+    judge = find_plan_violation
     monkeypatch.setattr(
-        "orchestrator.specs.plan.why_illegal",
+        "orchestrator.specs.plan.find_plan_violation",
         lambda plan: "planted" if is_illegal(plan) else judge(plan),
     )
 
 
 def forget() -> None:
     """Clear the frontiers that other rules made."""
-    search._cached_frontier.cache_clear()
-    search._frontier_at_speeds.cache_clear()
+    search._get_cached_frontier.cache_clear()
+    search._build_frontier_at_speeds.cache_clear()
 
 
 @pytest.mark.parametrize("rule", PLANTED)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.explain import explain_unfit_job
 from orchestrator.planning.families import ENDS
-from orchestrator.planning.frontier import needed_device_bytes
+from orchestrator.planning.frontier import estimate_needed_device_bytes
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.planning.ways_out import UnfitJob
@@ -189,10 +189,10 @@ def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits
         plan={"zero_stage": 0, "micro_batch": 8, "activation_checkpointing": "none"},
     )
     needed = min(
-        needed_device_bytes(candidate, UNMEASURED)
+        estimate_needed_device_bytes(candidate, UNMEASURED)
         for candidate in find_frontier(read_plan_request(spec), ONE_NODE).candidates
     )
-    first, closest, *rest = why_nothing_fits(
+    first, closest, *rest = explain_unfit_job(
         UnfitJob(spec, ONE_NODE, needed - 1, UNMEASURED)
     ).splitlines()
     pins = "zero_stage=0, micro_batch_size=8, activation_checkpointing=none"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, likely_needed_bytes_range
+from orchestrator.memory.calibration.calibrate import UNMEASURED, estimate_needed_bytes_range
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.service.intake.intake import read_job
@@ -29,7 +29,7 @@ def test_the_band_of_an_answer_holds_what_was_reported(row: dict[str, Any]) -> N
     spec = read_job(JOBS / row["job"], settings, to_run=False)
     candidates = find_frontier(read_plan_request(spec), cards("a100-80gb")).candidates
     lightest = min(candidates, key=lambda candidate: candidate.estimate.device_bytes)
-    least, most = likely_needed_bytes_range(lightest.plan, lightest.estimate, UNMEASURED)
+    least, most = estimate_needed_bytes_range(lightest.plan, lightest.estimate, UNMEASURED)
     if row["trains"]:
         assert least <= parse_bytes(row["memory"])
     else:

@@ -12,18 +12,18 @@ from rich.console import Console
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
 from orchestrator.memory.calibration.correction import (
+    correct_allocated_bytes,
+    correct_device_bytes,
     correct_estimate,
-    corrected_allocated_bytes,
-    corrected_device_bytes,
 )
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.planning.cost import predict_step_s
 from orchestrator.planning.explain import (
+    explain_unfit_job,
     find_lightest_untried,
     list_bytes_by_cause,
-    why_nothing_fits,
 )
 from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.profiles import find_profile
@@ -58,7 +58,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
-from orchestrator.specs.settings import changes
+from orchestrator.specs.settings import list_changed_settings
 
 PROFILE = {"parameters": 10_000_000, "layers": 10, "activations_per_sample": "4MiB"}
 KNOBS = {
@@ -199,12 +199,12 @@ def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(
     profile = {"parameters": 1_000_000, "layers": 4, "activations_per_sample": "16MiB"}
     knobs = {name: knob for name, knob in KNOBS.items() if name not in left_out}
     spec = script(knobs=knobs, profile=profile, gpus=1)
-    why = why_nothing_fits(UnfitJob(spec, machine(), machine().device.memory, UNMEASURED))
+    why = explain_unfit_job(UnfitJob(spec, machine(), machine().device.memory, UNMEASURED))
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
         assert (f"knobs.{name}: {{flag: --FLAG" in why) == (name in left_out), why
     assert "not given, so no plan may cut the micro-batch of 32" in why
     whole = script(profile=profile | {"activations_per_sample": "1GiB"}, gpus=1)
-    assert "knobs." not in why_nothing_fits(
+    assert "knobs." not in explain_unfit_job(
         UnfitJob(whole, machine(), machine().device.memory, UNMEASURED)
     )
 
@@ -380,7 +380,9 @@ def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -
     assert plan_arguments(spec, plan) == (*train, "--codec-batch", "8", "--eval-batch", "16")
     lowered = replace(plan, phase_batch_sizes=(("encoding", 2),))
     assert plan_arguments(spec, lowered) == (*train, "--codec-batch", "2", "--eval-batch", "16")
-    assert [str(change) for change in changes(plan, lowered)] == ["encoding_batch_size - -> 2"]
+    assert [str(change) for change in list_changed_settings(plan, lowered)] == [
+        "encoding_batch_size - -> 2"
+    ]
 
 
 def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> None:
@@ -621,8 +623,8 @@ def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correct
     ).candidates:
         estimate = correct_estimate(candidate.estimate, correction)
         assert sum(count for _, count in list_bytes_by_cause(estimate)) == estimate.device_bytes
-        assert estimate.device_bytes == corrected_device_bytes(candidate.estimate, correction)
-        assert estimate.allocated_bytes == corrected_allocated_bytes(candidate.estimate, correction)
+        assert estimate.device_bytes == correct_device_bytes(candidate.estimate, correction)
+        assert estimate.allocated_bytes == correct_allocated_bytes(candidate.estimate, correction)
         counted = [count for cause, count in estimate.by_cause if cause != "activations"]
         assert (estimate.moment, sum(counted)) in {
             (

@@ -10,16 +10,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import Calibration
-from orchestrator.memory.calibration.correction import corrected_device_bytes
+from orchestrator.memory.calibration.correction import correct_device_bytes
 from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, MeasuredOverhead
-from orchestrator.memory.estimate import DeviceBytes, device_bytes_cache_key, estimate
+from orchestrator.memory.estimate import DeviceBytes, estimate, make_device_bytes_cache_key
 from orchestrator.planning.cost import Hardware, predict_step_s
-from orchestrator.planning.frontier import Candidate, node_host_bytes
+from orchestrator.planning.frontier import Candidate, estimate_node_host_bytes
 from orchestrator.planning.pareto import TimedPlan, find_pareto_front
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, find_frontier, list_plans
-from orchestrator.planning.trust import trust_of
+from orchestrator.planning.trust import rate_trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.device_kind import DeviceKind
@@ -202,7 +202,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
     with_host = [
         plan
         for plan in tried
-        if node_host_bytes(plan, _estimate(spec, here, plan), here) <= host_memory
+        if estimate_node_host_bytes(plan, _estimate(spec, here, plan), here) <= host_memory
     ]
     costs = [cost(spec, here, plan) for plan in with_host]
     near_costs = [
@@ -237,16 +237,16 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
             candidate.degradation,
             candidate.plan.world_size,
             candidate.step_s,
-            corrected_device_bytes(candidate.estimate, correction),
-            trust_of(candidate.plan).rank,
+            correct_device_bytes(candidate.estimate, correction),
+            rate_trust(candidate.plan).rank,
         )
         for candidate in candidates
     ]
     for plan in tried:
         kind, seconds, _, devices, rank = cost(spec, here, plan)
         estimated = estimate(find_profile(read_plan_request(spec), here, plan), plan, here.device)
-        if corrected_device_bytes(estimated, step * correction) <= REACH * here.device.memory:
-            needed = corrected_device_bytes(estimated, correction)
+        if correct_device_bytes(estimated, step * correction) <= REACH * here.device.memory:
+            needed = correct_device_bytes(estimated, correction)
             assert any(
                 bound[0] == kind
                 and bound[1] <= devices
@@ -285,14 +285,14 @@ def cost(
         predict_step_s(profile, plan, here),
         needed,
         plan.world_size,
-        trust_of(plan).rank,
+        rate_trust(plan).rank,
     )
 
 
 def as_cost(candidate: Candidate) -> Cost:
     """Return what a frontier compares of a candidate."""
     plan, estimated = candidate.plan, candidate.estimate
-    rank = trust_of(plan).rank
+    rank = rate_trust(plan).rank
     return (candidate.degradation, candidate.step_s, estimated.device_bytes, plan.world_size, rank)
 
 
@@ -326,13 +326,13 @@ def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here:
             find_profile(read_plan_request(spec), here, plan), fragmentation=FRAGMENTED
         )
         shared = shared_bytes.setdefault(
-            device_bytes_cache_key(plan), DeviceBytes(profile, plan, here.device)
+            make_device_bytes_cache_key(plan), DeviceBytes(profile, plan, here.device)
         )
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
         assert (
-            shared.lower_bound_without_activations(plan)
-            <= shared.lower_bound_bytes(plan)
+            shared.compute_lower_bound_without_activations(plan)
+            <= shared.compute_lower_bound_bytes(plan)
             <= needed.device_bytes
         ), plan
 

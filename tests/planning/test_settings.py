@@ -31,7 +31,7 @@ from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.plan_fields import PlanFields
-from orchestrator.specs.settings import SETTINGS, Setting, strongest_degradation
+from orchestrator.specs.settings import SETTINGS, Setting, find_strongest_degradation
 from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 
 MACHINE = machine(nvme_folder="/nvme")
@@ -112,6 +112,8 @@ def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(al
     )
     assert all(
         candidate.degradation
-        == strongest_degradation(list_requested_settings(read_plan_request(spec)), candidate.plan)
+        == find_strongest_degradation(
+            list_requested_settings(read_plan_request(spec)), candidate.plan
+        )
         for candidate in candidates
     )

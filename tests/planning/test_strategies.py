@@ -13,8 +13,8 @@ from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.models.experts import UNEVEN
 from orchestrator.memory.profiles import find_rank_profile
 from orchestrator.planning.cost import Hardware, predict_step_s
-from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import list_fitting, why_rejected
+from orchestrator.planning.explain import explain_unfit_job
+from orchestrator.planning.frontier import find_rejection_reason, list_fitting
 from orchestrator.planning.layouts import list_layouts
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
@@ -420,7 +420,9 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     here = replace(machine(nodes=1, memory="24GiB"), host_memory=parse_bytes("128GiB"))
     spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
     candidates = find_frontier(read_plan_request(spec), here).candidates
-    reasons = [why_rejected(candidate, here.device.memory, UNMEASURED) for candidate in candidates]
+    reasons = [
+        find_rejection_reason(candidate, here.device.memory, UNMEASURED) for candidate in candidates
+    ]
     assert None not in reasons
     short = [
         candidate.host_bytes
@@ -432,11 +434,11 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     pinned = spec.model_copy(
         update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))}
     )
-    why = why_nothing_fits(UnfitJob(pinned, here, here.device.memory, UNMEASURED)).splitlines()
+    why = explain_unfit_job(UnfitJob(pinned, here, here.device.memory, UNMEASURED)).splitlines()
     assert why[0].endswith("fits 24.00 GiB of device and its node")
     assert why[1].endswith("of host memory on a node that has 128.00 GiB")
     assert not any("devices with at least" in line for line in why)
-    why = why_nothing_fits(UnfitJob(spec, here, here.device.memory, UNMEASURED))
+    why = explain_unfit_job(UnfitJob(spec, here, here.device.memory, UNMEASURED))
     assert f"would fit: nodes with {least} of host memory instead of 128.00 GiB" in why
 
 

@@ -17,9 +17,9 @@ from orchestrator.planning.trust import (
     TIGHT,
     Choice,
     ChoiceRule,
-    plan_kind_of,
-    step_ratio_spread,
-    trust_of,
+    estimate_step_ratio_spread,
+    make_plan_kind,
+    rate_trust,
 )
 from orchestrator.service.commands.cards import parse_cards
 from orchestrator.service.commands.plan import plan_job
@@ -104,10 +104,10 @@ def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_ta
         min(drawn, key=lambda choice: choice.seconds),
     )
     for choice in drawn:
-        if math.log(choice.seconds / fastest.seconds) < step_ratio_spread(
+        if math.log(choice.seconds / fastest.seconds) < estimate_step_ratio_spread(
             choice.plan, fastest.plan
         ):
-            assert trust_of(choice.plan) >= trust_of(taken.plan)
+            assert rate_trust(choice.plan) >= rate_trust(taken.plan)
 
 
 @given(choices, st.randoms(use_true_random=False))
@@ -201,7 +201,9 @@ def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
         drawn[ChoiceRule(incumbents=frozenset({ran.plan})).choose_plan_index(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
-    stays = math.log(ran.seconds / fastest.seconds) <= step_ratio_spread(ran.plan, fastest.plan)
+    stays = math.log(ran.seconds / fastest.seconds) <= estimate_step_ratio_spread(
+        ran.plan, fastest.plan
+    )
     assert (taken.plan == ran.plan) == stays
 
 
@@ -211,9 +213,9 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
 ) -> None:
     fastest = min(drawn, key=lambda choice: choice.seconds)
     taken = drawn[ChoiceRule(before=before).choose_plan_index(drawn)]
-    alike = [choice for choice in drawn if plan_kind_of(choice.plan) == plan_kind_of(before)]
+    alike = [choice for choice in drawn if make_plan_kind(choice.plan) == make_plan_kind(before)]
     if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
-        assert plan_kind_of(taken.plan) == plan_kind_of(before)
+        assert make_plan_kind(taken.plan) == make_plan_kind(before)
 
 
 @given(choices)
@@ -230,7 +232,8 @@ def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[C
         min(crossing, key=lambda choice: choice.seconds),
     )
     assert (
-        plan_kind_of(taken.plan) == plan_kind_of(fastest.plan) or taken.seconds == fastest.seconds
+        make_plan_kind(taken.plan) == make_plan_kind(fastest.plan)
+        or taken.seconds == fastest.seconds
     )
 
 
@@ -248,7 +251,7 @@ def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(
     indices = ChoiceRule().choose_indices_worth_devices(widths)
     assert indices[0] == 0
     for narrow, wide in pairwise(indices):
-        spread = step_ratio_spread(widths[wide].plan, widths[narrow].plan)
+        spread = estimate_step_ratio_spread(widths[wide].plan, widths[narrow].plan)
         assert widths[wide].seconds * math.exp(spread / 2) < widths[narrow].seconds
 
 
@@ -258,7 +261,7 @@ def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured
 ) -> None:
     for other in PLANS[::7]:
         assert (
-            step_ratio_spread(plan, other)
-            == step_ratio_spread(other, plan)
+            estimate_step_ratio_spread(plan, other)
+            == estimate_step_ratio_spread(other, plan)
             <= max(OTHER_SPREAD, SPREAD_MAX)
         )

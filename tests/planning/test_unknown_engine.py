@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from orchestrator.memory.calibration.calibrate import calibrate
-from orchestrator.memory.engines.overhead import assumed_overhead_bytes
-from orchestrator.memory.engines.widths import exchanged_bytes_per_gradient
+from orchestrator.memory.engines.overhead import estimate_overhead_bytes
+from orchestrator.memory.engines.widths import compute_exchanged_bytes_per_gradient
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import uses_autocast
 from orchestrator.planning.cost import predict_step_s
@@ -25,9 +25,9 @@ from orchestrator.planning.render import (
 )
 from orchestrator.planning.request import read_plan_request, read_script_request
 from orchestrator.planning.search import list_plans
-from orchestrator.planning.trust import trust_of
+from orchestrator.planning.trust import rate_trust
 from orchestrator.scheduling.base.shape import find_gang_shape
-from orchestrator.scheduling.failures.degrade import bytes_per_parameter
+from orchestrator.scheduling.failures.degrade import estimate_bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.engines import ENGINES
@@ -36,7 +36,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.plan_fields import PlanFields
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.training import build
 from orchestrator.training.engines import torch_engine
 from tests.planning.test_search import SCRIPT, SIZES, job, machine
@@ -69,8 +69,8 @@ FORMULAS: dict[
 ] = {  # which follow from the kind of mechanics, and not from what it states
     "bytes": lambda plan: estimate(PROFILE, plan, MACHINE.device),
     "seconds": lambda plan: predict_step_s(PROFILE, plan, MACHINE),
-    "words": in_short,
-    "trust": trust_of,
+    "words": format_plan,
+    "trust": rate_trust,
     "accelerate's file": lambda plan: render_accelerate_config(
         SCRIPT_JOB.knobs, plan, deepspeed_config_path=None
     ),
@@ -80,9 +80,9 @@ FORMULAS: dict[
     ),
 }
 STATEMENTS: dict[str, Reader] = {
-    "overhead": assumed_overhead_bytes,
+    "overhead": estimate_overhead_bytes,
     "casts": uses_autocast,
-    "bytes after an out-of-memory failure": bytes_per_parameter,
+    "bytes after an out-of-memory failure": estimate_bytes_per_parameter,
     "calibration": lambda plan: calibrate(
         [observation(plan=plan, step_ratio=1.0)], device=DEVICE.name, family="lm"
     ),
@@ -93,7 +93,7 @@ ENUMERATIONS: dict[str, Reader] = {
 }
 ROWS: dict[str, Reader] = {
     "legality": lambda plan: replace(plan, micro_batch_size=2),
-    "width of gradients": exchanged_bytes_per_gradient,
+    "width of gradients": compute_exchanged_bytes_per_gradient,
     "order": lambda plan: find_pareto_front(
         [TimedPlan(plan, 1.0, 1, 0.0), TimedPlan(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf
     ),

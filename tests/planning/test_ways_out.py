@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import list_fitting, needed_device_bytes
+from orchestrator.planning.frontier import estimate_needed_device_bytes, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.ways_out import (
@@ -88,7 +88,7 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
     spec, hardware = decoder_job(hidden_size=768), machine()
     capacity = (
         min(
-            needed_device_bytes(c, UNMEASURED)
+            estimate_needed_device_bytes(c, UNMEASURED)
             for c in find_frontier(read_plan_request(spec), hardware).candidates
         )
         - 2**20

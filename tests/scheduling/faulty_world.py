@@ -241,7 +241,7 @@ class FaultyBackend(PacedBackend):
         draw = self._stream("hidden", job.spec.family_name)
         return draw.uniform(*STEP_FACTORS), draw.lognormvariate(0.0, PEAK_SPREAD)
 
-    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
+    def _compute_true_step_s(self, job: Job, attempt: Attempt) -> float:
         return attempt.step_s * self._factors(job)[0]
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
@@ -262,10 +262,10 @@ class FaultyBackend(PacedBackend):
             delay_s = action.grace_s * self._stream("stop", action.name).uniform(0.0, 1.0)
             self._schedule(delay_s, partial(self._end_now, process, FailureKind.CANCELLED))
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         """Advance the clock to the next events, at most `timeout_s`, and return them."""
         self._tell_nodes()
-        return super().events(timeout_s)
+        return super().await_events(timeout_s)
 
     def close(self) -> None:
         """Drop listeners and undelivered events; running attempts continue."""
@@ -274,8 +274,8 @@ class FaultyBackend(PacedBackend):
         self._told_nodes = None
         self._nodes_changed = True
 
-    def _new_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
-        process = super()._new_process(job, attempt)
+    def _make_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
+        process = super()._make_process(job, attempt)
         estimate = attempt.estimate
         around_bytes = estimate.device_bytes - estimate.allocated_bytes
         memory_bytes = min(self._memory_bytes[part.node] for part in attempt.placement)
@@ -381,7 +381,7 @@ class FaultyBackend(PacedBackend):
 
     def _end_now(self, process: SimulatedProcess, ending: FailureKind) -> None:
         """End the attempt after the steps that its running time allows."""
-        self._end_attempt(process, ending, self._reached_step(process))
+        self._end_attempt(process, ending, self._compute_reached_step(process))
 
     def _end_attempt(
         self, process: SimulatedProcess, ending: FailureKind | None, step: int
@@ -413,7 +413,7 @@ class FaultyBackend(PacedBackend):
 
     _symptoms = staticmethod(evidence_of)  # tests show other symptoms
 
-    def _seconds_until_release(self, process: SimulatedProcess) -> float:
+    def _compute_seconds_until_release(self, process: SimulatedProcess) -> float:
         return self._stream("release", process.attempt.name).uniform(*self.release_s)
 
     def _release_devices(self, process: SimulatedProcess) -> None:
@@ -443,11 +443,11 @@ class FaultyBackend(PacedBackend):
     def _retell(self, process: SimulatedProcess) -> None:
         """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
-            self._emit(process.started_event())
+            self._emit(process.make_started_event())
         if process.evidence is not None:
-            self._emit(process.finished_event())
+            self._emit(process.make_finished_event())
         if process.released_at_s is not None:
-            self._emit(process.released_event())
+            self._emit(process.make_released_event())
 
     def _emit(self, event: Event) -> None:
         if f"{event.job_id}-{event.number}" not in self._watched:

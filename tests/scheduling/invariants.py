@@ -8,7 +8,10 @@ from math import exp, log
 from typing import Any
 
 from orchestrator.backends.simulated.process import SimulatedProcess
-from orchestrator.scheduling.queue.fair_share import FORGOTTEN_DEVICE_S, decayed_device_s_by_user
+from orchestrator.scheduling.queue.fair_share import (
+    FORGOTTEN_DEVICE_S,
+    compute_decayed_device_s_by_user,
+)
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job
@@ -85,7 +88,9 @@ def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
     for user, count, from_s, to_s in spans.values():
         ages_s = now_s - (now_s if to_s is None else to_s), now_s - from_s
         device_s[user] += count * life_s * (exp(-ages_s[0] / life_s) - exp(-ages_s[1] / life_s))
-    used = decayed_device_s_by_user(transitions[-1].state, transitions[-1].state.jobs.values())
+    used = compute_decayed_device_s_by_user(
+        transitions[-1].state, transitions[-1].state.jobs.values()
+    )
     for user in {*device_s, *used}:
         if abs(device_s[user] - used.get(user, 0.0)) > 1e-6 * device_s[
             user

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration.correction import corrected_device_bytes
-from orchestrator.scheduling.base.time_limits import total_run_time_s
+from orchestrator.memory.calibration.correction import correct_device_bytes
+from orchestrator.scheduling.base.time_limits import compute_total_run_time_s
 from orchestrator.scheduling.options.job_options import make_calibration_for_job
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
@@ -104,7 +104,7 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} is placed on devices that are not there"
         elif not (
             _ran_before(job, attempt) or _is_last_resort(job, attempt) or _is_bounded(attempt)
-        ) and corrected_device_bytes(attempt.estimate, attempt.correction) > min(
+        ) and correct_device_bytes(attempt.estimate, attempt.correction) > min(
             nodes[name].device.memory for name, _ in gang
         ):
             yield f"{attempt.name} is predicted not to fit its devices"
@@ -138,8 +138,8 @@ def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
                 correction = make_calibration_for_job(
                     t.after, launch.job, earlier.device
                 ).correction
-                needed = corrected_device_bytes(launch.attempt.estimate, launch.attempt.correction)
-                if needed >= corrected_device_bytes(earlier.estimate, correction):
+                needed = correct_device_bytes(launch.attempt.estimate, launch.attempt.correction)
+                if needed >= correct_device_bytes(earlier.estimate, correction):
                     yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
 
 
@@ -225,7 +225,7 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
                 continue
             if (
                 job.spec.time_limit is not None
-                and total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+                and compute_total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
             ):
                 continue
             budget = _budget_of(failures[-1])
@@ -315,7 +315,7 @@ def _limits_are_kept(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         if job.spec.time_limit is None or job.last is None:
             continue
-        left_s = job.spec.time_limit - total_run_time_s(job, t.after.at_s)
+        left_s = job.spec.time_limit - compute_total_run_time_s(job, t.after.at_s)
         if left_s <= 0 and job.last.status is AttemptStatus.RUNNING:
             yield f"{job.last.name} runs on {-left_s} s past the limit of its job"
         wake_s = Scheduler(t.state).wake_at_s()

@@ -10,7 +10,7 @@ from math import inf
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.time_limits import total_run_time_s
+from orchestrator.scheduling.base.time_limits import compute_total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.specs.actions import Launch, Stop
@@ -52,7 +52,7 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
         )
         is_over = (
             job.spec.time_limit is not None
-            and total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+            and compute_total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
         )
         climbs = job.last.climbs_to is not None  # tests/scheduling/test_climb.py
         if not (
@@ -123,12 +123,12 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 def _not_owed(t: Transition, job: Job, other: Job) -> Iterator[str]:
     """A team takes devices back only from a team that keeps its own, and only up to its own."""
     policy = t.after.policy
-    teams = policy.team_of(job.user), policy.team_of(other.user)
+    teams = policy.find_team(job.user), policy.find_team(other.user)
     devices_by_team: Counter[str] = Counter()
     for attempt in attempts(t.after):
         if not attempt.released and attempt.status is not AttemptStatus.STOPPING:
             user = t.after.jobs[attempt.job_id].user
-            devices_by_team[policy.team_of(user).name] += len(devices(attempt))
+            devices_by_team[policy.find_team(user).name] += len(devices(attempt))
     if policy.has_quotas and devices_by_team[teams[0].name] < teams[0].quota:
         yield f"{job.id} makes way for an owner, and its team {teams[0].name} holds less than its own"
     if teams[0] == teams[1] or policy.reclaim == "never":
@@ -154,7 +154,7 @@ def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A job that meets its deadline makes way only for an earlier one, and still meets its own after that."""
     index, at_s = make_index(t.after), t.after.at_s
-    end_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None))
+    end_s = index.estimate_end_s(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
     other = t.after.jobs.get(attempt.moved_for.partition("make way for ")[2].partition(":")[0])
@@ -202,11 +202,11 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     ):
         index = make_index(t.after)
         pool, claimed = (
-            index.pool_of(attempt),
+            index.find_pool(attempt),
             {(part.node, i) for part in attempt.held_placement for i in part.devices},
         )
         assert pool is not None, attempt.name
-        left_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        left_s = index.estimate_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
         entries = [
             entry
             for entry in index.options.find_options_of_running_job(job, pool)

@@ -9,11 +9,14 @@ from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
 
-from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
-from orchestrator.scheduling.base.migration import placement_kept_for_next_attempt
+from orchestrator.scheduling.base.credit import AGED, PRESSING, compute_credit_device_s
+from orchestrator.scheduling.base.migration import get_placement_kept_for_next_attempt
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import make_index
-from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.queue.fair_share import (
+    compute_decayed_device_s_by_user,
+    make_fair_tree,
+)
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -75,7 +78,7 @@ def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
     policy = t.after.policy
     team_devices = _held_by_teams(t)
     for launch in of(Launch, t.actions):
-        team = policy.team_of(launch.job.user) if policy.has_teams else None
+        team = policy.find_team(launch.job.user) if policy.has_teams else None
         if team is None:
             yield launch, 0, -1
         else:
@@ -89,7 +92,7 @@ def _held_by_teams(t: Transition) -> Counter[str]:
     launched = {launch.attempt.name for launch in of(Launch, t.actions)}
     for attempt in attempts(t.after):
         if t.after.policy.has_teams and not attempt.released and attempt.name not in launched:
-            team_devices[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(
+            team_devices[t.after.policy.find_team(t.after.jobs[attempt.job_id].user).name] += len(
                 devices(attempt)
             )
     return team_devices
@@ -105,7 +108,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
         return
     promised: Counter[str] = Counter()
     for reservation in t.after.reservations:
-        promised[policy.team_of(t.after.jobs[reservation.job_id].user).name] += sum(
+        promised[policy.find_team(t.after.jobs[reservation.job_id].user).name] += sum(
             len(part.devices) for part in reservation.placement
         )
     promised_devices = {
@@ -114,9 +117,9 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
     }
     team_devices = _held_by_teams(t)
     for launch, after, quota in _claims(t):
-        width, team = launch.attempt.plan.world_size, policy.team_of(launch.job.user)
+        width, team = launch.attempt.plan.world_size, policy.find_team(launch.job.user)
         for other in t.after.jobs.values():
-            owner = policy.team_of(other.user)
+            owner = policy.find_team(other.user)
             claimed = (
                 team_devices[owner.name]
                 + promised[owner.name]
@@ -149,8 +152,10 @@ def _is_overdue(t: Transition, launch: Launch) -> bool:
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
     """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
-    tree = make_fair_tree(state.policy, decayed_device_s_by_user(state, state.jobs.values()))
-    return lambda job: (-priority_of(state, job), *tree.fair_share_key_of_user(job.user), job.order)
+    tree = make_fair_tree(
+        state.policy, compute_decayed_device_s_by_user(state, state.jobs.values())
+    )
+    return lambda job: (-priority_of(state, job), *tree.compute_fair_share_key(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -167,7 +172,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
         return
     index = make_index(t.after)
     for launch in launches:
-        end_s = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt)
+        end_s = index.estimate_end_s(t.after.jobs[launch.job.id], launch.attempt)
         for reservation in promised:
             shared = set(devices(launch.attempt)) & {
                 (part.node, i) for part in reservation.placement for i in part.devices
@@ -225,7 +230,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             if (
                 alike
                 and job.order < launch.job.order
-                and not (placement_kept_for_next_attempt(launch.job) or launch.job.id in ahead)
+                and not (get_placement_kept_for_next_attempt(launch.job) or launch.job.id in ahead)
             ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
@@ -234,7 +239,7 @@ def _is_covered(t: Transition, index: SchedulerIndex, waiting: WaitingJob) -> bo
     """Return whether the credit covers all jobs past their limits but those of the same user that came later."""
     at_s, job = t.after.at_s, waiting.job
     before = replace(t.before, at_s=at_s)
-    left = credit_device_s(before, AGED, index.devices)
+    left = compute_credit_device_s(before, AGED, index.devices)
     for other in index.waiting.values():
         is_later = other.job.user == job.user and other.job.order >= job.order
         if other.rank <= at_s and not is_later:
@@ -248,8 +253,8 @@ def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
     if devices_before != sum(node.devices for node in t.after.nodes):
         return
     for fund in (AGED, PRESSING):
-        before = credit_device_s(replace(t.before, at_s=t.after.at_s), fund, devices_before)
-        after = credit_device_s(t.after, fund, devices_before)
+        before = compute_credit_device_s(replace(t.before, at_s=t.after.at_s), fund, devices_before)
+        after = compute_credit_device_s(t.after, fund, devices_before)
         if before < 0 and after < before - 1e-6:
             yield f"{fund.name} spends {before - after} device-seconds in debt"
 
@@ -324,7 +329,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
         if not _shows(window, local):
             yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
-        seconds = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        seconds = index.estimate_end_s(t.after.jobs[launch.job.id], launch.attempt) - begin_s
         spans = [window.find_first_opening(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
         if (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.memory.calibration.correction import observed_activation_factor
+from orchestrator.memory.calibration.correction import compute_activation_factor_of_peak
 from orchestrator.planning.picture import Mark
 from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
 from orchestrator.specs.attempt import Heartbeat
@@ -60,7 +60,7 @@ def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
     job = only_job(state)
     (observation,) = state.observations
     wrong = explain_attempt(state, job, job.attempts[0])[2]
-    factor = observed_activation_factor(observation.moments, observation.measured_bytes)
+    factor = compute_activation_factor_of_peak(observation.moments, observation.measured_bytes)
     (moment,) = (
         moment
         for moment in observation.moments

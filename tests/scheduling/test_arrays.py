@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -38,7 +38,7 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
         describe_status(state.jobs["job-3"])
         == "waits for others of the array job-1: at most 2 run at once"
     )
-    assert pending_code(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
+    assert get_pending_code(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.measured import Arrival, simulate
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.base.credit import STOPS, credit_suffices_at_s
+from orchestrator.scheduling.base.credit import STOPS, compute_credit_suffices_at_s
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
 from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
@@ -72,11 +72,13 @@ def test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes() -> None:
 def test_a_credit_fills_at_a_share_of_the_devices_and_covers_no_more_than_it_holds() -> None:
     empty = Credit(fund=STOPS.name, device_s=0.0, at_s=1000.0)
     state = replace(State(), at_s=1000.0, credits=(empty,))
-    assert credit_suffices_at_s(state, STOPS, 100, 20.0) == 1000.0 + 20.0 / (STOPS.share * 100)
-    assert credit_suffices_at_s(replace(state, at_s=1010.0), STOPS, 100, 20.0) == 1010.0
-    full_device_s = STOPS.full_device_s(100)
-    assert credit_suffices_at_s(State(), STOPS, 100, full_device_s) == 0.0
-    assert credit_suffices_at_s(State(), STOPS, 100, full_device_s + 1.0) == float("inf")
+    assert compute_credit_suffices_at_s(state, STOPS, 100, 20.0) == 1000.0 + 20.0 / (
+        STOPS.share * 100
+    )
+    assert compute_credit_suffices_at_s(replace(state, at_s=1010.0), STOPS, 100, 20.0) == 1010.0
+    full_device_s = STOPS.compute_full_device_s(100)
+    assert compute_credit_suffices_at_s(State(), STOPS, 100, full_device_s) == 0.0
+    assert compute_credit_suffices_at_s(State(), STOPS, 100, full_device_s + 1.0) == float("inf")
 
 
 def test_a_stop_for_a_gain_is_paid_and_one_for_a_priority_is_not() -> None:

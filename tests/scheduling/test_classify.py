@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.failures.classify import classify_end
-from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import compute_oom_needed_bytes
 from orchestrator.specs.attempt import (
     ErrorReport,
     Evidence,
@@ -536,8 +536,10 @@ def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_h
 ):
     """Tensors have 79 GiB of a device of 80 GiB whose context holds 1 GiB."""
     report = replace(OOM, live_bytes=70 << 30, requested_bytes=2 << 30, capacity_bytes=80 << 30)
-    assert oom_needed_bytes(report) == (80 << 30) + 1, "where nothing is known of the context"
-    assert oom_needed_bytes(replace(report, overhead_bytes=1 << 30)) == (79 << 30) + 1
-    assert oom_needed_bytes(replace(report, overhead_bytes=20 << 30)) == 72 << 30, (
+    assert compute_oom_needed_bytes(report) == (80 << 30) + 1, (
+        "where nothing is known of the context"
+    )
+    assert compute_oom_needed_bytes(replace(report, overhead_bytes=1 << 30)) == (79 << 30) + 1
+    assert compute_oom_needed_bytes(replace(report, overhead_bytes=20 << 30)) == 72 << 30, (
         "never less than it had and asked for"
     )

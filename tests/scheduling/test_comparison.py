@@ -15,8 +15,8 @@ from orchestrator.scheduling.reports.comparison_rows import (
     parse_loss_curve,
 )
 from orchestrator.scheduling.reports.intervals import (
-    geometric_mean_interval,
-    geometric_mean_ratio_interval,
+    compute_geometric_mean_interval,
+    compute_geometric_mean_ratio_interval,
 )
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import (
@@ -344,20 +344,24 @@ def test_the_intervals_are_those_of_scipy_and_never_negative() -> None:
     from scipy import stats
 
     slow, fast = (0.5, 0.9, 0.7), (0.4, 0.41, 0.42, 0.44)
-    low, high = geometric_mean_interval(slow) or (0.0, 0.0)
+    low, high = compute_geometric_mean_interval(slow) or (0.0, 0.0)
     logs = np.log(slow)
     expected = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
     assert (np.log(low), np.log(high)) == pytest.approx(expected, rel=1e-3)
     welch = stats.ttest_ind(np.log(slow), np.log(fast), equal_var=False)
-    low, high = geometric_mean_ratio_interval(slow, fast) or (0.0, 0.0)
+    low, high = compute_geometric_mean_ratio_interval(slow, fast) or (0.0, 0.0)
     whole = stats.t.ppf(0.975, int(welch.df)) / stats.t.ppf(0.975, welch.df)
     half = (welch.confidence_interval().high - welch.confidence_interval().low) / 2
     assert np.log(high / low) / 2 == pytest.approx(whole * half, rel=1e-3)
     assert (low < 1 < high) == (welch.pvalue > 0.05)
-    assert geometric_mean_ratio_interval((0.2, 0.2), (0.1, 0.1)) == pytest.approx((2.0, 2.0))
-    assert (geometric_mean_interval((0.1, 1.0)) or (0.0,))[0] > 0
+    assert compute_geometric_mean_ratio_interval((0.2, 0.2), (0.1, 0.1)) == pytest.approx(
+        (2.0, 2.0)
+    )
+    assert (compute_geometric_mean_interval((0.1, 1.0)) or (0.0,))[0] > 0
     assert (
-        geometric_mean_interval((0.1,)) is geometric_mean_ratio_interval((0.1, 0.2), (0.1,)) is None
+        compute_geometric_mean_interval((0.1,))
+        is compute_geometric_mean_ratio_interval((0.1, 0.2), (0.1,))
+        is None
     )
 
 

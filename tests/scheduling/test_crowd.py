@@ -36,7 +36,7 @@ def beside_shortest_first(file: str, nodes: int) -> tuple[Measured, Measured]:
     rigid = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
     cluster = cluster_of(nodes, LAUNCH_S, 4)
     adaptive_run = simulate(rigid, cluster)
-    shortest = simulate(rigid, cluster.with_order(Peer.SJF))
+    shortest = simulate(rigid, cluster.replace_order(Peer.SJF))
     return measured(adaptive_run), measured(shortest)
 
 

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.scheduling.queue import wait_queue as line
 from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.step import step
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job.spec import JobSpec
@@ -21,7 +21,7 @@ from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, su
 
 
 def due(at_s: float, seconds: dict[int, float], **fields: object) -> JobSpec:
-    return script(seconds, deadline=str(deadline_at(at_s)), **fields)
+    return script(seconds, deadline=str(make_deadline(at_s)), **fields)
 
 
 def folded(*events: Event) -> State:
@@ -142,7 +142,7 @@ def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_lat
 
     Only one job is stopped, and for one job only.
     """
-    runs = elastic({1: needs_s}, deadline=str(deadline_at(8000.0)))
+    runs = elastic({1: needs_s}, deadline=str(make_deadline(8000.0)))
     comes = due(2000.0, {1: 1200.0})
     state = folded(
         seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3))

@@ -8,9 +8,9 @@ import pytest
 
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.degrade import (
-    bytes_per_parameter,
+    estimate_bytes_per_parameter,
     find_lowerable_phase,
-    halved_batch_size_by_phase,
+    list_halved_batch_size_by_phase,
     select_candidates_after_oom,
 )
 from orchestrator.scheduling.step import step
@@ -124,8 +124,8 @@ def test_the_hosts_memory_is_not_the_optimizers() -> None:
 def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing_else() -> None:
     once = burst(DDP, Phase.ENCODING)
     again = burst(replace(DDP, phase_batch_sizes=(("encoding", 4),)), Phase.ENCODING)
-    assert halved_batch_size_by_phase(PARLER, [once]) == (("encoding", 4),)
-    assert halved_batch_size_by_phase(PARLER, [once, again]) == (("encoding", 2),)
+    assert list_halved_batch_size_by_phase(PARLER, [once]) == (("encoding", 4),)
+    assert list_halved_batch_size_by_phase(PARLER, [once, again]) == (("encoding", 2),)
     answer = select_candidates_after_oom(PARLER, [once], MENU)
     assert [replace(candidate.plan, phase_batch_sizes=()) for candidate in answer] == [
         candidate.plan for candidate in MENU
@@ -161,7 +161,7 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
     ],
 )
 def test_what_a_device_holds_of_a_parameter(plan: Plan, expected_bytes: float) -> None:
-    assert bytes_per_parameter(plan) == expected_bytes
+    assert estimate_bytes_per_parameter(plan) == expected_bytes
 
 
 def restarted(spec: JobSpec, phase: Phase) -> tuple[Plan, Plan | None]:

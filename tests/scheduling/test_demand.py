@@ -6,7 +6,10 @@ import pytest
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.sentences import describe_status
-from orchestrator.scheduling.queue.demand import add_to_demand, average_devices_by_duration_class
+from orchestrator.scheduling.queue.demand import (
+    add_to_demand,
+    compute_average_devices_by_duration_class,
+)
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
@@ -32,10 +35,14 @@ def test_what_is_remembered_is_the_mean_and_fades() -> None:
     demand = None
     for hour in range(100):
         demand = add_to_demand(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
-    assert average_devices_by_duration_class(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
-    assert average_devices_by_duration_class(demand, 99 * 3600.0)[9] == 0.0
+    assert compute_average_devices_by_duration_class(demand, 99 * 3600.0)[10] == pytest.approx(
+        4.0, rel=0.1
+    )
+    assert compute_average_devices_by_duration_class(demand, 99 * 3600.0)[9] == 0.0
     assert (
-        average_devices_by_duration_class(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1]
+        compute_average_devices_by_duration_class(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[
+            -1
+        ]
         < 0.1
     )
 
@@ -43,7 +50,9 @@ def test_what_is_remembered_is_the_mean_and_fades() -> None:
 def test_a_first_burst_is_no_rate() -> None:
     """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
     assert (
-        average_devices_by_duration_class(add_to_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
+        compute_average_devices_by_duration_class(add_to_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[
+            -1
+        ]
         < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
     )
 

@@ -13,7 +13,7 @@ from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import (
     CancelRequested,
@@ -224,7 +224,7 @@ def test_who_ends_otherwise_while_it_leaves_ends_so(
         (elastic({1: 86_400.0}, steps=None, speeds={}), True),
         (script({1: 86_400.0}), False),
         (periodic({1: 86_400.0}), False),
-        (elastic({1: 86_400.0}, deadline=str(deadline_at(90_000.0))), False),
+        (elastic({1: 86_400.0}, deadline=str(make_deadline(90_000.0))), False),
     ],
     ids=["saved on request", "of no known length", "not saved", "saved now and then", "due"],
 )

@@ -14,7 +14,7 @@ from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Evidence, FailureKind, Heartbeat, RankEnd
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import DrainRequested, Event, Finished, Released, TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -197,7 +197,7 @@ def test_where_a_cluster_is_shared_nobody_makes_way_for_the_short_jobs_of_others
 
 
 def hurried(by_s: float, seconds: dict[int, float], **fields: object) -> JobSpec:
-    return elastic(seconds, deadline=str(deadline_at(by_s)), **fields)
+    return elastic(seconds, deadline=str(make_deadline(by_s)), **fields)
 
 
 def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own() -> None:
@@ -353,6 +353,6 @@ def test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs() -
 
 
 def test_a_loss_that_is_not_priced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "expected_lost_training_s", lambda *_: 0.0)
+    monkeypatch.setattr(preemption, "estimate_lost_training_s", lambda *_: 0.0)
     with pytest.raises(AssertionError):
         test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs()

@@ -31,7 +31,7 @@ def test_the_policy_that_the_docs_show_starts_the_shortest_job_first(tmp_path: P
     )
 
     def started(order: str) -> list[str]:
-        ended = simulate(job_list, cluster.with_order(order)).outcomes
+        ended = simulate(job_list, cluster.replace_order(order)).outcomes
         return [
             outcome.name
             for outcome in sorted(ended, key=lambda outcome: outcome.started_at_s or 0.0)

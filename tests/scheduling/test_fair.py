@@ -10,7 +10,10 @@ from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.queue.fair_share import (
+    compute_decayed_device_s_by_user,
+    make_fair_tree,
+)
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, NodesSeen, Released, TimerFired
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
@@ -37,7 +40,7 @@ def seen(devices: int, policy: PolicySpec = POLICY) -> NodesSeen:
 
 def ranked(used: dict[str, float], policy: PolicySpec = POLICY) -> list[str]:
     return sorted(
-        ("ada", "bob", "cyd", "dan"), key=make_fair_tree(policy, used).fair_share_key_of_user
+        ("ada", "bob", "cyd", "dan"), key=make_fair_tree(policy, used).compute_fair_share_key
     )
 
 
@@ -51,10 +54,10 @@ def test_what_was_used_counts_half_after_a_half_life() -> None:
     events = [seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0)]
     state, _ = played(*events)
     counted = DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S))
-    assert decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted})
+    assert compute_decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted})
     assert 990 < counted < 1000
     state, _ = step(state, TimerFired(at_s=1000.0 + DAY_S))
-    assert decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted / 2})
+    assert compute_decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted / 2})
 
 
 def test_what_runs_counts_before_it_ends_and_once() -> None:
@@ -64,10 +67,12 @@ def test_what_runs_counts_before_it_ends_and_once() -> None:
         TimerFired(at_s=1000.0),
     ]
     state, _ = played(*events)
-    running = decayed_device_s_by_user(state, state.jobs.values())["ada"]
+    running = compute_decayed_device_s_by_user(state, state.jobs.values())["ada"]
     assert running == pytest.approx(2 * DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S)))
     ended, _ = played(*events, *gone(1, 1000.0))
-    assert decayed_device_s_by_user(ended, ended.jobs.values())["ada"] == pytest.approx(running)
+    assert compute_decayed_device_s_by_user(ended, ended.jobs.values())["ada"] == pytest.approx(
+        running
+    )
     again, _ = step(ended, Released(job_id="job-1", number=1, at_s=1000.0))
     assert again == ended
 

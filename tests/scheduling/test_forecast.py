@@ -17,9 +17,9 @@ from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
     QueueSimulation,
-    _remaining_duration_quantile_s,
+    _compute_remaining_duration_quantile_s,
     add_measured_paces,
-    duration_log_spread,
+    estimate_duration_log_spread,
     make_forecast,
     make_quick_forecast,
 )
@@ -195,9 +195,9 @@ def test_measured_steps_of_the_family_set_the_range() -> None:
     asking = job()
     exact = [observation(number=number, step_ratio=1.5) for number in range(1, 33)]
     wild = [observation(number=number, step_ratio=exp((-1) ** number)) for number in range(1, 33)]
-    assert duration_log_spread((), asking) == pytest.approx(SUPPOSED_SPREAD)
-    assert duration_log_spread(exact, asking) < 0.4 * SUPPOSED_SPREAD
-    assert duration_log_spread(wild, asking) > 4 * SUPPOSED_SPREAD
+    assert estimate_duration_log_spread((), asking) == pytest.approx(SUPPOSED_SPREAD)
+    assert estimate_duration_log_spread(exact, asking) < 0.4 * SUPPOSED_SPREAD
+    assert estimate_duration_log_spread(wild, asking) > 4 * SUPPOSED_SPREAD
 
 
 def test_on_virtual_devices_no_end_is_told_before_a_step_was_measured_and_then_for_twins_too() -> (
@@ -240,10 +240,10 @@ def test_what_runs_is_expected_to_end_later_than_now() -> None:
 
 
 def test_the_shares_of_a_length_are_those_of_its_distribution() -> None:
-    assert _remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
-    assert _remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.1) == pytest.approx(
+    assert _compute_remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
+    assert _compute_remaining_duration_quantile_s(100.0, 0.0, 0.2, 0.1) == pytest.approx(
         100.0 * exp(-1.2816 * 0.2), rel=1e-3
     )
-    assert _remaining_duration_quantile_s(100.0, 110.0, 0.2, 0.001) == pytest.approx(
+    assert _compute_remaining_duration_quantile_s(100.0, 110.0, 0.2, 0.001) == pytest.approx(
         110.0, rel=1e-2
     )

@@ -17,8 +17,10 @@ BURST = replace(
 
 def test_an_out_of_memory_error_is_a_lower_bound() -> None:
     alone = believe_activation_factor([BURST], [], [])
-    assert alone.probability_within(3.99) == 0.0
-    assert alone.probability_within(8.0) == pytest.approx(0.5, abs=0.02), "Pareto's law of index 1"
+    assert alone.compute_probability_within(3.99) == 0.0
+    assert alone.compute_probability_within(8.0) == pytest.approx(0.5, abs=0.02), (
+        "Pareto's law of index 1"
+    )
 
 
 def test_the_share_of_the_forward_pass_that_was_done_tells_the_rest() -> None:
@@ -26,25 +28,25 @@ def test_the_share_of_the_forward_pass_that_was_done_tells_the_rest() -> None:
         posterior = believe_activation_factor(
             [replace(BURST, phase="forward", pass_done=done)], [], []
         )
-        assert posterior.quantile(0.5) == pytest.approx(4.0 / done, rel=0.25)
+        assert posterior.compute_quantile(0.5) == pytest.approx(4.0 / done, rel=0.25)
 
 
 def test_a_backward_pass_is_past_the_peak_of_its_forward_pass() -> None:
     assert (
-        believe_activation_factor([replace(BURST, phase="backward")], [], []).quantile(0.9)
+        believe_activation_factor([replace(BURST, phase="backward")], [], []).compute_quantile(0.9)
         < 1.3 * 4.0
     )
 
 
 def test_what_the_job_or_its_family_measured_narrows_what_is_believed() -> None:
     trained = observation(correction=6.0, job="mine")
-    assert believe_activation_factor([BURST], [trained], []).quantile(0.9) < 1.4 * 6.0
+    assert believe_activation_factor([BURST], [trained], []).compute_quantile(0.9) < 1.4 * 6.0
     spread = [
         believe_activation_factor([BURST], [], others)
         for others in ([], [replace(trained, job="other")])
     ]
     near = [
-        distribution.probability_within(7.5) - distribution.probability_within(5.0)
+        distribution.compute_probability_within(7.5) - distribution.compute_probability_within(5.0)
         for distribution in spread
     ]
     assert near[1] > 1.5 * near[0]
@@ -55,14 +57,14 @@ def test_the_more_passes_are_still_to_come_the_more_of_them_needs_more() -> None
     by_left = [
         believe_activation_factor(
             [replace(BURST, phase="backward", steps_done=7, steps_left=left)], [], []
-        ).quantile(0.9)
+        ).compute_quantile(0.9)
         for left in (0, 10, 200, 10_000)
     ]
     assert by_left == sorted(set(by_left))
     by_done = [
         believe_activation_factor(
             [replace(BURST, phase="backward", steps_done=done, steps_left=200)], [], []
-        ).quantile(0.9)
+        ).compute_quantile(0.9)
         for done in (1, 20, 150)
     ]
     assert by_done == sorted(set(by_done), reverse=True), (
@@ -71,7 +73,7 @@ def test_the_more_passes_are_still_to_come_the_more_of_them_needs_more() -> None
     at_once = believe_activation_factor(
         [replace(BURST, phase="backward", steps_done=0, steps_left=200)], [], []
     )
-    assert by_left[0] < at_once.quantile(0.9) < by_done[0]
+    assert by_left[0] < at_once.compute_quantile(0.9) < by_done[0]
 
 
 def test_every_further_failure_raises_the_bound() -> None:

@@ -13,12 +13,16 @@ from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import predict_step_s
-from orchestrator.planning.frontier import EVEN, needed_device_bytes, node_host_bytes
+from orchestrator.planning.frontier import (
+    EVEN,
+    estimate_needed_device_bytes,
+    estimate_node_host_bytes,
+)
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
@@ -88,7 +92,7 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
         candidates = find_frontier(read_plan_request(spec), group.hardware).candidates
         assert max(candidate.plan.world_size for candidate in candidates) == most
         assert any(
-            needed_device_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
+            estimate_needed_device_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
             for candidate in candidates
         )
 
@@ -245,7 +249,7 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
         describe_status(state.jobs["lm-1"])
         == "waits for memory that other processes hold on rtx4090-24gb"
     )
-    assert pending_code(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
+    assert get_pending_code(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
 
 
 class Tried(NamedTuple):
@@ -277,13 +281,15 @@ def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
             free_bytes[plan.world_size - 1],
         )
         needs = estimate(profile, plan, device)
-        needed = calibration.plan_needed_bytes(plan, needs, UNMEASURED)
-        has_host = node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
+        needed = calibration.estimate_needed_bytes(plan, needs, UNMEASURED)
+        has_host = (
+            estimate_node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
+        )
         rows.append(
             Tried(
                 step_s=predict_step_s(profile, plan, group.hardware),
                 probability=has_host
-                * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
+                * calibration.estimate_fit_probability(plan, needs, UNMEASURED, device.memory),
                 fits=has_host and needed <= capacity_bytes,
                 fits_empty=has_host and needed <= device.memory,
                 holds=has_host and needs.device_bytes <= capacity_bytes,

@@ -168,8 +168,8 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
         scheduler.step(event)
     assert scheduler.state.runs
     assert (
-        scheduler.expected_end_s_by_job_id()
-        == Scheduler(scheduler.state).expected_end_s_by_job_id()
+        scheduler.list_expected_end_s_by_job_id()
+        == Scheduler(scheduler.state).list_expected_end_s_by_job_id()
     )
     assert make_quick_forecast(scheduler.state)["job-2"].knows_end
 
@@ -210,7 +210,7 @@ def test_so_is_the_parent_of_the_parent() -> None:
     grandchild = script({1: 60.0}, priority="high", depends_on=["job-4"])
     state, launches = played(*family("normal"), submitted(5, grandchild, 5.0), *gone(1, 200.0))
     assert "job-3" in launches
-    assert make_index(state).priority_of(state.jobs["job-3"]) == 100
+    assert make_index(state).get_priority(state.jobs["job-3"]) == 100
 
 
 def test_a_running_parent_of_an_urgent_job_is_not_stopped_for_less() -> None:

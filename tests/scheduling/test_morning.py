@@ -12,7 +12,7 @@ from orchestrator.scheduling.reports.advice import BY_ABOUT, advise_after_failur
 from orchestrator.scheduling.reports.morning import (
     NOT_LOST,
     MorningReport,
-    ended_at_s,
+    get_ended_at_s,
     make_morning_report,
 )
 from orchestrator.specs.attempt import FailureKind, FaultSubject
@@ -48,7 +48,7 @@ def report_of(
 ) -> MorningReport:
     """The report of the whole night, or of a part of it."""
     begin_s = min(job.submitted_at_s for job in state.jobs.values())
-    end_s = max(ended_at_s(job) for job in state.jobs.values())
+    end_s = max(get_ended_at_s(job) for job in state.jobs.values())
     return make_morning_report(
         state,
         state.jobs.values(),
@@ -148,17 +148,17 @@ def test_a_strategy_that_no_plan_has_is_no_refused_job_and_nothing_to_do(state: 
         ),
     )
     for variant, counts in ((refused, True), (compared, False)):
-        report = report_of(replace(state, jobs=state.jobs.with_job(variant)))
+        report = report_of(replace(state, jobs=state.jobs.replace_job(variant)))
         assert (job.id in {line.id for line in report.refused}) is counts
         assert any(sentence.startswith(f"{job.id}:") for sentence in report.to_do) is counts
 
 
 def test_a_job_that_ended_before_the_span_is_left_out(state: State) -> None:
-    middle_s = sorted(ended_at_s(job) for job in state.jobs.values())[len(state.jobs) // 2]
+    middle_s = sorted(get_ended_at_s(job) for job in state.jobs.values())[len(state.jobs) // 2]
     report = report_of(state, since_s=middle_s)
     lines = (*report.succeeded, *report.failed, *report.refused, *report.cancelled)
     assert {line.id for line in lines} == {
-        job.id for job in state.jobs.values() if ended_at_s(job) >= middle_s
+        job.id for job in state.jobs.values() if get_ended_at_s(job) >= middle_s
     }
 
 

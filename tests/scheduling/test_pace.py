@@ -10,7 +10,7 @@ import pytest
 from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import make_forecast
-from orchestrator.scheduling.scheduling_pass.index import expected_end_beyond_s
+from orchestrator.scheduling.scheduling_pass.index import estimate_end_beyond_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import LEARNED_STEPS, Pace
 from orchestrator.specs.events import PaceReported
@@ -30,7 +30,7 @@ def paced(steps_done: int, step_s: float, at_s: float, number: int = 1) -> PaceR
 def end_s(state: State) -> float:
     job = state.jobs["job-1"]
     assert job.last is not None
-    return make_index(state).expected_end_s(job, job.last)
+    return make_index(state).estimate_end_s(job, job.last)
 
 
 def test_the_end_of_what_runs_follows_its_own_steps() -> None:
@@ -60,10 +60,10 @@ def test_late_and_repeated_paces_change_nothing() -> None:
 
 
 def test_what_should_have_ended_is_expected_to_take_longer_and_longer() -> None:
-    assert expected_end_beyond_s(10.0, 100.0, 50.0) == 110.0
-    assert expected_end_beyond_s(10.0, 100.0, 110.0) == 135.0
-    assert expected_end_beyond_s(10.0, 100.0, 134.0) == 135.0
-    assert expected_end_beyond_s(10.0, 0.0, 1e9) > 1e9
+    assert estimate_end_beyond_s(10.0, 100.0, 50.0) == 110.0
+    assert estimate_end_beyond_s(10.0, 100.0, 110.0) == 135.0
+    assert estimate_end_beyond_s(10.0, 100.0, 134.0) == 135.0
+    assert estimate_end_beyond_s(10.0, 0.0, 1e9) > 1e9
     state, _ = played(seen(node(devices=2)), submitted(1, JOB, 0.0), submitted(2, JOB, 140.0))
     assert end_s(state) == pytest.approx((LAUNCH_S + 100.0) * 1.25)
 
@@ -86,10 +86,10 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
     ):
         beat(0, steps_done, 1.0)
         beat(1, steps_done, step_s)
-        progress.hung_for_s(0.0, 0.0)
-        pace = progress.changed_pace(1.0, 77.0)
+        progress.find_hung_for_s(0.0, 0.0)
+        pace = progress.find_changed_pace(1.0, 77.0)
         assert (pace and pace.step_s) == expected
-    assert progress.changed_pace(1.5, 78.0) is None
+    assert progress.find_changed_pace(1.5, 78.0) is None
 
 
 def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
@@ -100,8 +100,8 @@ def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
 
     def peak_of(progress: Progress, steps: int) -> int | None:
         folder.heartbeat(0).write_text(json.dumps(beat | {"step": steps, "steps_done": steps}))
-        progress.hung_for_s(0.0, 0.0)
-        pace = progress.changed_pace(5.0, at_s=90.0)
+        progress.find_hung_for_s(0.0, 0.0)
+        pace = progress.find_changed_pace(5.0, at_s=90.0)
         return None if pace is None else pace.peak_bytes
 
     progress = Progress(script_spec(), folder, 1, [0], tmp_path, includes_peak=True)

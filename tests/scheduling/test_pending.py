@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.pending import Pending
 from tests.scheduling.transition import history
@@ -38,5 +38,5 @@ def test_every_word_for_what_a_job_waits_for_is_met_in_some_night() -> None:
             play(scenario, journal, backend_of(scenario))
             for t in history(journal.events):
                 queued = (job for job in t.after.jobs.values() if job.status is JobStatus.QUEUED)
-                met |= {pending_code(job, t.after.at_s) for job in queued}
+                met |= {get_pending_code(job, t.after.at_s) for job in queued}
     assert met >= set(Pending) - ELSEWHERE

@@ -17,13 +17,13 @@ from orchestrator.scheduling import scheduler
 from orchestrator.scheduling import transitions as core
 from orchestrator.scheduling.base import drain, tuning
 from orchestrator.scheduling.base import start_windows as windows
-from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.job_updates import replace_job
 from orchestrator.scheduling.options import job_options as job_options
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import equal_fair_share_key
+from orchestrator.scheduling.queue.fair_share import make_equal_fair_share_key
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -86,7 +86,7 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
             if attempt.status is not AttemptStatus.ENDED
         }
 
-    patch.setattr(index, "_attempts_holding_devices", live)
+    patch.setattr(index, "_list_attempts_holding_devices", live)
     patch.setattr(index, "waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
 
 
@@ -105,13 +105,13 @@ def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     for kind in FailureKind:
         patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
+    patch.setattr(job_options, "_find_least_failed_bytes", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "make_observation", lambda *_: None)
-    patch.setattr(job_options, "_least_failed_bytes", lambda *_: float("inf"))
+    patch.setattr(job_options, "_find_least_failed_bytes", lambda *_: float("inf"))
     patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
 
@@ -161,11 +161,11 @@ def last_comes_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
-    true_order = AdaptivePolicy.in_order
+    true_order = AdaptivePolicy.iterate_in_order
     everybody = lambda self: [entry for entry in true_order(self) if entry[1] == inf]  # noqa: E731
     patch.setattr(
         AdaptivePolicy,
-        "in_order",
+        "iterate_in_order",
         lambda self: sorted(everybody(self), key=lambda entry: entry[0].sort_key),
     )
 
@@ -189,7 +189,7 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     def again(state: Any, event: Finished) -> Any:
         job, attempt = core._find_job_and_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
-            state = with_job(
+            state = replace_job(
                 state, core._replace_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
             )
             event = replace(event, evidence=replace(event.evidence, ranks=()))
@@ -225,7 +225,7 @@ def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(job_options, "needed_free_bytes", lambda *_: 0)
+    patch.setattr(job_options, "estimate_needed_free_bytes", lambda *_: 0)
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "with_pending_dependencies", lambda job, *_: job)
+    patch.setattr(core, "set_pending_dependencies", lambda job, *_: job)
 
 
 def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -279,14 +279,14 @@ def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(windows.StartHours, "first_start_s", lambda _self, from_s, _seconds: from_s)
+    patch.setattr(windows.StartHours, "find_first_start_s", lambda _self, from_s, _seconds: from_s)
 
 
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
-        "_first_unreserved_s",
+        "_find_first_unreserved_s",
         lambda self, number, device, start_s, _: max(
             start_s, self._list_device_free_times(number)[device]
         ),
@@ -298,7 +298,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_key)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: make_equal_fair_share_key)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def nothing_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fair, "_decayed_device_s", lambda usage, *_: usage.device_s)
+    patch.setattr(fair, "_decay_device_s", lambda usage, *_: usage.device_s)
 
 
 def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
@@ -355,7 +355,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "leave_time_s_by_job_id", lambda *_: {})
+    patch.setattr(index, "list_leave_time_s_by_job_id", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:

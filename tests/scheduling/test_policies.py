@@ -47,7 +47,7 @@ def find_breaches(scenario: Scenario) -> list[str]:
 
 def under(order: str, scenario: Scenario) -> Scenario:
     """The night on a cluster whose file says `policy: {order: ...}`."""
-    return replace(scenario, cluster=scenario.cluster.with_order(order))
+    return replace(scenario, cluster=scenario.cluster.replace_order(order))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.scheduling_pass.guarantees import START_WITHIN_S
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
@@ -96,7 +96,7 @@ def test_it_waits_for_the_nodes_of_its_request_while_they_are_away() -> None:
     assert (
         describe_status(state.jobs["job-2"]) == "waits for nodes with virtual-256mib to come back"
     )
-    assert pending_code(state.jobs["job-2"], state.at_s) is Pending.NODES_AWAY
+    assert get_pending_code(state.jobs["job-2"], state.at_s) is Pending.NODES_AWAY
     _, launches = played(*events, NodesSeen(nodes=tuple(whole), declared=tuple(whole), at_s=700.0))
     assert launches["job-2"].plan.world_size == 4
 

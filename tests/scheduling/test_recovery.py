@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.memory.calibration.correction import (
-    corrected_allocated_bytes,
-    corrected_device_bytes,
+    correct_allocated_bytes,
+    correct_device_bytes,
 )
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
@@ -49,10 +49,10 @@ def launched(actions: tuple[Action, ...]) -> Attempt | None:
 def ran_out(attempt: Attempt, true: float) -> Evidence | None:
     """Return the ranks' report where activations are `true` times the prediction, or None for a success."""
     memory = NODES[0].device.memory
-    if corrected_device_bytes(attempt.estimate, true) <= memory:
+    if correct_device_bytes(attempt.estimate, true) <= memory:
         return None
     around = attempt.estimate.device_bytes - attempt.estimate.allocated_bytes
-    live_bytes = min(corrected_allocated_bytes(attempt.estimate, true), memory - around)
+    live_bytes = min(correct_allocated_bytes(attempt.estimate, true), memory - around)
     report = OomReport(
         rank=0,
         step=2,

@@ -8,7 +8,7 @@ from orchestrator.memory.calibration.calibrate import calibrate
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.options.probe import set_measured_memory
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
@@ -41,7 +41,7 @@ def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
         night.state.observations, device=hardware.device.name, family=spec.family_name
     )
     front = find_frontier(
-        read_plan_request(with_measured_memory(spec, calibrated)),
+        read_plan_request(set_measured_memory(spec, calibrated)),
         hardware,
         calibrated,
     )

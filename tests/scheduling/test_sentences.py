@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduling.base import sentences
-from orchestrator.scheduling.base.sentences import SENTENCES, describe_status, waiting_sentence
+from orchestrator.scheduling.base.sentences import (
+    SENTENCES,
+    describe_status,
+    format_waiting_sentence,
+)
 from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_because_of_single_sample
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.morning import make_morning_report
@@ -74,7 +78,7 @@ def reworded_job(job: Job) -> Job:
 def reworded(state: State) -> State:
     """Return the state with the word in the place of every sentence."""
     for job in state.jobs.values():
-        state = replace(state, jobs=state.jobs.with_job(reworded_job(job)))
+        state = replace(state, jobs=state.jobs.replace_job(reworded_job(job)))
     suspensions = [replace(entry, reason=WORD) for entry in state.suspensions]
     return replace(state, suspensions=tuple(suspensions))
 
@@ -192,8 +196,8 @@ def test_a_sentence_has_the_facts_that_its_key_names() -> None:
 
 
 def test_a_wait_that_no_sentence_is_about_says_its_code() -> None:
-    assert waiting_sentence(Pending.DRAIN, (("moon", 3),)) == "drain"
-    assert waiting_sentence(Pending.START_WINDOW, ()) == "start window"
+    assert format_waiting_sentence(Pending.DRAIN, (("moon", 3),)) == "drain"
+    assert format_waiting_sentence(Pending.START_WINDOW, ()) == "start window"
 
 
 def test_a_sentence_that_an_older_version_kept_is_shown_as_it_is() -> None:

@@ -13,8 +13,8 @@ from orchestrator.backends.attempts.left_files import LINE_BYTES_MAX
 from orchestrator.scheduling.failures.log_scan import (
     CALM_LINES,
     LogScan,
+    extract_last_traceback,
     find_log_findings,
-    last_traceback,
 )
 from orchestrator.scheduling.failures.signatures import (
     NEEDLES,
@@ -252,6 +252,6 @@ def test_shows_the_traceback_of_the_cause() -> None:
 def test_shows_the_last_traceback_only() -> None:
     head = "Traceback (most recent call last):\n"
     assert (
-        last_traceback(f"{head}  first\nKeyError: 1\nretrying\n{head}  second\nE: 2")
+        extract_last_traceback(f"{head}  first\nKeyError: 1\nretrying\n{head}  second\nE: 2")
         == f"{head}  second\nE: 2"
     )

@@ -7,7 +7,7 @@ import yaml
 
 from orchestrator.planning.render import render_script_command
 from orchestrator.planning.request import read_script_request
-from orchestrator.scheduling.options.asks import apply_permissions, with_global_batch
+from orchestrator.scheduling.options.asks import apply_permissions, set_global_batch
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, RetryRequested
@@ -187,7 +187,7 @@ def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_sched
             },
         }
     )
-    cut = with_global_batch(spec, 16)
+    cut = set_global_batch(spec, 16)
     assert (cut.global_batch_size, cut.training.learning_rate) == (16, pytest.approx(0.2))
     assert cut.training.min_learning_rate == pytest.approx(0.02)
 

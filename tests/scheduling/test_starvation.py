@@ -224,7 +224,9 @@ def test_without_aging_the_wide_would_starve(
     """A planted bug."""
     monkeypatch.setattr(WaitQueue, "_count_overdue", lambda *_: 0)
     monkeypatch.setattr(
-        AdaptivePolicy, "urgent_from_s", lambda _, job: inf if job.deadline_s is None else -1.0
+        AdaptivePolicy,
+        "compute_urgent_from_s",
+        lambda _, job: inf if job.deadline_s is None else -1.0,
     )
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -52,7 +52,7 @@ def test_a_job_waits_for_a_device_that_cannot_be_read_and_says_so(
     state, launches = played(seen(broken("a", *errors)), submitted(1, spec))  # type: ignore[arg-type]
     job = state.jobs["job-1"]
     assert not launches
-    assert pending_code(job, state.at_s) is Pending.UNREADABLE
+    assert get_pending_code(job, state.at_s) is Pending.UNREADABLE
     assert describe_status(job) == f"waits for devices that cannot be read: {places}"
     assert places in WaitExplainer(state).explain_wait(job)
     assert "other processes" not in WaitExplainer(state).explain_wait(job)
@@ -72,7 +72,7 @@ def test_a_job_that_waits_for_others_is_not_told_of_the_driver() -> None:
         submitted(2, TWO),
         seen(broken("a", "", LOST)),
     )
-    assert pending_code(state.jobs["job-2"], state.at_s) is Pending.DEVICES
+    assert get_pending_code(state.jobs["job-2"], state.at_s) is Pending.DEVICES
 
 
 @pytest.mark.parametrize("errors", [(NO_DRIVER, NO_DRIVER), (LOST, "")])
@@ -101,9 +101,9 @@ def test_devices_that_nobody_can_use_are_not_devices_that_others_hold() -> None:
     (group,) = group_equal_nodes([broken("a", LOST, "")])
     pool = AvailabilityProfile(group)
     pool.occupy("a", (0,), inf)
-    assert pool.held_count_at_most_from_s(0) == -inf
+    assert pool.find_held_at_most_from_s(0) == -inf
     pool.occupy("a", (1,), 50.0)
-    assert (pool.held_count_at_most_from_s(0), pool.held_count_at_most_from_s(1)) == (50.0, -inf)
+    assert (pool.find_held_at_most_from_s(0), pool.find_held_at_most_from_s(1)) == (50.0, -inf)
 
 
 def test_since_when_a_device_cannot_be_read_is_kept_until_a_reading_shows_otherwise() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from orchestrator.scheduling import scheduler, transitions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.base.time_limits import with_team_limit
+from orchestrator.scheduling.base.time_limits import apply_team_limit
 from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import index
@@ -119,7 +119,7 @@ def test_a_held_job_lets_others_pass_and_starts_once_it_is_released() -> None:
         describe_status_with_holder(state.jobs["job-1"])
         == "held by ada; `orc release job-1` lets it start"
     )
-    assert pending_code(state.jobs["job-1"], state.at_s) is Pending.HELD
+    assert get_pending_code(state.jobs["job-1"], state.at_s) is Pending.HELD
     assert "job-1" not in make_forecast(state)
     _, launches = played(*held_first, held(state, None, 4.0), *gone(2, 200.0))
     assert [*launches] == ["job-2", "job-1"]
@@ -203,13 +203,13 @@ def test_a_job_without_a_limit_gets_that_of_its_team(
     asked_s: float | None, team: dict[str, str], limit_s: float | None
 ) -> None:
     spec = script({1: 1.0}).model_copy(update={"time_limit": asked_s})
-    assert with_team_limit(spec, TeamSpec(name="vision", **team)).time_limit == limit_s  # type: ignore[arg-type]
+    assert apply_team_limit(spec, TeamSpec(name="vision", **team)).time_limit == limit_s  # type: ignore[arg-type]
 
 
 def test_a_job_above_the_maximum_of_its_team_is_refused_with_what_is_allowed() -> None:
     team = TeamSpec(name="vision", max_time_limit="2h")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="vision") as refused:
-        with_team_limit(script({1: 1.0}, time_limit="3h"), team)
+        apply_team_limit(script({1: 1.0}, time_limit="3h"), team)
     assert (refused.value.path, refused.value.allowed) == ("time_limit", "at most 2.0 h")
     with pytest.raises(ValueError, match="above its `max_time_limit`"):
         PolicySpec(teams=[{"name": "vision", "time_limit": "3h", "max_time_limit": "2h"}])

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from benchmarks.peers import Peer
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.waiting import WaitExplainer
@@ -62,7 +62,7 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
 
 def free_of(state: State) -> Counter[str]:
     """Free devices of the group that has most of them, by the name of the device."""
-    places, free = job_id_by_held_device(state), Counter[str]()
+    places, free = map_held_device_to_job_id(state), Counter[str]()
     for group in group_equal_nodes(state.nodes):
         count = sum(
             (node.name, index) not in places
@@ -111,7 +111,7 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
             for index in part.devices
         }
         if (
-            not idle - {*job_id_by_held_device(state)}
+            not idle - {*map_held_device_to_job_id(state)}
             or format_local_time(promised[0].start_s, "UTC") != text
         ):
             yield f"nothing free is kept for {job_id} from {text}"
@@ -146,7 +146,7 @@ def test_no_reason_is_false_in_any_order(order: str) -> None:
     for night in NIGHTS[1:3]:
         scenario = night(random.Random(f"{night.__name__} 0"))
         for state, job, reason in waits(
-            replace(scenario, cluster=scenario.cluster.with_order(order))
+            replace(scenario, cluster=scenario.cluster.replace_order(order))
         ):
             assert [*falsehoods(state, job, reason)] == [], (state.at_s, job.id, reason)
 

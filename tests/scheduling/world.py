@@ -12,7 +12,7 @@ from orchestrator.backends.ports import EventAndDecisionText, Submission, Totals
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event, RequestKey, Submitted
@@ -104,7 +104,7 @@ class MemoryJournal:
             ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
         )
 
-    def first_event_at_s(self) -> float | None:
+    def read_first_event_at_s(self) -> float | None:
         return self.events[0].at_s if self.events else None
 
     def store_snapshot(self, state: State) -> None:
@@ -486,7 +486,7 @@ def random_rush(draw: random.Random) -> Scenario:
             return spec
         alone_s = (spec.steps or 0) * min(step_s for _, step_s in spec.speeds)
         return spec.model_copy(
-            update={"deadline": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)}
+            update={"deadline": make_deadline(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)}
         )
 
     return replace(

@@ -27,7 +27,7 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.preset_file import with_preset_file
+from orchestrator.specs.preset_file import merge_preset_file
 from orchestrator.specs.yaml_text import read_document
 from tests import fake_card
 from tests.seeds import latentsync, musicgen, orpheus, parler, rvc
@@ -116,7 +116,7 @@ def edited(
     def read_beside(name: str) -> str:
         return (file.parent / name).read_text()
 
-    data = dict(with_preset_file(read_document(file.read_text(), str(file)), read_beside).data)
+    data = dict(merge_preset_file(read_document(file.read_text(), str(file)), read_beside).data)
     for key, value in case.sizes.items():
         *above, last = key.split(".")
         is_batch_size = above[:1] == ["knobs"] and last in ("default", "also")

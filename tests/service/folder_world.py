@@ -56,7 +56,7 @@ class FolderBackend:
     def stop(self, action: Stop) -> None:
         raise AssertionError(f"nobody asked for the end of {action.name}")
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         deadline_s = time.time() + timeout_s
         while True:
             self._look()

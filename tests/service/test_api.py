@@ -25,8 +25,8 @@ from orchestrator.service.terminal.tables import (
 )
 from orchestrator.service.views.records import (
     make_observations_view,
-    node_from_view,
-    observations_from_view,
+    parse_node_view,
+    parse_observations_view,
     sort_jobs_for_display,
 )
 from orchestrator.specs.parse import parse_job
@@ -454,7 +454,7 @@ def test_observations_of_another_home_are_stored_once(world: World) -> None:
     body = {"observations": make_observations_view([observation(), observation(number=2)])}
     assert world.client.post("/observations", json=body).json() == {"count": 2}
     assert world.client.post("/observations", json=body).json() == {"count": 0}
-    observations = observations_from_view(world.client.get("/cluster").json()["observations"])
+    observations = parse_observations_view(world.client.get("/cluster").json()["observations"])
     assert observations == world.controller.state.observations
     bad = world.client.post("/observations", json={"observations": [{"job": 1}]})
     assert bad.status_code == 422
@@ -521,7 +521,7 @@ def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them
     node["free_bytes"] = [
         0 if index in node["busy"] else free for index, free in enumerate(node["free_bytes"])
     ]
-    assert set(node_from_view(node).free_bytes) == {node_from_view(node).device.memory}
+    assert set(parse_node_view(node).free_bytes) == {parse_node_view(node).device.memory}
 
 
 def test_a_drained_node_shows_its_remaining_jobs_and_a_restart_keeps_it_drained(

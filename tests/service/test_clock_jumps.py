@@ -44,9 +44,10 @@ class JumpingWorld(MortalBackend):
         self.launched.append(action.attempt.name)
         super().launch(action)
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         return [
-            replace(event, at_s=event.at_s + self.offset_s) for event in super().events(timeout_s)
+            replace(event, at_s=event.at_s + self.offset_s)
+            for event in super().await_events(timeout_s)
         ]
 
 

@@ -70,7 +70,7 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
     world.submit()
     jobs = world.client.get("/jobs").json()["jobs"]
     assert [job["ooms"] for job in jobs] == [0]
-    for table in (tables.make_queue_table(jobs), watch._jobs_table(jobs)):
+    for table in (tables.make_queue_table(jobs), watch._make_jobs_table(jobs)):
         heading, row = lines(table)
         assert (heading.split()[-1], row.split()[-1]) == ("OOMS", "0")
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
@@ -135,7 +135,7 @@ def test_a_column_of_nodes_reaches_the_terminal_the_page_of_the_cluster_and_json
     nodes = world.client.get("/cluster").json()["nodes"]
     (count,) = [node["devices"] for node in nodes]
     assert count >= 1000
-    for table in (tables.make_nodes_table(nodes, []), watch._nodes_table(nodes)):
+    for table in (tables.make_nodes_table(nodes, []), watch._make_nodes_table(nodes)):
         heading, row = lines(table)
         assert "DEVICES IN ALL" in heading
         assert str(count) in row

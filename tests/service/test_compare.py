@@ -34,7 +34,7 @@ from orchestrator.service.terminal.comparing import PICTURES, write_picture_or_e
 from orchestrator.service.terminal.comparison_files import WRITERS, format_with_error
 from orchestrator.service.terminal.comparison_tables import make_comparison_panel
 from orchestrator.service.views.comparison import ComparisonView, make_comparison_view
-from orchestrator.service.views.records import picture_from_view
+from orchestrator.service.views.records import parse_picture_view
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import MicroBatchChoice, ZeroStage
 from orchestrator.specs.cluster import make_idle_nodes
@@ -314,7 +314,7 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
 ) -> None:
     view = compared_view()
     assert view["picture"] is not None
-    picture = replace(picture_from_view(view["picture"]), capacity_bytes=80 * 2**30)
+    picture = replace(parse_picture_view(view["picture"]), capacity_bytes=80 * 2**30)
     drawn = draw_figure("Strategies", picture, "")
     assert drawn.axes[0].get_ylim()[1] < 2 * max(point.needed_bytes for point in picture.points)
     texts = [text.get_text() for text in drawn.legends[0].get_texts()]

@@ -63,9 +63,9 @@ class Spy(MortalBackend):
         self.asked.append(f"adopt {attempt.name} {attempt.status}")
         super().adopt(job, attempt)
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         self._ask("events")
-        return super().events(timeout_s)
+        return super().await_events(timeout_s)
 
     def _ask(self, what: str) -> None:
         self.threads.add(threading.get_ident())
@@ -268,8 +268,8 @@ def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -
 
 def test_node_reports_without_a_change_are_not_stored() -> None:
     class Chatty(Spy):
-        def events(self, timeout_s: float) -> Sequence[Event]:
-            super().events(timeout_s)
+        def await_events(self, timeout_s: float) -> Sequence[Event]:
+            super().await_events(timeout_s)
             return (NodesSeen(nodes=self._live_nodes(), at_s=self.current_time_s()),)
 
     journal, backend = MemoryJournal(), Chatty()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.service.intake.cluster_file import format_cluster
-from orchestrator.service.intake.detection import local_node_name
+from orchestrator.service.intake.detection import make_local_node_name
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.parse import parse_cluster
@@ -259,8 +259,8 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
         )
         (node,) = up["nodes"]
         assert (up["name"], node["name"]) == (
-            f"found-on-{local_node_name().lower()}",
-            local_node_name(),
+            f"found-on-{make_local_node_name().lower()}",
+            make_local_node_name(),
         )
         assert (node["device"]["name"], len(node["free_bytes"])) == ("h100-80gb", 2)
         assert up["notes"] == ["Found 2 x NVIDIA H100 80GB HBM3, taken as h100-80gb."]

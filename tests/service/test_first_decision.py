@@ -96,8 +96,8 @@ def look(
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": TABLE_MAX}
     data = {"text": ["x"], "sequence_length": LENGTH_MAX}
     spec = decoder(decoder=sizes, global_batch_size=batch, gpus={"min": 1, "max": gpus}, data=data)
-    search._cached_frontier.cache_clear()
-    search._frontier_at_speeds.cache_clear()
+    search._get_cached_frontier.cache_clear()
+    search._build_frontier_at_speeds.cache_clear()
     totals.clear()
     Scheduler(state(nodes)).step(Submitted(job_id="a-1", order=1, spec=spec, at_s=0.0))
     return sum(work.looked for work in totals)

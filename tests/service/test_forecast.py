@@ -17,7 +17,7 @@ from orchestrator.specs.choices import Engine, Optimizer
 from orchestrator.specs.cluster import Node, make_idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import settings_as_text
+from orchestrator.specs.settings import format_settings
 from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 from tests.scheduling.factories import MIB, decoder_spec, node, observation
 from tests.scheduling.test_probe import Night, unknown
@@ -37,7 +37,7 @@ def test_every_offered_plan_can_be_given_by_its_settings(
     offered = list(list_plans(read_plan_request(spec), machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
     for plan in offered:
-        pins = {name: text for name, text in settings_as_text(plan).items() if name not in FOLLOWS}
+        pins = {name: text for name, text in format_settings(plan).items() if name not in FOLLOWS}
         assert pins.keys() <= set(GIVEN)
         assert parse_plan(spec, tuple(pins.items())) == plan
 
@@ -63,7 +63,7 @@ def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any])
     for plan in list_plans(read_plan_request(spec), machine(nvme_folder="/nvme")):
         pins = {
             name: text
-            for name, text in settings_as_text(plan).items()
+            for name, text in format_settings(plan).items()
             if name not in FOLLOWS | {"engine"}
         }
         engines.setdefault(parse_plan(spec, tuple(pins.items())), []).append(plan.engine)
@@ -167,7 +167,7 @@ def test_the_announced_probe_is_what_the_queue_launches_first() -> None:
     night.submit(spec)
     assert night.launched[0].probe
     assert foretold is not None
-    assert foretold["settings"] == settings_as_text(night.launched[0].plan)
+    assert foretold["settings"] == format_settings(night.launched[0].plan)
     for _ in range(2):
         night.end()
     assert plan_job(spec, nodes, night.state.observations)["probe"] is None, "it is known by then"

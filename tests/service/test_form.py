@@ -13,12 +13,12 @@ from orchestrator.service.pages.form import (
     OF_KEY,
     WRITTEN,
     FormKey,
-    field_values,
-    form_sections,
+    list_form_sections,
+    read_field_values,
     write_job_file,
 )
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import read_document, read_value
 
@@ -37,7 +37,7 @@ def _posted(text: str, **changes: str) -> dict[str, str]:
     """Return the fields that a browser sends from the page of that text, after a user changed these."""
     return (
         {"text": text, WRITTEN: text}
-        | field_values(text)
+        | read_field_values(text)
         | {OF_KEY + name: typed for name, typed in changes.items()}
     )
 
@@ -61,15 +61,17 @@ def test_a_changed_field_changes_its_key_and_no_other(path: Path) -> None:
 
 def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
     text = TEXT.replace("python train.py", "|\n  python train.py\n  --lr 1")
-    shown = field_values(text)[f"{OF_KEY}command"]
+    shown = read_field_values(text)[f"{OF_KEY}command"]
     assert shown.strip() == "python train.py --lr 1"
     assert write_job_file(_posted(text)) == text
     assert write_job_file(_posted(text, command=shown.strip())) == text  # as a browser may send it
 
 
 def test_every_key_of_the_schema_has_a_field() -> None:
-    names = {key.name.removeprefix(OF_KEY) for section in form_sections() for key in section.keys}
-    assert {name.split(".")[0] for name in names} == set(job_json_schema()["properties"])
+    names = {
+        key.name.removeprefix(OF_KEY) for section in list_form_sections() for key in section.keys
+    }
+    assert {name.split(".")[0] for name in names} == set(make_job_json_schema()["properties"])
     assert {
         "training.optimizer",
         "model.decoder.hidden_size",
@@ -80,7 +82,7 @@ def test_every_key_of_the_schema_has_a_field() -> None:
 
 def _key(name: str) -> FormKey:
     return next(
-        key for section in form_sections() for key in section.keys if key.name == OF_KEY + name
+        key for section in list_form_sections() for key in section.keys if key.name == OF_KEY + name
     )
 
 

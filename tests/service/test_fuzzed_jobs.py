@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.parse import parse_job, parse_job_data
 from orchestrator.specs.written import as_yaml
 from tests.service.worlds import World
@@ -113,7 +113,7 @@ def paths_in(schema: dict[str, Any], node: Any, depth: int = 0) -> Iterator[tupl
             yield (key, *rest)
 
 
-SCHEMA = job_json_schema()
+SCHEMA = make_job_json_schema()
 PATHS = sorted(set(paths_in(SCHEMA, SCHEMA)))
 
 

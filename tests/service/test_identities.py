@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
 from orchestrator.backends.attempts.left_files import read_exit_code, read_log_tail
-from orchestrator.service.client.client import Client, process_is_alive, user_name
+from orchestrator.service.client.client import Client, get_user_name, process_is_alive
 from orchestrator.service.client.lifecycle import prepare_home, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import load_attempt_curves
@@ -161,11 +161,11 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
     command = ("up", "--listen", listen, "--ray", "127.0.0.1:1")
     here.orc(*command)
     try:
-        for name, role in ((user_name(), "admin"), ("eve", "viewer")):
+        for name, role in ((get_user_name(), "admin"), ("eve", "viewer")):
             here.orc("user", "set", name, "--role", role)
         refused = json.loads(here.orc("user", "set", "ada", "--role", "member", code=1))["error"]
         assert refused.startswith(
-            f"jobs of ada would run as {user_name()}, who can read and change this home"
+            f"jobs of ada would run as {get_user_name()}, who can read and change this home"
         )
         assert "`orc up --listen HOST:PORT --trust-users`" in refused
         assert len(refused.splitlines()) == 1
@@ -209,9 +209,10 @@ def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
     """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
     starts = (
         "import subprocess, sys; "
-        "from orchestrator.backends.attempts.launcher import die_with_parent_hook, popen_user_arguments; "
-        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=die_with_parent_hook(), "
-        f"**popen_user_arguments('{ADA}:{ADA}')); "
+        "from orchestrator.backends.attempts.launcher import make_die_with_parent_hook; "
+        "from orchestrator.backends.attempts.launcher import make_popen_user_arguments; "
+        "rank = subprocess.Popen(['sleep', '600'], preexec_fn=make_die_with_parent_hook(), "
+        f"**make_popen_user_arguments('{ADA}:{ADA}')); "
         "print(rank.pid, flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -141,7 +141,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
 
 def test_a_thread_that_ends_unexpectedly_is_named(world: World) -> None:
     faults = ThreadFaults()
-    world.controller.health.register_source(faults.problem)
+    world.controller.health.register_source(faults.describe_faults)
     assert world.client.get("/readyz").json()["problems"] == []
     faults.record_fault("sweeps", LookupError("planted"))
     assert world.client.get("/readyz").json()["problems"] == [

@@ -16,7 +16,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer, want_server
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import is_up, process_is_alive, read_service_file
-from orchestrator.service.client.endpoint import FILE, endpoint_text, make_endpoint
+from orchestrator.service.client.endpoint import FILE, format_endpoint, make_endpoint
 from orchestrator.service.client.lifecycle import (
     find_journal_url,
     prepare_home,
@@ -183,7 +183,7 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
     with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
         became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
-    (home / FILE).write_text(endpoint_text(other))
+    (home / FILE).write_text(format_endpoint(other))
     with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
         assert embedded_ray.accepts_connection(f"{first.host}:{first.port}", 5.0)

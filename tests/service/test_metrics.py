@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.notice import make_notice
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
 from orchestrator.specs.access import Role
@@ -177,12 +177,12 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
         ids[spec["name"]] = answer.json()["id"]
     controller.run_once(0.0)
     jobs, now_s = controller.state.jobs, controller.read_figures().at_s
-    assert pending_code(jobs[ids["follower"]], now_s) == "dependency"
-    assert pending_code(jobs[ids["windowed"]], now_s) == "start_window"
+    assert get_pending_code(jobs[ids["follower"]], now_s) == "dependency"
+    assert get_pending_code(jobs[ids["windowed"]], now_s) == "start_window"
     controller.drain_node("virtual", undo=False)
     drained = world.submit()
     controller.run_once(0.0)
-    assert pending_code(controller.state.jobs[drained], now_s) == "drain"
+    assert get_pending_code(controller.state.jobs[drained], now_s) == "drain"
     unseen = Job(
         id="a-1",
         spec=script("a"),
@@ -190,7 +190,7 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
         submitted_at_s=0,
         pending=Pending.CLUSTER_UNSEEN,
     )
-    assert pending_code(unseen, now_s) == "cluster_unseen"
+    assert get_pending_code(unseen, now_s) == "cluster_unseen"
     values = scrape(world)
     assert {dict(labels)["reason"] for name, labels in values if name == "orc_pending_jobs"} == set(
         Pending

@@ -19,7 +19,7 @@ from orchestrator.backends.oidc import make_provider
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.oidc import OidcSpec, safe_url
+from orchestrator.specs.oidc import OidcSpec, require_safe_url
 from orchestrator.specs.parse import parse_cluster
 from tests.service.openid_provider import CLIENT, SECRET
 from tests.service.worlds import World
@@ -296,11 +296,11 @@ UNSAFE = (
 def test_only_tls_and_the_loopback_are_asked() -> None:
     for text in UNSAFE:
         with pytest.raises(ValueError, match="https"):
-            safe_url(text)
+            require_safe_url(text)
     for text in (
         "https://a.example/realms/lab?p=1",
         "http://127.0.0.1:8080/",
         "http://localhost",
         "http://[::1]:1/x",
     ):
-        assert safe_url(text) == text
+        assert require_safe_url(text) == text

@@ -39,8 +39,8 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint.folder import (
     WrittenFile,
-    complete_checkpoint_path,
-    unfinished_checkpoint_path,
+    get_complete_checkpoint_path,
+    get_unfinished_checkpoint_path,
     write_manifest,
 )
 from tests.backends.ray_jobs import until
@@ -77,7 +77,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     command = f"command: python train.py --from {world.home}/jobs/lm-5/output"
     submit(parse_job(f"name: late\n{command}\nglobal_batch_size: 1\ngpus: 1\n", "late.yaml"))
     assert {*LIVE} <= {*world.controller.state.jobs}
-    assert {*FREE, *NAMED} == {*world.journal.status_and_end_by_job()}
+    assert {*FREE, *NAMED} == {*world.journal.read_status_and_end_by_job()}
     yield world
     world.journal.close()
 
@@ -85,7 +85,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def turn_until_ended(world: World, count: int) -> None:
     """Turn until so many jobs have given back their devices."""
     for _ in range(2000):
-        if len(world.journal.status_and_end_by_job()) >= count:
+        if len(world.journal.read_status_and_end_by_job()) >= count:
             return
         world.controller.run_once(10.0)
     raise AssertionError("no job has ended")
@@ -112,10 +112,12 @@ def file(path: Path) -> None:
 
 
 FILES = (
-    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 10)),
-    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 20)),
-    lambda job: checkpoint(complete_checkpoint_path(job.checkpoints, 30), is_complete=False),
-    lambda job: checkpoint(unfinished_checkpoint_path(job.checkpoints, 1, 40), is_complete=False),
+    lambda job: checkpoint(get_complete_checkpoint_path(job.checkpoints, 10)),
+    lambda job: checkpoint(get_complete_checkpoint_path(job.checkpoints, 20)),
+    lambda job: checkpoint(get_complete_checkpoint_path(job.checkpoints, 30), is_complete=False),
+    lambda job: checkpoint(
+        get_unfinished_checkpoint_path(job.checkpoints, 1, 40), is_complete=False
+    ),
     lambda job: checkpoint(job.checkpoints / "damaged-step-00000005", is_complete=False),
     lambda job: file(job.output / "model" / "weights"),
     lambda job: file(job.attempt(1).log(0)),
@@ -181,7 +183,9 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
         )
         is_result = job != "lm-4"
         left = {
-            step for step in complete if complete_checkpoint_path(folder.checkpoints, step).is_dir()
+            step
+            for step in complete
+            if get_complete_checkpoint_path(folder.checkpoints, step).is_dir()
         }
         if complete and (left or is_result or (keep.unsuccessful != 0 and keep.budget is None)):
             assert max(complete) in left, "the newest goes last"

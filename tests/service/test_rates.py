@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.planning.collectives import find_ring
 from orchestrator.planning.hardware import Hardware
-from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, peak_matmul_flops
+from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, compute_peak_matmul_flops
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import (
     CpuRates,
@@ -34,8 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
     rank = device(replace_rates(read_cluster(None), RATES))
-    assert peak_matmul_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
-    assert peak_matmul_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
+    assert compute_peak_matmul_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
+    assert compute_peak_matmul_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
     assert rank.memory_bandwidth * BANDWIDTH_EFFICIENCY == pytest.approx(RATES.memory_bandwidth)
     hardware = Hardware(device=rank, devices_per_node=2, nodes=1, network_bandwidth=10**9)
     assert find_ring(2, 1, hardware).bandwidth == pytest.approx(RATES.link_bandwidth)
@@ -55,7 +55,7 @@ def test_a_machine_is_measured_once_for_all_homes_of_a_user(cache: Path) -> None
     assert add_cached_rates(declared) == declared, "to look is not to measure"
     first = add_measured_rates(declared)
     rank = device(first)
-    assert 1e9 < peak_matmul_flops(rank, Precision.FP32) < 1e14
+    assert 1e9 < compute_peak_matmul_flops(rank, Precision.FP32) < 1e14
     assert 1e8 < rank.memory_bandwidth < 1e13
     assert 1e7 < rank.link_bandwidth < 1e12
     assert add_cached_rates(declared) == first

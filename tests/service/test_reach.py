@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from orchestrator.service.client.endpoint import (
-    fingerprint_of_certificate,
+    compute_certificate_fingerprint,
     make_endpoint,
     parse_host_and_port,
 )
@@ -246,11 +246,13 @@ def test_what_is_no_https_address_is_refused(url: str) -> None:
 def test_a_service_makes_its_certificate_once_and_its_key_is_private(tmp_path: Path) -> None:
     first = make_endpoint(tmp_path, "127.0.0.1:1", None, None, ())
     assert (
-        make_endpoint(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint()
-        == first.fingerprint()
+        make_endpoint(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).compute_fingerprint()
+        == first.compute_fingerprint()
     )
     assert Path(first.key).stat().st_mode & 0o077 == 0
-    assert first.fingerprint() == fingerprint_of_certificate(Path(first.certificate).read_text())
+    assert first.compute_fingerprint() == compute_certificate_fingerprint(
+        Path(first.certificate).read_text()
+    )
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Mornin
 def test_devices_were_not_idle_before_the_journal_began(world: World, view: MorningReport) -> None:
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.iterate_events())).at_s
-    assert [world.controller.report_start_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
+    assert [
+        world.controller.limit_report_start_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)
+    ] == [
         began_s,
         began_s + 1.0,
     ]

@@ -16,7 +16,7 @@ import pytest
 
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret_name
-from orchestrator.backends.redaction import make_hider, mask_secrets, without_secrets
+from orchestrator.backends.redaction import make_hider, mask_evidence, mask_secrets
 from orchestrator.service.client.client import Client, read_service_file
 from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
@@ -195,7 +195,7 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
     spec = script("lm", gpus=1, env={"MY_TOKEN": "planted-of-a-job-4714", "MODE": "offline-or-not"})
     environment = {**OF_THE_SHELL, "API_KEY": "test", "MY_SETTING": "passed-on"}
     printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
-    hidden = without_secrets(Evidence(launch_error=printed), spec, environment)
+    hidden = mask_evidence(Evidence(launch_error=printed), spec, environment)
     assert hidden.launch_error == "test [HF_TOKEN] [MY_TOKEN] passed-on offline-or-not"
     assert (
         make_hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]"

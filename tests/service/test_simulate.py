@@ -24,7 +24,7 @@ from orchestrator.cli import main
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import simulate_queue
-from orchestrator.service.commands.simulate import Outcome, Simulated, quantile, simulate_on
+from orchestrator.service.commands.simulate import Outcome, Simulated, compute_quantile, simulate_on
 from orchestrator.service.terminal.gantt import draw_gantt
 from orchestrator.service.terminal.simulation_tables import make_simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -59,15 +59,15 @@ class Storm(FaultyBackend):
         super().__init__(cluster, seed=seed, hazards=hazards, repeat_chance=0.0)
         self._arrivals = arrivals
 
-    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
+    def _compute_true_step_s(self, job: Job, attempt: Attempt) -> float:
         return true_step_s(self._arrivals[job.order - 1], attempt)
 
     def _factors(self, _: Job) -> tuple[float, float]:
         return 1.0, 0.0  # a trace has no memory measurements
 
-    def _new_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
+    def _make_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
         is_hit = self._stream("burst", job.id).random() < CHANCE
-        return super()._new_process(replace(job, fault=OUT_OF_MEMORY) if is_hit else job, attempt)
+        return super()._make_process(replace(job, fault=OUT_OF_MEMORY) if is_hit else job, attempt)
 
 
 def storm(trace: Trace, seed: int) -> Simulated:
@@ -190,7 +190,7 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
         update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)}
     )
     trace = Trace(name="two", arrivals=(long, short))
-    first, second = simulate(trace, one_node.with_order(Peer.TIRESIAS)).outcomes
+    first, second = simulate(trace, one_node.replace_order(Peer.TIRESIAS)).outcomes
     before, after = first.attempts
     assert after.first_step == 1000 - LAUNCH_COST_S
     assert before.ended_at_s == second.attempts[0].launched_at_s == 1000.0 + SAVE_S
@@ -295,9 +295,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> 
 
 
 def test_quantiles_are_values_that_were_seen() -> None:
-    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
-    assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
-    assert quantile([7.0], 0.0) == 7.0
+    assert compute_quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+    assert compute_quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
+    assert compute_quantile([7.0], 0.0) == 7.0
 
 
 def test_the_picture_shows_every_node() -> None:

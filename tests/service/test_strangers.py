@@ -17,7 +17,7 @@ import pytest
 from orchestrator.service.server import connections
 from orchestrator.service.server.connections import WINDOW_S, Awaited
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.specs.run import uploads_folder
+from orchestrator.specs.run import get_uploads_folder
 from tests.service.services import TOKEN
 from tests.service.test_transfer import pack_folder
 from tests.service.worlds import World
@@ -197,7 +197,7 @@ def wait_until_stored(home: Path, count: int) -> None:
     while stored < count:
         assert time.monotonic() < until_s, f"{stored} of {count} bytes are stored"
         time.sleep(0.001)
-        stored = sum(file.stat().st_size for file in uploads_folder(home).glob(".*.gz"))
+        stored = sum(file.stat().st_size for file in get_uploads_folder(home).glob(".*.gz"))
 
 
 def test_an_upload_that_goes_on_outlives_a_crowd(

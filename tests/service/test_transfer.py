@@ -74,12 +74,12 @@ def test_what_is_unpacked_is_what_was_packed_and_its_digest_depends_on_nothing_e
         reader(b"".join(listing.iterate_bytes())), tmp_path / "copy", LIMITS
     )
     assert tree(tmp_path / "copy") == tree(project)
-    assert digest == listing.digest()
+    assert digest == listing.compute_digest()
     os.utime(project / "train.py", (0, 0))
-    assert list_files(project, LIMITS).digest() == digest
-    assert list_files(tmp_path / "copy", LIMITS).digest() == digest
+    assert list_files(project, LIMITS).compute_digest() == digest
+    assert list_files(tmp_path / "copy", LIMITS).compute_digest() == digest
     (project / "train.py").write_text("print('ho')")
-    assert list_files(project, LIMITS).digest() != digest
+    assert list_files(project, LIMITS).compute_digest() != digest
 
 
 def test_what_git_and_python_make_and_what_orcignore_names_is_left_out(project: Path) -> None:
@@ -194,7 +194,7 @@ class Clock:
 
 def pack_folder(folder: Path) -> tuple[str, bytes]:
     listing = list_files(folder, LIMITS)
-    return listing.digest(), gzip.compress(b"".join(listing.iterate_bytes()))
+    return listing.compute_digest(), gzip.compress(b"".join(listing.iterate_bytes()))
 
 
 def store_upload(uploads: Uploads, folder: Path) -> str:

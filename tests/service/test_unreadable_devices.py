@@ -9,7 +9,7 @@ from orchestrator.backends.devices import nvml
 from orchestrator.service.commands import doctor
 from orchestrator.service.commands.doctor import BAD
 from orchestrator.service.terminal.tables import make_nodes_table
-from orchestrator.service.views.records import node_from_view
+from orchestrator.service.views.records import parse_node_view
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.replace import replace
 from tests.service.worlds import World
@@ -48,7 +48,7 @@ def test_a_driver_that_cannot_be_read_is_told_everywhere_and_no_more_once_it_is_
     cluster = world.client.get("/cluster").json()
     assert text in cluster["problems"][0]
     assert cluster["nodes"][0]["driver_errors"] == [*errors]
-    assert node_from_view(cluster["nodes"][0]).free_bytes == (2**28, 2**28), (
+    assert parse_node_view(cluster["nodes"][0]).free_bytes == (2**28, 2**28), (
         "as if the driver were back"
     )
     (takes,) = make_nodes_table(cluster["nodes"], []).columns[1].cells

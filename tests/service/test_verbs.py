@@ -208,18 +208,21 @@ def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_
 ) -> None:
     old, new = JobFolder(tmp_path, "lm-1"), JobFolder(tmp_path, "lm-2")
     for step in (4, 8):
-        unfinished = checkpoint_folder.unfinished_checkpoint_path(old.checkpoints, 1, step)
+        unfinished = checkpoint_folder.get_unfinished_checkpoint_path(old.checkpoints, 1, step)
         unfinished.mkdir(parents=True)
         (unfinished / "part").write_text(str(step))
         written = checkpoint_folder.make_manifest_entry(1, zlib.crc32(str(step).encode()))
         checkpoint_folder.write_manifest(unfinished, {"part": written})
-        unfinished.rename(checkpoint_folder.complete_checkpoint_path(old.checkpoints, step))
+        unfinished.rename(checkpoint_folder.get_complete_checkpoint_path(old.checkpoints, step))
     job = replace(ended_job(decoder_spec()), id="lm-2", continues_from="lm-1")
     for _ in range(2):  # a launch that is repeated changes nothing
         link_source_checkpoint(job, tmp_path)
         newest = checkpoint_folder.find_latest_complete(new.checkpoints)
         assert newest is not None
-        assert (checkpoint_folder.step_of_checkpoint(newest), (newest / "part").read_text()) == (
+        assert (
+            checkpoint_folder.read_step_of_checkpoint(newest),
+            (newest / "part").read_text(),
+        ) == (
             8,
             "8",
         )

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from orchestrator.service.commands.init.meanings import snake_case_word
+from orchestrator.service.commands.init.meanings import make_snake_case_word
 from orchestrator.service.commands.init.typed_command import TOOLS
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.job.frameworks import Framework
@@ -34,7 +34,7 @@ def test_each_list_holds_texts_and_none_twice(path: str, words: list[str]) -> No
 def test_a_spelling_has_one_meaning_and_is_written_as_it_is_looked_up() -> None:
     names = [*chain.from_iterable(SPELLINGS.values())]
     assert len(names) == len(set(names))
-    assert [name for name in names if snake_case_word(name) != name] == []
+    assert [name for name in names if make_snake_case_word(name) != name] == []
     assert set(VOCABULARY["folders_of_anything"]) <= set(SPELLINGS["output_dir"])
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from orchestrator.specs import events
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.cluster import cluster_json_schema
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.cluster import make_cluster_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from tests.service.worlds import World
@@ -63,8 +63,8 @@ def wire_names(world: World) -> dict[str, list[str]]:
     for noun in (events.Event, Job, Attempt, State):
         stored |= set(stored_fields(noun, nouns))
     return {
-        "job file": sorted({*properties(job_json_schema())}),
-        "cluster file": sorted({*properties(cluster_json_schema())}),
+        "job file": sorted({*properties(make_job_json_schema())}),
+        "cluster file": sorted({*properties(make_cluster_json_schema())}),
         "journal": sorted(stored),
         "routes": sorted(
             f"{method.upper()} {path}"

@@ -13,8 +13,8 @@ from orchestrator.specs.clock import (
     DAYS,
     Deadline,
     Window,
-    deadline_at,
     format_local_time,
+    make_deadline,
     parse_deadline,
     parse_window,
 )
@@ -100,7 +100,7 @@ def test_hours_counted_from_a_moment_are_the_same_hours(
 ) -> None:
     """The law needs clocks that do not change: in July those of Cairo, New York and Lord Howe do not."""
     begin_s = CHANGES[-1].timestamp() + days * 86400
-    assert window.shifted_to_start_at(begin_s).is_open_at(later_s) == window.is_open_at(
+    assert window.shift_to_start_at(begin_s).is_open_at(later_s) == window.is_open_at(
         begin_s + later_s
     )
 
@@ -163,7 +163,7 @@ def test_a_deadline_is_the_next_time_that_clocks_show_it(
     at_s: float, time_s: int, zone: str
 ) -> None:
     deadline = Deadline(time_s=time_s, zone=zone)
-    due_s = deadline.due_s(at_s)
+    due_s = deadline.compute_due_s(at_s)
     assert at_s < due_s <= at_s + 25 * 3600
     local = datetime.fromtimestamp(due_s, ZoneInfo(zone))
     shown_s = local.hour * 3600 + local.minute * 60 + local.second
@@ -173,9 +173,9 @@ def test_a_deadline_is_the_next_time_that_clocks_show_it(
 
 @given(st.integers(0, 2_000_000_000_000_000))
 def test_a_deadline_survives_the_round_trip_through_its_text(microseconds: int) -> None:
-    deadline = deadline_at(microseconds / 1e6)
+    deadline = make_deadline(microseconds / 1e6)
     assert parse_deadline(str(deadline)) == deadline
-    assert deadline.due_s(0.0) == pytest.approx(microseconds / 1e6, abs=1e-6)
+    assert deadline.compute_due_s(0.0) == pytest.approx(microseconds / 1e6, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_deadline_survives_the_round_trip_through_its_text(microseconds: int) 
 )
 def test_a_deadline_has_several_forms(text: str, due: str) -> None:
     noon = datetime(2026, 7, 1, 12, tzinfo=UTC).timestamp()
-    assert parse_deadline(text).due_s(noon) == datetime.fromisoformat(due).timestamp()
+    assert parse_deadline(text).compute_due_s(noon) == datetime.fromisoformat(due).timestamp()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceSpec, NodeSpec, cluster_json_schema
+from orchestrator.specs.cluster import DeviceSpec, NodeSpec, make_cluster_json_schema
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.devices import find_matching_devices, load_devices
 from orchestrator.specs.errors import SpecError
@@ -35,7 +35,7 @@ def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
     assert card.multiprocessors is not None
     on_the_card = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 2**30
     assert 0.90 * on_the_card < card.memory < on_the_card
-    fp16, fp32 = card.peak_flops(Precision.FP16), card.peak_flops(Precision.FP32)
+    fp16, fp32 = card.get_peak_flops(Precision.FP16), card.get_peak_flops(Precision.FP32)
     assert 1.9 * fp32 < fp16 < 60 * fp32
     assert card.host_bandwidth <= card.memory_bandwidth
     assert card.link_bandwidth <= card.memory_bandwidth / 4
@@ -62,7 +62,7 @@ def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -
     card = device(name)
     assert not card.supports(Precision.BF16)
     assert card.supports(Precision.FP16)
-    assert card.peak_flops(Precision.BF16) == card.peak_flops(Precision.FP32)
+    assert card.get_peak_flops(Precision.BF16) == card.get_peak_flops(Precision.FP32)
     assert all(
         device(other).supports(Precision.BF16)
         for other in load_devices()
@@ -103,7 +103,7 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 
 
 def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
-    alternatives = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
+    alternatives = make_cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
     assert [alternatives[0]["enum"], alternatives[1]] == [
         list(load_devices()),
         {"$ref": "#/$defs/DeviceSpec"},

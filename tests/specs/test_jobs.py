@@ -21,15 +21,15 @@ def test_it_is_a_dict_in_order_of_submission_and_no_version_ever_changes() -> No
     jobs, versions = Jobs(), []
     for order in range(1, 6 * CHUNK):
         mirror[f"job-{order}"] = Job(f"job-{order}", order)
-        jobs = jobs.with_job(mirror[f"job-{order}"])
+        jobs = jobs.replace_job(mirror[f"job-{order}"])
         for _ in range(draw.choice((0, 0, 1, 3))):
             victim = draw.choice(list(mirror))
             if draw.random() < 0.5:
                 del mirror[victim]
-                jobs = jobs.without(victim)
+                jobs = jobs.remove_job(victim)
             else:
                 mirror[victim] = Job(victim, mirror[victim].order, reason=str(draw.random()))
-                jobs = jobs.with_job(mirror[victim])
+                jobs = jobs.replace_job(mirror[victim])
             if not mirror:
                 break
         versions.append((jobs, dict(mirror)))
@@ -45,7 +45,7 @@ def test_it_is_a_dict_in_order_of_submission_and_no_version_ever_changes() -> No
 def test_exactly_the_jobs_that_changed_between_two_versions_are_named() -> None:
     before = Jobs(Job(f"job-{order}", order) for order in range(5 * CHUNK))
     changed = Job("job-7", 7, "waits"), Job(f"job-{5 * CHUNK}", 5 * CHUNK)
-    after = before.without("job-200").with_job(changed[0]).with_job(changed[1])
-    assert list(after.changed_since(before)) == list(changed)
-    assert list(after.changed_since(after)) == []
-    assert len(list(after.changed_since(Jobs()))) == len(after)
+    after = before.remove_job("job-200").replace_job(changed[0]).replace_job(changed[1])
+    assert list(after.iterate_changed_since(before)) == list(changed)
+    assert list(after.iterate_changed_since(after)) == []
+    assert len(list(after.iterate_changed_since(Jobs()))) == len(after)

@@ -265,11 +265,11 @@ MAINTENANCE = f"{CLUSTER}maintenance:\n  - {{start: 2026-12-24T22:00+01:00, end:
 
 def test_a_maintenance_is_read_in_any_offset_from_utc() -> None:
     cluster = parse_cluster(MAINTENANCE, "c.yaml")
-    assert cluster.maintenance_of("n") == ((1798146000.0, 1798178400.0),)
-    assert cluster.maintenance_of("m") == ()
+    assert cluster.list_maintenance("n") == ((1798146000.0, 1798178400.0),)
+    assert cluster.list_maintenance("m") == ()
     assert ClusterSpec.model_validate(cluster.model_dump(mode="json")) == cluster
     assert (
-        parse_cluster(MAINTENANCE.replace(", nodes: [n]", ""), "c.yaml").maintenance_of("m") != ()
+        parse_cluster(MAINTENANCE.replace(", nodes: [n]", ""), "c.yaml").list_maintenance("m") != ()
     )
 
 

@@ -22,7 +22,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.from_json import from_json
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import changes, in_short, settings_as_text
+from orchestrator.specs.settings import format_plan, format_settings, list_changed_settings
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 ON_TWO, TENSOR, PIPELINE = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)
@@ -199,8 +199,8 @@ def test_every_plan_survives_its_file_and_reads_as_itself() -> None:
     assert len(plans) > 100
     for plan in plans:
         assert from_json(Plan, json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
-    assert len({in_short(plan) for plan in plans if plan.engine is TORCH}) == sum(
+    assert len({format_plan(plan) for plan in plans if plan.engine is TORCH}) == sum(
         p.engine is TORCH for p in plans
     )
-    assert len({tuple(settings_as_text(plan).items()) for plan in plans}) == len(plans)
-    assert all(changes(first, other) for first, other in itertools.pairwise(plans))
+    assert len({tuple(format_settings(plan).items()) for plan in plans}) == len(plans)
+    assert all(list_changed_settings(first, other) for first, other in itertools.pairwise(plans))

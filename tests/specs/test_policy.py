@@ -23,17 +23,17 @@ policy:
 def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
     policy = parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy
     assert policy.half_life == 2 * 86_400
-    assert [policy.team_of(user).name for user in ("ada", "bob", "cyd", "")] == [
+    assert [policy.find_team(user).name for user in ("ada", "bob", "cyd", "")] == [
         "vision",
         "vision",
         "others",
         "others",
     ]
-    assert policy.team_of("cyd").shares == 1
+    assert policy.find_team("cyd").shares == 1
     more = parse_cluster(
         EMBEDDED_CLUSTER + POLICY + "    - {name: others, shares: 5}\n", "c.yaml"
     ).policy
-    assert more.team_of("cyd").shares == 5
+    assert more.find_team("cyd").shares == 5
 
 
 def test_a_cluster_is_shared_where_teams_are_named() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.specs.cluster import cluster_json_schema
+from orchestrator.specs.cluster import make_cluster_json_schema
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 
-SCHEMAS = {"job": job_json_schema(), "cluster": cluster_json_schema()}
+SCHEMAS = {"job": make_job_json_schema(), "cluster": make_cluster_json_schema()}
 WORDS_MAX = 25
 SCRIPT = {"name": "a", "command": "python train.py --seed {seed} --lr {lr}", "global_batch_size": 8}
 MODEL = {
@@ -266,7 +266,7 @@ DESCRIBED = (("additionalProperties",), ("anyOf",), ("items",), ("propertyNames"
 
 
 @pytest.mark.parametrize(
-    "schema", [job_json_schema(), cluster_json_schema()], ids=["job", "cluster"]
+    "schema", [make_job_json_schema(), make_cluster_json_schema()], ids=["job", "cluster"]
 )
 def test_every_number_and_every_text_of_a_file_has_a_bound(schema: dict[str, Any]) -> None:
     assert [*unbounded(schema)] == []

@@ -76,7 +76,7 @@ def test_a_grid_is_every_combination_in_the_order_of_an_array() -> None:
     )
     sweep = first(text.replace("--tag", "--seed {seed} --tag")).trial.sweep  # type: ignore[union-attr]
     assert sweep.trials == 6
-    combinations = [sweep.grid_parameters_of_trial(number) for number in range(6)]
+    combinations = [sweep.compute_grid_parameters(number) for number in range(6)]
     assert combinations == [{"lr": lr, "seed": seed} for lr in (0.1, 0.2) for seed in (0, 1, 2)]
 
 

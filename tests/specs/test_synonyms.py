@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.specs.errors import SpecError, error_as_json
+from orchestrator.specs.errors import SpecError, convert_error_to_json
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.synonyms import advise_key, load_job_keys
@@ -57,7 +57,7 @@ def test_what_is_no_range_of_gpus_is_refused(text: str) -> None:
 
 
 def test_the_json_of_an_error_has_its_parts() -> None:
-    view = error_as_json(refusal("timeout: 1h\n"))
+    view = convert_error_to_json(refusal("timeout: 1h\n"))
     assert (view["kind"], view["path"], view["source"]) == ("bad_input", "timeout", "job.yaml:4")
     assert "time_limit" in view["to_do"]
 

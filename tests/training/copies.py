@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.specs.run import TrainingRun, parse_training_run_json
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint.fragment import make_chunks
 from orchestrator.training.data.dataset import list_global_batch, split_micro_batches
@@ -60,4 +60,4 @@ def _held_values(run: TrainingRun) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main([training_run_from_json(json.loads(Path(path).read_text())) for path in sys.argv[1:]])
+    main([parse_training_run_json(json.loads(Path(path).read_text())) for path in sys.argv[1:]])

@@ -12,7 +12,7 @@ from orchestrator.specs.choices import Engine, Optimizer, ParallelLayout, Precis
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, Schedule, TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, SEQUENCE_LENGTH, Part
 
@@ -129,11 +129,11 @@ def check(curves: dict[Plan, dict[int, float]], expected: dict[int, float]) -> N
     """Every curve is the expected one, within the tolerance of its precision; all that are not are named."""
     off = {}
     for curve_plan, curve in curves.items():
-        assert curve.keys() == expected.keys(), in_short(curve_plan)
+        assert curve.keys() == expected.keys(), format_plan(curve_plan)
         distance = max(abs(curve[step] - expected[step]) for step in expected)
         quantised = QUANTISED if curve_plan.optimizer is Optimizer.ADAMW_8BIT else 0.0
         if not distance <= max(TOLERANCE[curve_plan.precision], quantised):
-            off[f"{curve_plan.engine} {in_short(curve_plan)}"] = distance
+            off[f"{curve_plan.engine} {format_plan(curve_plan)}"] = distance
     assert not off, "\n".join(f"{distance:.1e} {name}" for name, distance in off.items())
 
 

@@ -22,7 +22,7 @@ from orchestrator.specs.run import (
     AttemptFolder,
     JobFolder,
     TrainingRun,
-    training_run_from_json,
+    parse_training_run_json,
     write_json,
 )
 from tests.ranks import Rank, start_ranks
@@ -148,7 +148,7 @@ def _work(arguments: list[str]) -> None:
     )
     for word in arguments:
         path, _, start_from = word.partition("=")
-        run = training_run_from_json(json.loads(Path(path).read_text()))
+        run = parse_training_run_json(json.loads(Path(path).read_text()))
         if start_from and rank == 0:
             source = Path(start_from)
             shutil.copytree(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.specs.run import TrainingRun, parse_training_run_json
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.checkpoint import SavedCheckpoint, TrainingProgress
@@ -67,5 +67,5 @@ def _resumed(run: TrainingRun, saved: SavedCheckpoint) -> dict[str, int]:
 if __name__ == "__main__":
     main(
         Path(sys.argv[1]),
-        [training_run_from_json(json.loads(Path(path).read_text())) for path in sys.argv[2:]],
+        [parse_training_run_json(json.loads(Path(path).read_text())) for path in sys.argv[2:]],
     )

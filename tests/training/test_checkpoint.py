@@ -191,11 +191,11 @@ def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
     _complete(tmp_path, 12)
     _complete(tmp_path, 13)
     os.truncate(tmp_path / "step-00000013" / "data", 99)
-    checkpoint_folder.complete_checkpoint_path(tmp_path, 99).mkdir()  # no manifest
+    checkpoint_folder.get_complete_checkpoint_path(tmp_path, 99).mkdir()  # no manifest
     _written(tmp_path, epoch=1, step=40)
     (tmp_path / "step-00000050.partial").mkdir()
     assert checkpoint_folder.find_latest_complete(tmp_path) == tmp_path / "step-00000012"
-    assert checkpoint_folder.step_of_checkpoint(tmp_path / "step-00000012") == 12
+    assert checkpoint_folder.read_step_of_checkpoint(tmp_path / "step-00000012") == 12
 
 
 def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_no_checkpoint_is_removed_if_the_new_one_is_damaged(tmp_path: Path) -> N
     with pytest.raises(OSError, match="data: 99 bytes instead of 100"):
         checkpoint_folder.publish_checkpoint(tmp_path, 1, 3, keep_count=1)
     assert [
-        checkpoint_folder.step_of_checkpoint(path)
+        checkpoint_folder.read_step_of_checkpoint(path)
         for path in checkpoint_folder.list_complete(tmp_path)
     ] == [
         1,
@@ -227,7 +227,7 @@ def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> 
     _written(tmp_path, epoch=1, step=4)
     checkpoint_folder.publish_checkpoint(tmp_path, 1, 4, keep_count=2)
     assert [
-        checkpoint_folder.step_of_checkpoint(path)
+        checkpoint_folder.read_step_of_checkpoint(path)
         for path in checkpoint_folder.list_complete(tmp_path)
     ] == [
         2,
@@ -239,7 +239,7 @@ def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _complete(tmp_path, step)
         checkpoint_folder.quarantine_checkpoint(
-            checkpoint_folder.complete_checkpoint_path(tmp_path, step)
+            checkpoint_folder.get_complete_checkpoint_path(tmp_path, step)
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "damaged-step-00000002",
@@ -319,7 +319,7 @@ def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engi
 
 
 def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
-    path = checkpoint_folder.unfinished_checkpoint_path(checkpoints, epoch, step)
+    path = checkpoint_folder.get_unfinished_checkpoint_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
     (path / "data").write_bytes(bytes(range(100)))
     checkpoint_folder.write_manifest(
@@ -330,5 +330,5 @@ def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
 
 def _complete(checkpoints: Path, step: int) -> None:
     _written(checkpoints, epoch=1, step=step).rename(
-        checkpoint_folder.complete_checkpoint_path(checkpoints, step)
+        checkpoint_folder.get_complete_checkpoint_path(checkpoints, step)
     )

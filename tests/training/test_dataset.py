@@ -13,8 +13,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 from orchestrator.training.data.dataset import (
     TextDataset,
+    compute_sample_index,
     list_global_batch,
-    sample_index_at,
     split_micro_batches,
 )
 
@@ -22,7 +22,7 @@ from orchestrator.training.data.dataset import (
 @given(size=st.integers(1, 300), epoch=st.integers(0, 3), seed=st.integers(0, 2**40))
 def test_every_epoch_is_a_permutation_of_all_samples(size: int, epoch: int, seed: int) -> None:
     positions = range(epoch * size, (epoch + 1) * size)
-    assert sorted(sample_index_at(position, size, seed) for position in positions) == list(
+    assert sorted(compute_sample_index(position, size, seed) for position in positions) == list(
         range(size)
     )
 

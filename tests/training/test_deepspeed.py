@@ -374,7 +374,7 @@ def test_offload_to_files_needs_an_existing_folder(tmp_path: Path) -> None:
 
 
 def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_path: Path) -> None:
-    problem = deepspeed_nvme.why_no_nvme_offload(tmp_path)
+    problem = deepspeed_nvme.find_nvme_obstacle(tmp_path)
     assert problem is not None
     if "is not compiled" not in problem:
         pytest.skip(problem)
@@ -391,7 +391,7 @@ def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
 
 
 def _skip_without_files() -> None:
-    problem = deepspeed_nvme.why_no_nvme_offload(deepspeed_nvme.find_extensions_folder())
+    problem = deepspeed_nvme.find_nvme_obstacle(deepspeed_nvme.find_extensions_folder())
     if problem:
         pytest.skip(problem)
 

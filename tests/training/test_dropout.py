@@ -18,7 +18,7 @@ from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.tracing.allocator import AllocationLedger
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.trace import trace_arithmetics
@@ -153,7 +153,7 @@ def ledger(*, cuda: bool) -> AllocationLedger:
     """Allocations and frees of a step that applies dropout to 1,024 numbers and sums them."""
     module = nn.Dropout(P)
     recorder = OpRecorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})
-    here = as_on_cuda() if cuda else contextlib.nullcontext()
+    here = autocast_as_on_cuda() if cuda else contextlib.nullcontext()
     with here, FakeTensorMode(), recorder.step(1), recorder.turn(0):
         loss = module(torch.zeros(1024, requires_grad=True)).sum()
         recorder.mark_backward_start()
@@ -198,14 +198,14 @@ def test_dropout_without_a_cuda_kernel_saves_the_same_on_cpu_and_cuda(kind: str)
         ]
 
     on_cpu = saved()
-    with as_on_cuda():
+    with autocast_as_on_cuda():
         assert saved() == on_cpu
     assert all(dtype is torch.float32 for dtype, _ in on_cpu)
 
 
 def test_outside_the_context_dropout_is_the_cpus() -> None:
     inputs = torch.ones(64, requires_grad=True)
-    with as_on_cuda():
+    with autocast_as_on_cuda():
         inside = functional.dropout(inputs, P)
     assert inside.grad_fn is not None
     assert inside.grad_fn.name() == "NativeDropoutBackward0"
@@ -216,7 +216,7 @@ def test_outside_the_context_dropout_is_the_cpus() -> None:
 
 def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -> None:
     shape, scores = (2, 3, LENGTH, 8), torch.Size((2, 3, LENGTH, LENGTH))
-    with FakeTensorMode(), as_on_cuda():
+    with FakeTensorMode(), autocast_as_on_cuda():
         q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
         kernel = saved_tensors_of(
             lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v)
@@ -234,7 +234,7 @@ def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -
 
 
 def test_attention_with_dropout_takes_fewer_heads_of_keys_than_of_queries() -> None:
-    with FakeTensorMode(), as_on_cuda():
+    with FakeTensorMode(), autocast_as_on_cuda():
         q = torch.ones((2, 4, LENGTH, 8), requires_grad=True)
         k, v = (torch.ones((2, 2, LENGTH, 8), requires_grad=True) for _ in range(2))
         out = functional.scaled_dot_product_attention(q, k, v, dropout_p=P, enable_gqa=True)

@@ -29,7 +29,7 @@ from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, TrainingRun
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from tests.ranks import start_ranks
 from tests.training import gang, tiny_hf
 from tests.training.curves import (
@@ -375,17 +375,17 @@ def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(
     )
     check({same_plan: curves[same_plan] for same_plan in plans.same}, expected)
     for case in plans.other:
-        assert curves[case] == pytest.approx(expected, abs=2e-3, rel=0), in_short(case)
+        assert curves[case] == pytest.approx(expected, abs=2e-3, rel=0), format_plan(case)
     for case in plans.sharded:  # autocast casts other values than FSDP2 does
-        assert curves[case] == pytest.approx(in_bf16, abs=5e-3, rel=0), in_short(case)
+        assert curves[case] == pytest.approx(in_bf16, abs=5e-3, rel=0), format_plan(case)
     assert expected == pytest.approx(in_32_bits, abs=5e-3, rel=0)
     assert expected != pytest.approx(in_32_bits, abs=2e-5, rel=0), "nothing was quantised"
     for case in plans.rounded:
-        assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), in_short(case)
+        assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), format_plan(case)
         assert curves[case] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
-    for case, same in zip(plans.at_the_end, list_plans.probability_within, strict=True):
+    for case, same in zip(plans.at_the_end, plans.within, strict=True):
         assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), (
-            in_short(case)
+            format_plan(case)
         )
 
 

@@ -707,9 +707,9 @@ def test_messages_of_cuda_are_parsed(
     wrapped = ValueError("step failed")
     wrapped.__cause__ = error
     assert oom_report.find_oom_exception(wrapped) is error
-    assert oom_report.requested_bytes(message) == requested
-    assert oom_report.capacity_bytes(message) == capacity
-    assert oom_report.foreign_bytes(message) == foreign
+    assert oom_report.parse_requested_bytes(message) == requested
+    assert oom_report.parse_capacity_bytes(message) == capacity
+    assert oom_report.parse_foreign_bytes(message) == foreign
 
 
 @pytest.mark.parametrize(

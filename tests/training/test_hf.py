@@ -36,7 +36,7 @@ from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materia
 from orchestrator.training.data.dataset import list_global_batch
 from orchestrator.training.export import export_model
 from orchestrator.training.models import hf_parallel
-from orchestrator.training.models.hf_model import _decoder_inputs
+from orchestrator.training.models.hf_model import _make_decoder_inputs
 from tests.training import gang, tiny_hf
 
 TOLERANCE = 2e-6
@@ -448,4 +448,6 @@ def test_a_decoder_without_a_method_of_its_own_is_given_what_others_make_of_labe
     module = AutoModelForSeq2SeqLM.from_config(config)
     labels = torch.tensor([[5, 6, IGNORED_LABEL, IGNORED_LABEL], [7, 8, 9, 10]])
     bare = SimpleNamespace(config=config)
-    assert _decoder_inputs(bare, labels).tolist() == _decoder_inputs(module, labels).tolist()
+    assert (
+        _make_decoder_inputs(bare, labels).tolist() == _make_decoder_inputs(module, labels).tolist()
+    )

@@ -273,7 +273,7 @@ def _is_writing(run: TrainingRun) -> bool:
 
 def _newest_step(run: TrainingRun) -> int:
     newest = checkpoint_folder.find_latest_complete(_checkpoints(run))
-    return checkpoint_folder.step_of_checkpoint(newest) if newest else 0
+    return checkpoint_folder.read_step_of_checkpoint(newest) if newest else 0
 
 
 def _checkpoints(run: TrainingRun) -> Path:

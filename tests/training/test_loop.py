@@ -38,7 +38,7 @@ def test_sigterm_to_one_rank_saves_once_and_ends_all_by_that_signal(tmp_path: Pa
     finally:
         codes = gang.finish(ranks, DEADLINE_S)
     assert codes == [-signal.SIGTERM] * 2
-    assert [checkpoint_folder.step_of_checkpoint(path) for path in checkpoints_of(run)] == [
+    assert [checkpoint_folder.read_step_of_checkpoint(path) for path in checkpoints_of(run)] == [
         gang.metrics(run)[-1]["step"]
     ]
 
@@ -57,7 +57,7 @@ def test_sigterm_in_the_middle_of_a_save_still_saves_the_last_step(tmp_path: Pat
         codes = gang.finish(ranks, DEADLINE_S)
     assert codes == [-signal.SIGTERM] * 2
     assert (
-        checkpoint_folder.step_of_checkpoint(checkpoints_of(run)[-1])
+        checkpoint_folder.read_step_of_checkpoint(checkpoints_of(run)[-1])
         == gang.metrics(run)[-1]["step"]
     )
     assert not list(checkpoints.glob(".*"))
@@ -70,13 +70,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_attempt_and_says_why(
     run = gang.training_run(
         tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=training
     )
-    in_the_way = checkpoint_folder.unfinished_checkpoint_path(
+    in_the_way = checkpoint_folder.get_unfinished_checkpoint_path(
         JobFolder(tmp_path, "job").checkpoints, run.epoch, 4
     )
     in_the_way.parent.mkdir()
     in_the_way.touch()
     assert gang.finish(gang.spawn(run), DEADLINE_S) == [1, 1]
-    assert [checkpoint_folder.step_of_checkpoint(path) for path in checkpoints_of(run)] == [2]
+    assert [checkpoint_folder.read_step_of_checkpoint(path) for path in checkpoints_of(run)] == [2]
     assert f"File exists: '{in_the_way}'" in capfd.readouterr().err
 
 
@@ -113,7 +113,7 @@ def test_a_failing_attempt_leaves_the_checkpoint_that_was_in_flight(
     run = gang.training_run(tmp_path, "job", TWO_RANKS, text, model=model, training=gang.TRAINING)
     assert gang.finish(gang.spawn(run), DEADLINE_S) == [1, 1]
     assert "no memory for this batch" in capfd.readouterr().err
-    assert [checkpoint_folder.step_of_checkpoint(path) for path in checkpoints_of(run)] == [4]
+    assert [checkpoint_folder.read_step_of_checkpoint(path) for path in checkpoints_of(run)] == [4]
 
 
 def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path)
 
 def test_a_finished_training_ends_at_once_when_launched_again(tmp_path: Path) -> None:
     text = gang.ragged_text(tmp_path)
-    leftover = checkpoint_folder.unfinished_checkpoint_path(
+    leftover = checkpoint_folder.get_unfinished_checkpoint_path(
         JobFolder(tmp_path, "job").checkpoints, 0, 3
     )
     leftover.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_frozen_parameters_stay_until_their_step_and_a_restart_in_any_phase_chan
     assert pieces == pytest.approx(gang.losses(whole), abs=2e-6, rel=0)
     checkpoints = JobFolder(tmp_path, "whole").checkpoints
     weights = {
-        step: _weights(checkpoint_folder.complete_checkpoint_path(checkpoints, step))
+        step: _weights(checkpoint_folder.get_complete_checkpoint_path(checkpoints, step))
         for step in (2, 3, 5, 8)
     }
     assert _changed(weights[2], weights[3]) == {"layers.1", "norm", "lm_head"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchestrator.training.guard.pass_progress import fraction_of_modules_done
+from orchestrator.training.guard.pass_progress import compute_fraction_of_modules_done
 
 fractions: list[float | None] = []
 
 
 def note() -> None:
-    fractions.append(fraction_of_modules_done(sys._getframe()))
+    fractions.append(compute_fraction_of_modules_done(sys._getframe()))
 
 
 class Leaf(nn.Module):

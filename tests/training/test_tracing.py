@@ -40,7 +40,7 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import InitialisationRecorder, recording_initialisation
 from orchestrator.training.tracing import trace as tracing
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
 from orchestrator.training.tracing.repeats import RepeatPattern, find_repeat_pattern
@@ -353,7 +353,7 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
         return {name: tensor.dtype for name, tensor in made.items()}
 
     before = widths()
-    with as_on_cuda():
+    with autocast_as_on_cuda():
         inside = widths()
     assert {name for name, dtype in inside.items() if dtype is torch.float32} == {
         "norm",
@@ -424,7 +424,9 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
     assert trace.trained_parameters == closed_form.trained_parameters
-    assert trace.weight_bytes(4) == pytest.approx(closed_form.weight_bytes(4), rel=1e-4)
+    assert trace.compute_weight_bytes(4) == pytest.approx(
+        closed_form.compute_weight_bytes(4), rel=1e-4
+    )
     assert NF4_BYTES == hf_profiles.NF4_BYTES
 
 

@@ -19,17 +19,21 @@ from orchestrator.specs.job.model import Freeze, Schedule, TrainingSpec
 from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines import eight_bit
-from orchestrator.training.engines.freezing import freeze_parameters, next_thaw_step, thaw_step_of
+from orchestrator.training.engines.freezing import (
+    find_next_thaw_step,
+    find_thaw_step,
+    freeze_parameters,
+)
 from orchestrator.training.engines.optimizers import (
     STEPS,
     OptimizerUpdates,
-    clipping_factor,
-    gradient_norm,
+    compute_clipping_factor,
+    compute_gradient_norm,
     scale_gradients,
 )
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.recompute import apply_checkpointing
-from orchestrator.training.engines.schedule import learning_rate_after
+from orchestrator.training.engines.schedule import compute_learning_rate_after
 from orchestrator.training.models import cross_entropy
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
 
@@ -48,7 +52,7 @@ def test_a_learning_rate_rises_then_never_rises_again_and_stays_within_its_bound
         learning_rate=0.5,
         min_learning_rate=0.1,
     )
-    rates = [learning_rate_after(training, step) for step in range(steps + 5)]
+    rates = [compute_learning_rate_after(training, step) for step in range(steps + 5)]
     peak = min(warmup, len(rates) - 1)
     assert all(0 < rate <= 0.5 for rate in rates)
     assert rates[:peak] == sorted(rates[:peak])
@@ -61,8 +65,10 @@ def test_a_learning_rate_rises_then_never_rises_again_and_stays_within_its_bound
 
 def test_a_cosine_is_half_way_down_in_the_middle() -> None:
     training = TrainingSpec(max_steps=100, schedule=Schedule.COSINE, learning_rate=1.0)
-    assert learning_rate_after(training, 50) == pytest.approx(0.5)
-    assert learning_rate_after(training, 25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert compute_learning_rate_after(training, 50) == pytest.approx(0.5)
+    assert compute_learning_rate_after(training, 25) == pytest.approx(
+        (1 + math.cos(math.pi / 4)) / 2
+    )
 
 
 def test_the_longest_of_several_freezes_counts() -> None:
@@ -71,8 +77,13 @@ def test_the_longest_of_several_freezes_counts() -> None:
         Freeze(parameters="*.w", until_step=5),
         Freeze(parameters="z*"),
     )
-    assert [thaw_step_of(name, freeze) for name in ("a.b", "a.w", "b.c", "z.w")] == [3, 5, 0, None]
-    assert [next_thaw_step(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
+    assert [find_thaw_step(name, freeze) for name in ("a.b", "a.w", "b.c", "z.w")] == [
+        3,
+        5,
+        0,
+        None,
+    ]
+    assert [find_next_thaw_step(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
 
 
 def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None:
@@ -157,9 +168,9 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(
     for step in range(4):
         for module in (tuned, plain):
             (module(torch.ones(3, 4)) ** 2).sum().backward()
-        norm = gradient_norm(tuned.parameters()).item()
+        norm = compute_gradient_norm(tuned.parameters()).item()
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
-        scale_gradients(tuned.parameters(), clipping_factor(norm, 0.5))
+        scale_gradients(tuned.parameters(), compute_clipping_factor(norm, 0.5))
         updates.prepare(step)
         updates.optimizer.step()
         updates.count()

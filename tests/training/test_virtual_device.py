@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from orchestrator.training.guard import oom_report
-from orchestrator.training.guard.virtual_device import VirtualDevice, host_memory
+from orchestrator.training.guard.virtual_device import VirtualDevice, use_host_memory
 from tests.ranks import start_ranks
 from tests.training import gang
 
@@ -43,10 +43,10 @@ def test_storages_count_once_and_are_freed_with_their_last_view() -> None:
 def test_host_memory_is_never_counted_and_device_memory_always() -> None:
     with VirtualDevice(64 * KIB) as device:
         on_device = torch.ones(KIB)
-        with host_memory():
+        with use_host_memory():
             host = torch.empty(MIB)
             host[:KIB].copy_(on_device)
-            with host_memory():
+            with use_host_memory():
                 on_device.add_(1)
             host.mul_(2)
         host[KIB:].zero_()
@@ -118,8 +118,8 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
             torch.zeros(256 * KIB)
         assert device.live_bytes == tensor.nbytes  # while the traceback is alive
         message = str(caught.value)
-        assert oom_report.requested_bytes(message) == MIB
-        assert oom_report.capacity_bytes(message) == MIB
+        assert oom_report.parse_requested_bytes(message) == MIB
+        assert oom_report.parse_capacity_bytes(message) == MIB
         assert oom_report.find_oom_exception(caught.value) is caught.value
         rest = torch.zeros(128 * KIB)  # and going on works, up to the last byte
         assert device.live_bytes == device.peak_bytes == tensor.nbytes + rest.nbytes == MIB

@@ -24,7 +24,7 @@ from orchestrator.backends.attempts.watch import (
 )
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, attempt_name
+from orchestrator.specs.attempt import Attempt, make_attempt_name
 from orchestrator.specs.cluster import ClusterSpec, make_idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
@@ -103,11 +103,11 @@ class ProcessBackend:
 
     def stop(self, action: Stop) -> None:
         """End an attempt: SIGTERM, then SIGKILL after `grace_s` seconds. Unknown and ended attempts are no error."""
-        name = attempt_name(action.job_id, action.number)
+        name = make_attempt_name(action.job_id, action.number)
         if self._is_watched(name):
             self._watches[name][0].stop(action.grace_s)
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         """Return the events since the last call, () without one; wait at most `timeout_s` seconds
         for the first event.
         """
@@ -120,7 +120,7 @@ class ProcessBackend:
         return [event for event in events if event is not None]
 
     def wake(self) -> None:
-        """Make a waiting `events` call of another thread return at once."""
+        """Make a waiting `await_events` call of another thread return at once."""
         self._events.put(None)
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
@@ -131,10 +131,11 @@ class ProcessBackend:
         self._declared = make_idle_nodes(cluster)
         self._policy = cluster.policy
 
-    def address_by_node(self) -> dict[str, str]:
+    def get_address_by_node(self) -> dict[str, str]:
         """Return {node name: address} of the nodes that were alive when the cluster last answered."""
         return {
-            name: node.launch.address for name, node in self._world.nodes.last_known_nodes().items()
+            name: node.launch.address
+            for name, node in self._world.nodes.list_last_known_nodes().items()
         }
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def list_removable_parts(
             job=job_id,
             path=str(path.relative_to(folder.path)),
             kind=kind,
-            size_bytes=size_bytes(path, on_entry),
+            size_bytes=measure_size_bytes(path, on_entry),
             ended_at_s=ended_at_s,
         )
         for path, kind in kinds.items()
@@ -79,7 +79,7 @@ def list_removable_parts(
     ]
 
 
-def size_bytes(path: Path, on_entry: Callable[[], None]) -> int:
+def measure_size_bytes(path: Path, on_entry: Callable[[], None]) -> int:
     """Return the disk bytes of a file or folder tree; entries that vanish meanwhile count as 0.
 
     Calls `on_entry` for each directory entry that it reads.

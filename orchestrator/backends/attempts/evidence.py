@@ -36,11 +36,11 @@ from orchestrator.backends.attempts.script_output import (
     find_checkpoints,
     find_results,
     find_saved_step,
+    get_output_folder,
     iterate_lost_state,
     list_unmatched_files,
-    output_folder,
 )
-from orchestrator.backends.attempts.system_metrics import mean_busy_percent
+from orchestrator.backends.attempts.system_metrics import compute_mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
 from orchestrator.scheduling.failures.signatures import COMPLAINTS
 from orchestrator.specs.attempt import (
@@ -53,7 +53,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     Phase,
     RankEnd,
-    device_count,
+    count_devices,
 )
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
@@ -97,7 +97,7 @@ class Ending:
 def write_ending(folder: AttemptFolder, ending: Ending) -> None:
     """Store `ending` durably in the attempt's folder."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    write_durably(_ending_path(folder), json.dumps(dataclasses.asdict(ending)))
+    write_durably(_get_ending_path(folder), json.dumps(dataclasses.asdict(ending)))
 
 
 def read_ending(folder: AttemptFolder) -> Ending | None:
@@ -106,18 +106,18 @@ def read_ending(folder: AttemptFolder) -> Ending | None:
     None where there is none, or where this service cannot read the file.
     """
     try:
-        ending: Ending = _ending_adapter().validate_python(read_json(_ending_path(folder)))
+        ending: Ending = _make_ending_adapter().validate_python(read_json(_get_ending_path(folder)))
     except (OSError, ValueError):
         return None
     return ending
 
 
 @functools.cache
-def _ending_adapter() -> TypeAdapter[Ending]:
+def _make_ending_adapter() -> TypeAdapter[Ending]:
     return TypeAdapter(Ending)
 
 
-def _ending_path(folder: AttemptFolder) -> Path:
+def _get_ending_path(folder: AttemptFolder) -> Path:
     return folder.path / "ending.json"
 
 
@@ -134,7 +134,7 @@ def collect_evidence(
     A part that cannot be read is left out and named in the evidence's field `unread`.
     """
     folder = job_folder.attempt(attempt.number)
-    world_size = device_count(attempt.placement)
+    world_size = count_devices(attempt.placement)
     started = list_started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
     files = [*map(folder.log, started), *map(folder.exit_code, started)]
@@ -165,7 +165,7 @@ def collect_evidence(
         )
         parts.problems.add_sentences(*results.problems)
     if not attempt.probe and spec.is_script:
-        output = output_folder(spec, job_folder)
+        output = get_output_folder(spec, job_folder)
         checkpoints = parts.read_part(
             "checkpoints", lambda: find_checkpoints(spec, output, file_access), checkpoints
         )
@@ -212,10 +212,10 @@ def collect_evidence(
         checkpoint_step=step,
         unmatched=unmatched,
         unwatched=unwatched,
-        busy_percent=parts.read_part("samples", lambda: mean_busy_percent(folder), None),
+        busy_percent=parts.read_part("samples", lambda: compute_mean_busy_percent(folder), None),
         virtual=_read_json_or_empty(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
-        **_watcher_fields(ending),
+        **_make_watcher_fields(ending),
     )
 
 
@@ -247,11 +247,11 @@ def collect_folder_evidence(folder: AttemptFolder) -> Evidence:
         errors=read_reports(ErrorReport, folder.error, ranks).reports,
         heartbeats=beats,
         virtual=_read_json_or_empty(folder.guard).get("virtual_capacity_bytes") is not None,
-        **_watcher_fields(ending),
+        **_make_watcher_fields(ending),
     )
 
 
-def _watcher_fields(ending: Ending) -> JsonObject:
+def _make_watcher_fields(ending: Ending) -> JsonObject:
     """Return the fields of Evidence that only the attempt's watcher saw, from its ending: {field
     name: value}.
     """
@@ -415,8 +415,8 @@ def _add_oom_report(finding: Finding, rank: int, heartbeats: tuple[Heartbeat, ..
     """Return the finding with an out-of-memory report where its line gives byte counts; else
     unchanged.
     """
-    live = oom_report.allocated_bytes(finding.line)
-    capacity = oom_report.capacity_bytes(finding.line)
+    live = oom_report.parse_allocated_bytes(finding.line)
+    capacity = oom_report.parse_capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
     if finding.rank is not None:
@@ -425,16 +425,16 @@ def _add_oom_report(finding: Finding, rank: int, heartbeats: tuple[Heartbeat, ..
         rank=rank,
         step=next((beat.step for beat in heartbeats if beat.rank == rank), 0),
         phase=finding.phase or "",
-        requested_bytes=oom_report.requested_bytes(finding.line),
+        requested_bytes=oom_report.parse_requested_bytes(finding.line),
         live_bytes=live,
         capacity_bytes=capacity,
-        foreign_bytes=oom_report.foreign_bytes(finding.line),
+        foreign_bytes=oom_report.parse_foreign_bytes(finding.line),
         message=finding.line,
     )
     return replace(finding, oom=report)
 
 
-def first_failed_rank(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
+def find_first_failed_rank(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
     """Return the rank whose failing exit code was written first; None where no rank failed.
 
     This order is used where no launcher reported which rank ended first.

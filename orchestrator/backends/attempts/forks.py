@@ -23,7 +23,7 @@ from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.backends.attempts.system_metrics import read_total_and_available_bytes
 from orchestrator.backends.environment import INHERITED, select_matching
 from orchestrator.specs.command_line import Env
-from orchestrator.training.guard.fork_server import GUARD, peer_user_id
+from orchestrator.training.guard.fork_server import GUARD, read_peer_user_id
 
 SERVER = GUARD.with_name("fork_server.py")
 HOOKS = str(GUARD.with_name("inherited"))  # PYTHONPATH of a guarded script
@@ -86,7 +86,7 @@ def fork_rank_or_explain(
     Such a rank must be started as a new interpreter instead. Waits until `until_s` of the monotonic
     clock.
     """
-    why = _why_not_forked(argv, env, workdir)
+    why = _explain_why_not_forked(argv, env, workdir)
     if why:
         return why
     late = {name: text for name, text in env.items() if name in LATE}
@@ -121,7 +121,7 @@ def restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _why_not_forked(argv: Sequence[str], env: Env, workdir: str) -> str:
+def _explain_why_not_forked(argv: Sequence[str], env: Env, workdir: str) -> str:
     """Return why a rank may not be forked from a server that has imported torch; "" where it
     may.
     """
@@ -180,8 +180,8 @@ def _connect_to_server_or_explain(connection: socket.socket, interpreter: str, e
 
     Returns the reason where there can be no server. Raises OSError.
     """
-    prefix = f"orc-forks-{_digest_of_parts(_list_inherited_state())}-"
-    name = prefix + _digest_of_parts([interpreter, *sorted(env.items())])
+    prefix = f"orc-forks-{_compute_digest_of_parts(_list_inherited_state())}-"
+    name = prefix + _compute_digest_of_parts([interpreter, *sorted(env.items())])
     try:
         connection.connect("\0" + name)
     except ConnectionRefusedError:
@@ -189,7 +189,7 @@ def _connect_to_server_or_explain(connection: socket.socket, interpreter: str, e
         if why:
             return why
         connection.connect("\0" + name)
-    return "" if peer_user_id(connection) == os.geteuid() else "another user has its name"
+    return "" if read_peer_user_id(connection) == os.geteuid() else "another user has its name"
 
 
 def _start_server_or_explain(
@@ -221,7 +221,7 @@ def _start_server_or_explain(
     return f"the server ended with code {ended.returncode}" if ended.returncode else ""
 
 
-def _digest_of_parts(parts: list[Any]) -> str:
+def _compute_digest_of_parts(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

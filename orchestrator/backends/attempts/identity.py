@@ -23,7 +23,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.paths import list_paths
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, uploads_folder
+from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, get_uploads_folder
 
 USERS = "users"
 SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
@@ -41,7 +41,7 @@ class Identity:
     uid: int
     gid: int
 
-    def default_variables(self, home: Path) -> dict[str, str]:
+    def make_default_variables(self, home: Path) -> dict[str, str]:
         """Return default environment variables of the user's processes. The job's own variables override them."""
         user_home = home / USERS / self.name
         cache = str(user_home / ".cache")
@@ -52,7 +52,7 @@ class Identity:
             "XDG_CACHE_HOME": cache,
         }
 
-    def final_variables(self, home: Path) -> dict[str, str]:
+    def make_final_variables(self, home: Path) -> dict[str, str]:
         """Return environment variables of the user's processes that override those of the job and
         the service.
         """
@@ -68,7 +68,7 @@ def find_identity(
 
     Raises SpecError, which names `job_source` (the job's file), for a user without a user id.
     """
-    if not users or user_name in ("", _service_user_name()):
+    if not users or user_name in ("", _get_service_user_name()):
         return None
     user = users.get(user_name)
     if user is None:
@@ -82,7 +82,7 @@ def find_identity(
     return Identity(name=user_name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 
 
-def file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
+def make_file_access(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
     """Return the rights (interpreter, uid and gid) with which a job's files are searched: those of
     the job's user.
 
@@ -129,7 +129,7 @@ def hand_files_to_user(
     folder.path.chmod(ENTER_GROUP)
     for _, named in list_paths(job.spec):
         if (upload := find_upload(home, named)) is not None:
-            _make_readable(upload[0], uploads_folder(home))
+            _make_readable(upload[0], get_uploads_folder(home))
 
 
 def _list_rank_folders(folder: JobFolder, attempt: AttemptFolder) -> Iterator[Path]:
@@ -148,7 +148,7 @@ def _make_readable(upload: Path, uploads: Path) -> None:
             path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
 
 
-def _service_user_name() -> str:
+def _get_service_user_name() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

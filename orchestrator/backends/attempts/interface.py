@@ -14,7 +14,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 ADDRESS = slice(20, 24)  # of struct ifreq: behind the name (16), the family (2) and the port (2)
 
 
-def gloo_interface_variables(env: Env) -> dict[str, str]:
+def make_gloo_interface_variables(env: Env) -> dict[str, str]:
     """Return {"GLOO_SOCKET_IFNAME": interface towards MASTER_ADDR}; {} where it is not needed.
 
     It is not needed on one machine, where the variable is set, or where no interface has the

@@ -20,7 +20,7 @@ from orchestrator.planning.render import (
 )
 from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.failures.done_steps import count_steps_before_attempt
-from orchestrator.specs.attempt import Attempt, Placement, device_count
+from orchestrator.specs.attempt import Attempt, Placement, count_devices
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
 from orchestrator.specs.device_kind import DeviceId
@@ -62,7 +62,7 @@ class LaunchNode:
         DeviceId, ...
     ] = ()  # of the driver, in the order of our indices; (): the same
 
-    def driver_ids(self, devices: Sequence[int]) -> tuple[DeviceId, ...]:
+    def list_driver_ids(self, devices: Sequence[int]) -> tuple[DeviceId, ...]:
         """Return the driver's ids (index or UUID) of these devices, in the same order."""
         if not self.device_ids:
             return tuple(devices)
@@ -147,7 +147,7 @@ def build_launch_request(
         text = rewrite_config(
             config_text, rendered.keys, is_json=spec.config.file.endswith(".json")
         )
-        files = (*files, (str(_config_path(spec, paths)), text))
+        files = (*files, (str(_get_config_path(spec, paths)), text))
     if spec.launch == "ranks":
         argv = (
             rendered.arguments
@@ -156,23 +156,23 @@ def build_launch_request(
         )
         ranks = _rank_processes(spec, attempt, nodes, argv, common, master_port)
     else:
-        ranks = _launcher_processes(
+        ranks = _iterate_launcher_processes(
             spec, attempt, nodes, paths, rendered.arguments, common, master_port, python
         )
     return LaunchRequest(
         name=attempt.name,
-        workdir=_working_directory(spec, paths),
+        workdir=_get_working_directory(spec, paths),
         linked=(str(spec.workdir), spec.config.file)
         if spec.config is not None and _has_linked_workdir(spec)
         else None,
         files=files,
-        before=_command_before_resume(spec, rendered, resume_from, python),
+        before=_make_command_before_resume(spec, rendered, resume_from, python),
         ranks=tuple(ranks),
         secrets=spec.secrets,
     )
 
 
-def _command_before_resume(
+def _make_command_before_resume(
     spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str
 ) -> Argv | None:
     """Return the job's command `resume.before`, with its placeholders filled in; None without a
@@ -208,7 +208,7 @@ def _find_interpreter(spec: JobSpec, default: str) -> str:
     )
 
 
-def _last_step(job: Job, attempt: Attempt) -> int:
+def _get_last_step(job: Job, attempt: Attempt) -> int:
     """Return the training's last step, in the number by which the attempt counts steps; 0 where
     unknown.
     """
@@ -230,7 +230,7 @@ def list_attempt_files(
     guard = GuardSettings(
         attempt_folder=str(paths.path),
         virtual_capacity_bytes=min(virtual, default=None),
-        last_step=_last_step(job, attempt),
+        last_step=_get_last_step(job, attempt),
     )
     if fault is not None:
         guard = replace(guard, fault_kind=fault.kind, fault_rank=fault.rank, fault_step=fault.step)
@@ -255,13 +255,13 @@ def list_attempt_files(
             job_keys_json=job.spec.deepspeed,
             is_virtual_device=bool(virtual),
         )
-        files.append((str(_deepspeed_path(paths)), json.dumps(config)))
+        files.append((str(_get_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
-        deepspeed = str(_deepspeed_path(paths))
+        deepspeed = str(_get_deepspeed_path(paths))
         config = render_accelerate_config(
             job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed
         )
-        files.append((str(_accelerate_path(paths)), yaml.safe_dump(config)))
+        files.append((str(_get_accelerate_path(paths)), yaml.safe_dump(config)))
     return tuple(files)
 
 
@@ -270,15 +270,15 @@ def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
     return spec.knobs.deepspeed_config is not None or (spec.knobs.has_deepspeed_file and is_sharded)
 
 
-def _deepspeed_path(paths: AttemptFolder) -> Path:
+def _get_deepspeed_path(paths: AttemptFolder) -> Path:
     return paths.path / "deepspeed.json"
 
 
-def _accelerate_path(paths: AttemptFolder) -> Path:
+def _get_accelerate_path(paths: AttemptFolder) -> Path:
     return paths.path / "accelerate.yaml"
 
 
-def _linked_workdir(paths: AttemptFolder) -> Path:
+def _get_linked_workdir(paths: AttemptFolder) -> Path:
     return paths.path / "work"
 
 
@@ -286,33 +286,33 @@ def _has_linked_workdir(spec: JobSpec) -> bool:
     return spec.workdir is not None and spec.config is not None and spec.config.flag is None
 
 
-def _working_directory(spec: JobSpec, paths: AttemptFolder) -> str:
+def _get_working_directory(spec: JobSpec, paths: AttemptFolder) -> str:
     """Return the working directory of the ranks."""
     return (
-        str(_linked_workdir(paths))
+        str(_get_linked_workdir(paths))
         if _has_linked_workdir(spec)
         else spec.workdir or str(paths.path)
     )
 
 
-def _output_argument(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
+def _make_output_argument(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
     """Return the output folder's path as the script's argument takes it: absolute, or relative to
     the working directory.
     """
     if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
         return str(output)
     return os.path.relpath(
-        os.path.realpath(output), os.path.realpath(_working_directory(spec, paths))
+        os.path.realpath(output), os.path.realpath(_get_working_directory(spec, paths))
     )
 
 
-def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
+def _get_config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     """Return the path of the attempt's copy of the config file: beside its logs, or where the
     script reads its own.
     """
     assert spec.config is not None, "only a job with a config file has a copy of it"
     return (
-        _linked_workdir(paths) / spec.config.file
+        _get_linked_workdir(paths) / spec.config.file
         if spec.config.flag is None
         else paths.path / Path(spec.config.file).name
     )
@@ -332,10 +332,12 @@ def _render_command(
     return render_script_command(
         read_script_request(spec),
         attempt.plan,
-        output_dir=_output_argument(spec, paths.output if attempt.probe else folder.output, paths),
+        output_dir=_make_output_argument(
+            spec, paths.output if attempt.probe else folder.output, paths
+        ),
         resume_from=resume_from,
-        deepspeed_config_path=str(_deepspeed_path(paths)),
-        config_path=None if spec.config is None else str(_config_path(spec, paths)),
+        deepspeed_config_path=str(_get_deepspeed_path(paths)),
+        config_path=None if spec.config is None else str(_get_config_path(spec, paths)),
         node_devices=attempt.placement[0].devices,
     )
 
@@ -383,7 +385,7 @@ def _split_interpreter(argv: Argv, python: str) -> tuple[Argv, Argv]:
     return (python if argv[0] in ("python", "python3") else argv[0], *argv[1:start]), argv[start:]
 
 
-def _launcher_processes(
+def _iterate_launcher_processes(
     spec: JobSpec,
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
@@ -398,7 +400,7 @@ def _launcher_processes(
 
     The script is run under the guard, or inherits it.
     """
-    gang = _rendezvous_variables(attempt, nodes, master_port)
+    gang = _make_rendezvous_variables(attempt, nodes, master_port)
     firsts = list_started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
@@ -406,7 +408,7 @@ def _launcher_processes(
             **_default_variables(node),
             **common_variables,
             **gang,
-            **_device_variables(node, part.devices),
+            **_make_device_variables(node, part.devices),
         }
         if spec.launch == "self":
             program = _guard_self_starting_command(argv, str(paths.guard), python)
@@ -417,12 +419,12 @@ def _launcher_processes(
             program = (*argv[:2], *workers, *argv[2:])
         else:
             interpreter, script = _split_interpreter(argv, python)
-            arguments = _launcher_arguments(spec, attempt, index, gang, paths)
+            arguments = _make_launcher_arguments(spec, attempt, index, gang, paths)
             program = (*interpreter, *arguments, str(GUARD), str(paths.guard), "--", *script)
         yield part.node, (RankRequest(rank=first, argv=program, env=tuple(sorted(env.items()))),)
 
 
-def _launcher_arguments(
+def _make_launcher_arguments(
     spec: JobSpec,
     attempt: Attempt,
     node_index: int,
@@ -453,7 +455,12 @@ def _launcher_arguments(
         )
     if spec.launch == "accelerate":
         return (
-            *("-m", "accelerate.commands.launch", "--config_file", str(_accelerate_path(paths))),
+            *(
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                str(_get_accelerate_path(paths)),
+            ),
             *(
                 "--num_machines",
                 str(len(counts)),
@@ -478,7 +485,7 @@ def _launcher_arguments(
     )
 
 
-def _rendezvous_variables(
+def _make_rendezvous_variables(
     attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int
 ) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT for the attempt's process group."""
@@ -501,12 +508,15 @@ def _rank_processes(
     Source: torch/distributed/run.py. A script on one device gets no variables of a process group:
     with RANK set, some scripts turn to distributed training (nanoGPT's train.py).
     """
-    world_size = device_count(attempt.placement)
-    gang = {"WORLD_SIZE": str(world_size), **_rendezvous_variables(attempt, nodes, master_port)}
+    world_size = count_devices(attempt.placement)
+    gang = {
+        "WORLD_SIZE": str(world_size),
+        **_make_rendezvous_variables(attempt, nodes, master_port),
+    }
     rank = 0
     for part in attempt.placement:
         node = nodes[part.node]
-        devices = _device_variables(node, part.devices)
+        devices = _make_device_variables(node, part.devices)
         ranks = []
         for local_rank in range(len(part.devices)):
             numbers = {
@@ -533,10 +543,10 @@ def _default_variables(node: LaunchNode) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **dict(node.device.kind.traits.default_variables)}
 
 
-def _device_variables(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
+def _make_device_variables(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
     """Return the environment variables that select these devices, in the driver's numbering."""
     traits = node.device.kind.traits
     variables = dict(traits.variables)
     if traits.visible_variable:
-        variables[traits.visible_variable] = ",".join(map(str, node.driver_ids(devices)))
+        variables[traits.visible_variable] = ",".join(map(str, node.list_driver_ids(devices)))
     return variables

@@ -34,12 +34,12 @@ from orchestrator.backends.attempts.forks import (
     fork_rank_or_explain,
     restore_signals,
 )
-from orchestrator.backends.attempts.interface import gloo_interface_variables
+from orchestrator.backends.attempts.interface import make_gloo_interface_variables
 from orchestrator.backends.attempts.leftovers import end_leftover_processes
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, find_start_problem
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
-from orchestrator.backends.environment import base_variables
+from orchestrator.backends.environment import make_base_variables
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.run import AttemptFolder
 
@@ -172,7 +172,7 @@ class Launcher:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
             env = {
-                **base_variables(),
+                **make_base_variables(),
                 **env,
                 "ORC_GUARD": "",
                 MARK: self._mark,
@@ -180,7 +180,7 @@ class Launcher:
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                **popen_user_arguments(env.pop(RUN_AS, None)),
+                **make_popen_user_arguments(env.pop(RUN_AS, None)),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -296,7 +296,10 @@ class Launcher:
         for number, argv, env in ranks:
             env = {**base, **env}
             process = self._start_process(
-                number, argv, {**gloo_interface_variables(env), **env, MARK: self._mark}, workdir
+                number,
+                argv,
+                {**make_gloo_interface_variables(env), **env, MARK: self._mark},
+                workdir,
             )
             self._ranks[number] = rank = Rank(number=number, process=process)
             threading.Thread(target=self._collect_exit_code, args=(rank,), daemon=True).start()
@@ -307,7 +310,7 @@ class Launcher:
         """Start and return a rank's process. Raises NoProgram where the program can never be
         executed here, OSError otherwise.
         """
-        user = popen_user_arguments(env.pop(RUN_AS, None))
+        user = make_popen_user_arguments(env.pop(RUN_AS, None))
         with open_to_append(self._folder.log(rank_number)) as log:
             rank = (
                 "it runs as another user"
@@ -347,7 +350,7 @@ class Launcher:
 
     def _inherited_variables(self) -> dict[str, str]:
         """Return the variables that a rank's process has in addition to its own."""
-        return base_variables()
+        return make_base_variables()
 
     def _stream_arguments(self, log: BinaryIO) -> dict[str, Any]:
         """Return Popen's arguments for the standard streams of a rank, such as {"stdout": log}."""
@@ -357,7 +360,7 @@ class Launcher:
         """Return the function that a rank's process calls before it executes its program (Popen's
         `preexec_fn`).
         """
-        return rank_preexec_hook()
+        return make_rank_preexec_hook()
 
     def _collect_exit_code(self, rank: Rank) -> None:
         code = rank.process.wait()
@@ -425,7 +428,7 @@ class Launcher:
         self._changed.notify_all()
 
 
-def popen_user_arguments(uid_gid: str | None) -> Identity:
+def make_popen_user_arguments(uid_gid: str | None) -> Identity:
     """Return Popen arguments that run a process as the user and group in `uid_gid` ("uid:gid");
     None means the current user.
 
@@ -452,11 +455,11 @@ def _add_guard_folder(env: Env) -> Env:
     }
 
 
-def rank_preexec_hook() -> Callable[[], None]:
+def make_rank_preexec_hook() -> Callable[[], None]:
     """Return a `preexec_fn` for a rank: it restores SIGINT, and makes the kernel kill the rank with
     the forking thread.
     """
-    tie_to_parent = die_with_parent_hook()
+    tie_to_parent = make_die_with_parent_hook()
 
     def hook() -> None:
         restore_signals()
@@ -465,7 +468,7 @@ def rank_preexec_hook() -> Callable[[], None]:
     return hook
 
 
-def die_with_parent_hook() -> Callable[[], None]:
+def make_die_with_parent_hook() -> Callable[[], None]:
     """Return a `preexec_fn` after which the kernel SIGKILLs the child when the forking thread ends."""
     prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.backends.attempts.process_census import MARK, iterate_marked_processes
-from orchestrator.specs.run import AttemptFolder, training_run_from_json
+from orchestrator.specs.run import AttemptFolder, parse_training_run_json
 
 
-def process_mark(folder: AttemptFolder, node: str) -> str:
+def make_process_mark(folder: AttemptFolder, node: str) -> str:
     """Return the text by which all of the attempt's processes on this node are recognised; unique
     across home folders.
     """
@@ -29,8 +29,8 @@ def end_leftover_processes(
 ) -> None:
     """End every process that an attempt left on this node, and remove its ranks' swap files here.
 
-    `mark_text` is what `process_mark` returns. `session_ids` are process ids of ranks, each the
-    leader of a session.
+    `mark_text` is what `make_process_mark` returns. `session_ids` are process ids of ranks, each
+    the leader of a session.
     """
     kill_marked_processes(mark_text, session_ids)
     folder = _find_swap_folder(AttemptFolder(attempt_folder).run)
@@ -49,7 +49,7 @@ def _find_swap_folder(run_file: Path) -> Path | None:
     try:
         with open_untrusted(run_file) as file:
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
-        return training_run_from_json(read_json(run_file)).swap_folder if is_ours else None
+        return parse_training_run_json(read_json(run_file)).swap_folder if is_ours else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
 

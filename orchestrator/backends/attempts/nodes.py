@@ -96,7 +96,7 @@ class NodeWatch:
         self.source.set_cluster(cluster)
         self.cluster = cluster
 
-    def live_nodes(self) -> dict[str, LiveNode]:
+    def list_live_nodes(self) -> dict[str, LiveNode]:
         """Return {node name: node} of nodes alive at the last refresh. Raises ClusterAway if that
         refresh got no answer.
         """
@@ -105,7 +105,7 @@ class NodeWatch:
                 raise ClusterAway("the nodes were not told yet since the cluster was away")
             return dict(self._live)
 
-    def last_known_nodes(self) -> dict[str, LiveNode]:
+    def list_last_known_nodes(self) -> dict[str, LiveNode]:
         """Return {node name: node} of the nodes that were alive when the cluster last answered."""
         with self._lock:
             return dict(self._live)
@@ -115,7 +115,7 @@ class NodeWatch:
         Raises ClusterAway.
         """
         try:
-            live = self.source.live_nodes()
+            live = self.source.list_live_nodes()
         except ClusterAway:
             with self._lock:
                 self._is_away = True
@@ -138,7 +138,7 @@ class NodeWatch:
                 self._busy[part] = self._busy.get(part, 0) + 1
                 self._use.pop(part, None)
 
-    def free_bytes_when_idle(self, devices: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    def list_free_bytes_when_idle(self, devices: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         """Return the free bytes of each device, a (node name, index), from before it was occupied.
 
         () where a device has no such reading.
@@ -147,7 +147,7 @@ class NodeWatch:
             readings = [self._idle_free.get(part) for part in devices]
         return tuple(free for free in readings if free is not None) if None not in readings else ()
 
-    def idle_for_s(self, devices: Sequence[tuple[str, int]]) -> float:
+    def compute_idle_for_s(self, devices: Sequence[tuple[str, int]]) -> float:
         """Return the longest time in seconds for which one of these devices has been idle after it
         had computed.
 
@@ -176,7 +176,7 @@ class NodeWatch:
         waiting = {part for part in devices if self._has_real_devices(part[0])}
         while waiting and time.monotonic() < deadline_s:
             for name in sorted({name for name, _ in waiting}):
-                node = self.last_known_nodes().get(name)
+                node = self.list_last_known_nodes().get(name)
                 reading = None if node is None else self.source.read_devices(node)
                 if (
                     reading is None or reading.error
@@ -197,7 +197,7 @@ class NodeWatch:
                 time.sleep(RELEASE_POLL_S)
 
     def _has_real_devices(self, node_name: str) -> bool:
-        node = self.last_known_nodes().get(node_name)
+        node = self.list_last_known_nodes().get(node_name)
         return node is not None and not node.launch.device.kind.traits.is_virtual
 
     def _read_node(self, node: LiveNode) -> None:
@@ -264,6 +264,6 @@ class NodeWatch:
             host_free_bytes=node.host_memory_bytes,
             network_bandwidth=self.cluster.network_bandwidth,
             launch_cost_s=self.cluster.launch_cost,
-            maintenance=self.cluster.maintenance_of(launch.name),
+            maintenance=self.cluster.list_maintenance(launch.name),
             rack=node.rack,
         )

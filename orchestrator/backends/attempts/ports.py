@@ -35,7 +35,7 @@ class ClusterAway(ConnectionError):
 class NodeSource(Protocol):
     """Source of live nodes and of free device memory. Called from several threads."""
 
-    def live_nodes(self) -> dict[str, LiveNode]:
+    def list_live_nodes(self) -> dict[str, LiveNode]:
         """Return {node name: node} of every live node. Raises ClusterAway."""
 
     def set_cluster(self, cluster: ClusterSpec) -> None:

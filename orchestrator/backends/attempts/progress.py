@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.left_files import read_heartbeats
-from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, last_saved_s
+from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, find_last_saved_s
 from orchestrator.scheduling.failures.meeting import count_unconnected_ranks
 from orchestrator.specs.attempt import LEARNED_STEPS, PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
@@ -86,8 +86,8 @@ class Progress:
         includes_peak: bool = False,
         file_access: FileAccess = OWN_ACCESS,
     ) -> None:
-        """Make the watchdog of an attempt. With `includes_peak`, `changed_pace` includes the peak
-        memory once, after LEARNED_STEPS.
+        """Make the watchdog of an attempt. With `includes_peak`, `find_changed_pace` includes the
+        peak memory once, after LEARNED_STEPS.
 
         `started_ranks` are the ranks whose processes the orchestrator starts itself; `output_path`
         is the script's output folder.
@@ -113,7 +113,7 @@ class Progress:
         self._counter.read_new_lines(self._logs)
         return self._counter.first_and_last_number
 
-    def changed_pace(self, known_step_s: float, at_s: float) -> Pace | None:
+    def find_changed_pace(self, known_step_s: float, at_s: float) -> Pace | None:
         """Return the slowest rank's training speed at the last hang check, if it differs much from
         `known_step_s`.
 
@@ -148,7 +148,7 @@ class Progress:
         """Return whether ranks trained without a process group at the last hang check."""
         return count_unconnected_ranks(self._beats) > 0
 
-    def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
+    def find_hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
         """Return the seconds without a training step or a checkpoint if they exceed the job's
         limit; None otherwise.
 
@@ -187,7 +187,7 @@ class Progress:
             self._sign_cpu_s = cpu_s
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
-            saved_s = last_saved_s(self._spec, self._output, self._access)
+            saved_s = find_last_saved_s(self._spec, self._output, self._access)
             if saved_s is not None:
                 still_s = min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None

@@ -13,7 +13,7 @@ from orchestrator.backends.attempts.output_scan import FileMatch, SearchResult, 
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern, parse_count
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.training.checkpoint.folder import find_latest_complete, step_of_checkpoint
+from orchestrator.training.checkpoint.folder import find_latest_complete, read_step_of_checkpoint
 
 ENTRIES_MAX = 1000  # of an output folder that are looked at for files that may be checkpoints
 UNMATCHED_MAX = 4  # files that are named
@@ -61,7 +61,7 @@ class Checkpoints:
     problems: tuple[str, ...] = ()
 
 
-def output_folder(spec: JobSpec, job_folder: JobFolder) -> Path:
+def get_output_folder(spec: JobSpec, job_folder: JobFolder) -> Path:
     """Return the folder into which the script writes: its output argument, or its working
     directory.
     """
@@ -89,7 +89,7 @@ def find_results(
         began_ns = attempt_folder.guard.stat().st_mtime_ns if attempt_folder.guard.exists() else 0
         if spec.success.log is None:
             began_ns = max(began_ns, int(1e9 * last_step_s))
-        result = file_access.search(output_folder(spec, job_folder), spec.success.artifacts)
+        result = file_access.search(get_output_folder(spec, job_folder), spec.success.artifacts)
         fresh = {match.pattern for match in result.matches if match.mtime_ns >= began_ns}
         absent += [
             name for name in spec.success.artifacts if name not in (*fresh, *result.unevaluated)
@@ -124,7 +124,7 @@ def find_checkpoints(
         problems.append(step_pattern.problem)
     candidates = dict[tuple[int, int, str], FileMatch]()
     for match in result.matches:
-        step = find_last_number(step_pattern, relative_to_output(output, match.path))
+        step = find_last_number(step_pattern, make_relative_to_output(output, match.path))
         is_last = step is not None and spec.steps is not None and step >= spec.steps
         if match.is_whole and not is_last:
             candidates[step or 0, match.mtime_ns, match.path] = match
@@ -152,11 +152,11 @@ def find_saved_step(spec: JobSpec, job_folder: JobFolder, checkpoints: Checkpoin
             None
             if newest is None
             else find_last_number(
-                pattern, relative_to_output(output_folder(spec, job_folder), newest.path)
+                pattern, make_relative_to_output(get_output_folder(spec, job_folder), newest.path)
             )
         )
     checkpoint = find_latest_complete(job_folder.checkpoints)
-    return None if checkpoint is None else step_of_checkpoint(checkpoint)
+    return None if checkpoint is None else read_step_of_checkpoint(checkpoint)
 
 
 def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
     The user may then see which pattern is missing. A working directory is not listed, since it has
     the program's files too. No link is followed, since a user's program may have made it.
     """
-    output = output_folder(spec, job_folder)
+    output = get_output_folder(spec, job_folder)
     if not spec.is_script or output != job_folder.output:
         return ()
     try:
@@ -183,7 +183,9 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
     return tuple(sorted(names, key=lambda name: (times_ns[name], name))[-UNMATCHED_MAX:])
 
 
-def last_saved_s(spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCESS) -> float | None:
+def find_last_saved_s(
+    spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCESS
+) -> float | None:
     """Return the time of the last write to any checkpoint, in seconds since 1970; None without
     checkpoints.
     """
@@ -191,7 +193,7 @@ def last_saved_s(spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCE
     return max((match.newest_s for match in result.matches), default=None)
 
 
-def relative_to_output(output: Path, path: str) -> str:
+def make_relative_to_output(output: Path, path: str) -> str:
     """Return a path relative to the output folder; unchanged where it is outside that folder."""
     return path.removeprefix(f"{output}/")
 

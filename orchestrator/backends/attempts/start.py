@@ -9,7 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator.backends.attempts.durable import Fence, write_durably
-from orchestrator.backends.attempts.identity import file_access, find_identity, hand_files_to_user
+from orchestrator.backends.attempts.identity import (
+    find_identity,
+    hand_files_to_user,
+    make_file_access,
+)
 from orchestrator.backends.attempts.launch_request import (
     LaunchNode,
     LaunchRequest,
@@ -20,7 +24,7 @@ from orchestrator.backends.attempts.script_output import (
     OWN_ACCESS,
     FileAccess,
     find_newest_checkpoint,
-    output_folder,
+    get_output_folder,
 )
 from orchestrator.backends.attempts.workdir import link_all_except
 from orchestrator.backends.environment import select_matching
@@ -30,10 +34,10 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.checkpoint.folder import (
-    complete_checkpoint_path,
     find_latest_complete,
-    step_of_checkpoint,
-    unfinished_checkpoint_path,
+    get_complete_checkpoint_path,
+    get_unfinished_checkpoint_path,
+    read_step_of_checkpoint,
 )
 
 
@@ -75,7 +79,7 @@ def start_ranks(
         link_source_checkpoint(job, home)
     port = _choose_master_port(folder, launchers, attempt.placement[0].node)
     request = prepare_request(
-        job, attempt, home, nodes, port, python, file_access(job, users, python)
+        job, attempt, home, nodes, port, python, make_file_access(job, users, python)
     )
     handed = {
         **select_matching(os.environ, inherit_env),
@@ -85,8 +89,8 @@ def start_ranks(
     final: dict[str, str] = {}
     if identity is not None:
         hand_files_to_user(identity, home, job, attempt.number, request)
-        handed = {**identity.default_variables(home), **handed}
-        final = identity.final_variables(home)
+        handed = {**identity.make_default_variables(home), **handed}
+        final = identity.make_final_variables(home)
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]
         code = launchers.run_before(
@@ -130,7 +134,7 @@ def prepare_request(
     newest checkpoint.
     """
     spec = job.spec
-    output = output_folder(job.spec, JobFolder(home, job.id))
+    output = get_output_folder(job.spec, JobFolder(home, job.id))
     resume_from = None
     if spec.is_script and not attempt.probe:
         resume_from = find_newest_checkpoint(spec, output, file_access)
@@ -138,7 +142,9 @@ def prepare_request(
             resume_from is None and job.continues_from is not None
         ):  # that of another job is read, never copied
             earlier = JobFolder(home, job.continues_from)
-            resume_from = find_newest_checkpoint(spec, output_folder(spec, earlier), file_access)
+            resume_from = find_newest_checkpoint(
+                spec, get_output_folder(spec, earlier), file_access
+            )
     config = (
         ""
         if spec.config is None
@@ -168,11 +174,11 @@ def link_source_checkpoint(job: Job, home: Path) -> None:
     newest = find_latest_complete(JobFolder(home, job.continues_from).checkpoints)
     if job.spec.is_script or newest is None or find_latest_complete(checkpoints) is not None:
         return
-    unfinished = unfinished_checkpoint_path(checkpoints, 0, step_of_checkpoint(newest))
+    unfinished = get_unfinished_checkpoint_path(checkpoints, 0, read_step_of_checkpoint(newest))
     shutil.rmtree(unfinished, ignore_errors=True)
     checkpoints.mkdir(parents=True, exist_ok=True)
     shutil.copytree(newest, unfinished, copy_function=_link_or_copy)
-    unfinished.rename(complete_checkpoint_path(checkpoints, step_of_checkpoint(newest)))
+    unfinished.rename(get_complete_checkpoint_path(checkpoints, read_step_of_checkpoint(newest)))
 
 
 def _link_or_copy(source: str, target: str) -> None:

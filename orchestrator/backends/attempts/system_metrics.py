@@ -122,7 +122,7 @@ class Sampler:
         return capacity_bytes if isinstance(capacity_bytes, int) and capacity_bytes > 0 else None
 
 
-def mean_busy_percent(folder: AttemptFolder) -> float | None:
+def compute_mean_busy_percent(folder: AttemptFolder) -> float | None:
     """Return the percentage of time (0 to 100) in which the attempt's devices ran a kernel, as
     their driver reports.
 

@@ -23,11 +23,11 @@ from orchestrator.backends.attempts.durable import (
 from orchestrator.backends.attempts.evidence import (
     Ending,
     collect_evidence,
-    first_failed_rank,
+    find_first_failed_rank,
     read_ending,
     write_ending,
 )
-from orchestrator.backends.attempts.identity import file_access
+from orchestrator.backends.attempts.identity import make_file_access
 from orchestrator.backends.attempts.launch_request import list_started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
@@ -38,10 +38,10 @@ from orchestrator.backends.attempts.left_files import read_exit_code
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, LauncherGroup, Launchers
 from orchestrator.backends.attempts.progress import Progress
-from orchestrator.backends.attempts.script_output import FileAccess, output_folder
+from orchestrator.backends.attempts.script_output import FileAccess, get_output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
-from orchestrator.backends.redaction import without_secrets
+from orchestrator.backends.redaction import mask_evidence
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, list_devices_of
 from orchestrator.specs.cluster import UserSpec
@@ -253,7 +253,7 @@ class AttemptWatch:
         collected = collect_evidence(
             self._job.spec, self._attempt, self._jobs, ending, self._file_access()
         )
-        evidence = without_secrets(collected, self._job.spec, os.environ)
+        evidence = mask_evidence(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
         self._emit_event(
             Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s)
@@ -262,7 +262,7 @@ class AttemptWatch:
 
     def _file_access(self) -> FileAccess:
         """Return the rights with which the job's files are searched: those of the job's user."""
-        return file_access(self._job, self._world.users, self._world.python)
+        return make_file_access(self._job, self._world.users, self._world.python)
 
     def _end_launchers_safely(self) -> None:
         try:
@@ -318,7 +318,7 @@ class AttemptWatch:
             group = placed
         if len(group.nodes) == len(self._attempt.placement) and self._stop_grace_s is None:
             if group.is_idle():
-                live = self._world.nodes.live_nodes()
+                live = self._world.nodes.list_live_nodes()
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
                 self._confirm_ownership()  # placing may have taken minutes
                 world = self._world
@@ -336,7 +336,7 @@ class AttemptWatch:
         newest = read_attempt_number(self._jobs.epoch)
         if newest > self._attempt.number:
             return Ending(launch_error=f"attempt {newest} of this job exists already")
-        live = self._world.nodes.live_nodes()
+        live = self._world.nodes.list_live_nodes()
         gone = tuple(part.node for part in self._attempt.placement if part.node not in live)
         if gone:
             return Ending(nodes_lost=gone)
@@ -345,7 +345,7 @@ class AttemptWatch:
             folder.mkdir(parents=True, exist_ok=True)
         copy_upload(self._asked, self._world.home)
         write_durably(self._jobs.epoch, str(self._attempt.number))
-        self._free_before_bytes = self._world.nodes.free_bytes_when_idle(self._devices)
+        self._free_before_bytes = self._world.nodes.list_free_bytes_when_idle(self._devices)
         placed = self._world.launchers.create_launchers(self._attempt, self._jobs, live)
         return Ending(launch_error=placed) if isinstance(placed, str) else placed
 
@@ -358,7 +358,7 @@ class AttemptWatch:
             part.node for part in self._attempt.placement if part.node not in launchers.nodes
         }
         spec = self._job.spec
-        output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
+        output = self._folder.output if self._attempt.probe else get_output_folder(spec, self._jobs)
         recovered = any(map(ran_out_of_memory, self._job.attempts))
         progress = Progress(
             spec,
@@ -379,10 +379,10 @@ class AttemptWatch:
                     ending.lost_before = frozenset(gang.lost)
                 if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
                     cpu_s = sum(status["cpu_s"] for status in gang.statuses.values())
-                    ending.hung_for_s = progress.hung_for_s(
-                        self._world.nodes.idle_for_s(self._devices), cpu_s
+                    ending.hung_for_s = progress.find_hung_for_s(
+                        self._world.nodes.compute_idle_for_s(self._devices), cpu_s
                     )
-                    pace = progress.changed_pace(known_step_s, self._world.clock())
+                    pace = progress.find_changed_pace(known_step_s, self._world.clock())
                     if pace is not None:
                         known_step_s = pace.step_s
                         self._emit_event(
@@ -409,7 +409,7 @@ class AttemptWatch:
         asks again.
         """
         self._confirm_ownership()
-        grace_s = 0.0 if requested_end.hung_for_s is not None else self._failure_grace_s(gang)
+        grace_s = 0.0 if requested_end.hung_for_s is not None else self._find_failure_grace_s(gang)
         if grace_s is not None and not requested_end.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that
             # said why
@@ -445,7 +445,7 @@ class AttemptWatch:
 
     def _poll_launchers(self, gang: Gang) -> None:
         """Wait at most one tick for a changed status of any launcher."""
-        live = self._world.nodes.live_nodes()
+        live = self._world.nodes.list_live_nodes()
         for node, status in gang.group.poll(gang.list_open_nodes(), TICK_S).items():
             if status is None:
                 gang.lost.add(node)
@@ -453,7 +453,7 @@ class AttemptWatch:
                 gang.statuses[node] = status
         gang.lost.update(node for node in gang.list_open_nodes() if node not in live)
 
-    def _failure_grace_s(self, gang: Gang) -> float | None:
+    def _find_failure_grace_s(self, gang: Gang) -> float | None:
         """Return the seconds that the other nodes' ranks have left after a node failed; None
         without a failure.
         """
@@ -465,7 +465,7 @@ class AttemptWatch:
     def _make_ending(
         self, gang: Gang, requested_end: EndingGang, logged_steps: tuple[int, int] | None
     ) -> Ending:
-        live = self._retry(self._world.nodes.live_nodes)
+        live = self._retry(self._world.nodes.list_live_nodes)
         for node in sorted(gang.lost & live.keys()):
             pids = [*gang.statuses[node]["pids"].values()] if node in gang.statuses else []
             self._retry(
@@ -477,7 +477,7 @@ class AttemptWatch:
         first = (
             min(firsts, key=lambda failure: failure[1])[0]
             if firsts
-            else first_failed_rank(self._folder, self._started)
+            else find_first_failed_rank(self._folder, self._started)
         )
         errors = [
             status["error"]

@@ -94,14 +94,14 @@ class Accounts:
         """
         if not token.startswith(PREFIX):
             return None
-        return self._query_principal(_token_digest(token), f"{OWNER} AND digest = :key")
+        return self._query_principal(_compute_token_digest(token), f"{OWNER} AND digest = :key")
 
     def find_token_number(self, token: str) -> int | None:
         """Return the record number of a valid token; None for any other."""
         if self.find_principal_by_token(token) is None:
             return None
         rows = self._query_rows(
-            "SELECT id FROM tokens WHERE digest = :digest", digest=_token_digest(token)
+            "SELECT id FROM tokens WHERE digest = :digest", digest=_compute_token_digest(token)
         )
         return rows[0].id if rows else None
 
@@ -153,7 +153,7 @@ class Accounts:
             )
             delete = sa.text("DELETE FROM users WHERE name = :name")
             if not connection.execute(delete, {"name": user_name}).rowcount:
-                raise _unknown_user_error(user_name)
+                raise _make_unknown_user_error(user_name)
         self._principals.clear()
 
     def list_users(self) -> Sequence[User]:
@@ -241,7 +241,7 @@ class Accounts:
         now_s = self._clock()
         values = {
             "user": user,
-            "digest": _token_digest(token_text),
+            "digest": _compute_token_digest(token_text),
             "shown": token_beginning,
             "created_at": now_s,
             "expires_at": None if lifetime_s is None else now_s + lifetime_s,
@@ -249,7 +249,7 @@ class Accounts:
         with self._transaction() as connection:
             owner = sa.text("SELECT name FROM users WHERE name = :name")
             if connection.execute(owner, {"name": user}).one_or_none() is None:
-                raise _unknown_user_error(user)
+                raise _make_unknown_user_error(user)
             row = connection.execute(sa.text(ADD_TOKEN), values).one()
         return Token(**row._asdict())
 
@@ -291,9 +291,9 @@ def _parse_role(user_name: str, role_text: str) -> Role | None:
         return None
 
 
-def _token_digest(token: str) -> str:
+def _compute_token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _unknown_user_error(user_name: str) -> ServiceError:
+def _make_unknown_user_error(user_name: str) -> ServiceError:
     return UnknownError(f"there is no user {user_name!r}. `orc user list` shows them")

@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
-from orchestrator.backends.journal.ownership import FileLock, Lease, database_connect_args
+from orchestrator.backends.journal.ownership import FileLock, Lease, make_connect_arguments
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
@@ -162,7 +162,7 @@ class Database:
             if stop.wait(min(wait_s, LOOK_EVERY_S)):
                 raise ServiceError(f"journal {self.name}: the wait for its lease was ended.")
             with suppress(ServiceError), self._connect() as connection:
-                wait_s = lease.seconds_left(connection)
+                wait_s = lease.read_seconds_left(connection)
 
     def _take_lease_or_wait_s(self, connection: sa.Connection, lease: Lease) -> float:
         """Take the lease and migrate the tables. Return 0 on success, else the seconds until the
@@ -252,7 +252,7 @@ def _make_engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
             max_overflow=0,
             pool_pre_ping=True,
             hide_parameters=True,
-            connect_args=database_connect_args(),
+            connect_args=make_connect_arguments(),
             execution_options={"postgresql_readonly": reads_only},
         )
     engine = sa.create_engine(

@@ -64,7 +64,7 @@ class Codec:
 
     def __init__(self, type_form: Any) -> None:
         """Make the codec of a type, which is any annotation that pydantic takes."""
-        schema = _without_rules(TypeAdapter(type_form).core_schema)
+        schema = _drop_rules(TypeAdapter(type_form).core_schema)
         # each class has a validator of its own, which was made from its schema with all rules
         self._validator = SchemaValidator(schema, AS_WRITTEN, _use_prebuilt=False)
         self._serializer = SchemaSerializer(schema, AS_WRITTEN, _use_prebuilt=False)
@@ -89,7 +89,7 @@ class Codec:
             place = ".".join(str(part) for part in first["loc"])
             raise Unreadable(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
 
-    def round_trip(self, value: object) -> Any:
+    def encode_and_decode(self, value: object) -> Any:
         """Return the value as it is after writing and reading; a lone surrogate in a text becomes
         `?`.
 
@@ -114,23 +114,23 @@ def find_codec(type_form: Any) -> Codec:
 _made = functools.cache(Codec)
 
 
-def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
+def _drop_rules(schema: Any, *, is_parsed: bool = False) -> Any:
     """Return a copy of pydantic's core schema that reads the same forms but checks no rules.
 
     `is_parsed`: the written form of the field differs from its value, so that its parser stays.
     """
     if isinstance(schema, list | tuple):
-        return type(schema)(_without_rules(part) for part in schema)
+        return type(schema)(_drop_rules(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
     if kind in FUNCTIONS:
         is_parsed = is_parsed or "serialization" in schema
         if not is_parsed:
-            inner = _without_rules(schema["schema"])
+            inner = _drop_rules(schema["schema"])
             return inner | {"ref": schema["ref"]} if "ref" in schema else inner
-        return schema | {"schema": _without_rules(schema["schema"], is_parsed=True)}
-    parts = {key: part if key in DATA else _without_rules(part) for key, part in schema.items()}
+        return schema | {"schema": _drop_rules(schema["schema"], is_parsed=True)}
+    parts = {key: part if key in DATA else _drop_rules(part) for key, part in schema.items()}
     if kind in BOUNDED:
         parts = {key: part for key, part in parts.items() if key not in RULES}
     if kind in ("dataclass", "model"):
@@ -141,11 +141,11 @@ def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
     if kind == "dataclass":
         parts["post_init"] = False
         if parts["cls"] in REPORTS:
-            return _with_report_bounds(parts)
+            return _add_report_bounds(parts)
     return parts
 
 
-def _with_report_bounds(schema: JsonObject) -> JsonObject:
+def _add_report_bounds(schema: JsonObject) -> JsonObject:
     """Return the schema of a rank's report with a step that cuts values of earlier versions to
     today's bounds.
     """

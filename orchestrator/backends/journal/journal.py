@@ -196,7 +196,7 @@ class Journal:
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
         changed = [
             {"row": job.id, "body": self._job.write(job)}
-            for job in state.jobs.changed_since(self._saved)
+            for job in state.jobs.iterate_changed_since(self._saved)
         ]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
         rewritten = [row for row in changed if row["row"] in self._saved]
@@ -250,7 +250,7 @@ class Journal:
         jobs = (self.set_aside.read_or_set_aside(self._job, _jobs.name, *row) for row in rows)
         return [job for job in jobs if job is not None]
 
-    def status_and_end_by_job(self) -> dict[str, tuple[str, float]]:
+    def read_status_and_end_by_job(self) -> dict[str, tuple[str, float]]:
         """Return {job id: (status, end in seconds since 1970)} of all ended jobs, oldest end first."""
         columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
         with self.database.transaction() as connection:
@@ -278,14 +278,14 @@ class Journal:
                 ended=dict(self._ended),
                 undelivered=self.outbox.count_undelivered(connection),
                 notices=self.notices.count_undelivered(connection),
-                oldest_notices_s=self.notices.oldest_waiting_s_by_target(connection),
+                oldest_notices_s=self.notices.read_oldest_waiting_s_by_target(connection),
             )
 
     def iterate_events(self) -> Iterator[Event]:
         """Yield every event ever appended, oldest first."""
         return (event for event, _ in self.iterate_history())
 
-    def first_event_at_s(self) -> float | None:
+    def read_first_event_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
@@ -355,7 +355,7 @@ class Journal:
         read back.
         """
         try:
-            return self._event.round_trip(event)
+            return self._event.encode_and_decode(event)
         except Unreadable as error:
             raise SpecError(
                 f"the journal could not be read with it: {error}", source="the journal"

@@ -233,7 +233,7 @@ class Notices(Outbox[Notice]):
                 dropped,
             )
 
-    def oldest_waiting_s_by_target(self, connection: sa.Connection) -> dict[str, float]:
+    def read_oldest_waiting_s_by_target(self, connection: sa.Connection) -> dict[str, float]:
         """Return {target: time of its oldest waiting notice}, in seconds since 1970, for targets
         that lack a notice.
         """

@@ -89,7 +89,7 @@ class Lease:
         """
         return 1.5 * LEASE_S
 
-    def seconds_left(self, connection: sa.Connection) -> float:
+    def read_seconds_left(self, connection: sa.Connection) -> float:
         """Return the seconds until the lease expires, negative afterwards. Locks no row, so that a
         stopped standby blocks nobody.
         """
@@ -114,7 +114,7 @@ class Lease:
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         connection.execute(
             _lease.update().values(
-                fence=self._fence, holder=holder, expires_at=_now + _lease_interval()
+                fence=self._fence, holder=holder, expires_at=_now + _make_lease_interval()
             )
         )
         self._renewed_s = asked_s
@@ -124,7 +124,7 @@ class Lease:
         """Extend the lease by LEASE_S, and lock its row. Raises ServiceError where it is lost."""
         asked_s = time.monotonic()
         mine = _lease.update().where(_lease.c.fence == self._fence)
-        if connection.execute(mine.values(expires_at=_now + _lease_interval())).rowcount != 1:
+        if connection.execute(mine.values(expires_at=_now + _make_lease_interval())).rowcount != 1:
             raise ServiceError(
                 f"journal {self._journal} was taken over by {self.read_holder(connection)} while this process was "
                 f"silent for more than {LEASE_S:g} s. It acts and writes no more; nothing of this change was kept."
@@ -143,11 +143,11 @@ class Lease:
         return str(connection.execute(sa.select(_lease.c.holder)).scalar_one())
 
 
-def _lease_interval() -> sa.ColumnElement[object]:
+def _make_lease_interval() -> sa.ColumnElement[object]:
     return sa.func.make_interval(0, 0, 0, 0, 0, 0, LEASE_S)
 
 
-def database_connect_args() -> dict[str, object]:
+def make_connect_arguments() -> dict[str, object]:
     """Return psycopg's connection arguments for the lease's holder: limits on idle transactions and
     on waits for locks.
 

@@ -11,8 +11,8 @@ from orchestrator.specs.attempt import (
     AttemptStatus,
     NodeDevices,
     Placement,
-    attempt_name,
-    device_count,
+    count_devices,
+    make_attempt_name,
 )
 from orchestrator.specs.choices import Engine, ParallelLayout, Precision
 from orchestrator.specs.events import Submitted
@@ -45,13 +45,13 @@ def salvage_job(
     number, placement = launches[-1] if launches else (0, ())
     is_free = any(_is_release_event(_parse_object(text), job_id, number) for text in release_texts)
     attempts = tuple(
-        _placeholder_attempt(job_id, n, placement, released=n < number or is_free)
+        _make_placeholder_attempt(job_id, n, placement, released=n < number or is_free)
         for n in range(1, number + 1)
     )
     runs = bool(attempts) and not is_free
     return Job(
         id=job_id,
-        spec=_placeholder_spec(name, raw.get("spec")),
+        spec=_make_placeholder_spec(name, raw.get("spec")),
         order=int(order) if order.isdecimal() else 0,
         submitted_at_s=_number_or_zero(raw.get("submitted_at_s")),
         status=JobStatus.RUNNING if runs else JobStatus.QUEUED,
@@ -70,7 +70,7 @@ def salvage_submission(body: str, reason: str) -> Submitted | None:
     order = raw.get("order")
     if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):
         return None
-    spec = _placeholder_spec(job_id.rpartition("-")[0], raw.get("spec"))
+    spec = _make_placeholder_spec(job_id.rpartition("-")[0], raw.get("spec"))
     return Submitted(
         job_id=job_id,
         order=order,
@@ -92,7 +92,7 @@ def _number_or_zero(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _placeholder_spec(job_name: str, raw: object) -> JobSpec:
+def _make_placeholder_spec(job_name: str, raw: object) -> JobSpec:
     user = raw.get("user") if isinstance(raw, dict) else None
     spec = JobSpec(name="unreadable", command=(UNKNOWN_PROGRAM,), global_batch_size=1)
     return spec.model_copy(
@@ -111,7 +111,7 @@ def _parse_launch(job_id: str, decision_line: str) -> tuple[int, Placement] | No
     if (
         not number.isdecimal()
         or len(number) > DIGITS_MAX
-        or parts[1] != attempt_name(job_id, int(number))
+        or parts[1] != make_attempt_name(job_id, int(number))
     ):
         return None
     nodes = (part.rpartition(":") for part in parts[3 : parts.index("as")])
@@ -128,10 +128,10 @@ def _is_release_event(raw: Mapping[str, Any], job_id: str, attempt_number: int) 
     )
 
 
-def _placeholder_attempt(
+def _make_placeholder_attempt(
     job_id: str, attempt_number: int, placement: Placement, *, released: bool
 ) -> Attempt:
-    devices = device_count(placement)
+    devices = count_devices(placement)
     plan = Plan(
         engine=Engine.SCRIPT,
         layout=ParallelLayout(dp=max(1, devices)),

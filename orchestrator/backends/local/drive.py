@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
-from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.job_updates import replace_job
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch, Record
@@ -62,5 +62,5 @@ class LocalScheduler:
                     attempt, plan=plan, estimate=candidate.estimate, step_s=candidate.step_s
                 )
                 self.job = replace(job, attempts=(*job.attempts[:-1], attempt))
-                self.scheduler = Scheduler(with_job(state, self.job))
+                self.scheduler = Scheduler(replace_job(state, self.job))
                 return

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.durable import open_to_append
-from orchestrator.backends.attempts.launcher import Launcher, rank_preexec_hook
+from orchestrator.backends.attempts.launcher import Launcher, make_rank_preexec_hook
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.specs.run import AttemptFolder
 
@@ -187,7 +187,7 @@ class Foreground(Launcher):
         return {name: self.terminal.rank_side for stream, name in streams if os.isatty(stream)}
 
     def _preexec_hook(self) -> Callable[[], None]:
-        afresh = rank_preexec_hook()
+        afresh = make_rank_preexec_hook()
         terminal = self.terminal
 
         def hook() -> None:

@@ -182,7 +182,7 @@ class LaunchRun:
             answer: JsonObject = json.loads(text)
         except ValueError:
             if self._signals:  # which ended it
-                return {"exit": self._exit_code_after(0)}
+                return {"exit": self._choose_exit_code(0)}
             if "request" in question and not self._options.dry_run:
                 print_message("its core failed: the command runs as typed, without it")
                 exec_command(self._options.command)
@@ -220,7 +220,7 @@ class LaunchRun:
         attempt; else store the attempt, and return None.
         """
         if self._signals:
-            return self._exit_code_after(0)
+            return self._choose_exit_code(0)
         folder = AttemptFolder(plan["folder"])
         files = RedirectedOutput()
         status = self._run_ranks(plan, folder)
@@ -238,7 +238,7 @@ class LaunchRun:
         if status["error"] and not status["pids"]:
             print_message(status["error"])
             return NO_PROGRAM if status["no_program"] else OWN_ERROR
-        self._code = self._exit_code_after(code)
+        self._code = self._choose_exit_code(code)
         is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
         return None if is_judged and not has_lost_reader() else self._code
 
@@ -266,7 +266,7 @@ class LaunchRun:
                 launcher.terminal.close()
         return status
 
-    def _exit_code_after(self, script_code: int) -> int:
+    def _choose_exit_code(self, script_code: int) -> int:
         """Return the exit code for the script's own code: 143 after SIGTERM, else the script's
         code.
 

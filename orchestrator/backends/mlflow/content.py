@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 
 from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, get_predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.failures.out_of_memory import count_caught_errors
 from orchestrator.scheduling.reports.comparison import Comparison
-from orchestrator.scheduling.reports.comparison_rows import model_flops_utilisation
+from orchestrator.scheduling.reports.comparison_rows import compute_model_flops_utilisation
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -71,19 +71,19 @@ def run_key(job: Job, attempt_number: int) -> str:
     return f"{job.key}/{attempt_number}"
 
 
-def comparison_key(job: Job) -> str:
+def make_comparison_key(job: Job) -> str:
     """Return the key of the comparison to which the job belongs. It is unique across homes."""
     return f"{job.array}@{job.submitted_at_s!r}"
 
 
-def sweep_key(sweep_id: str, submitted_at_s: float) -> str:
+def make_sweep_key(sweep_id: str, submitted_at_s: float) -> str:
     """Return the key of the sweep that was submitted at this time (seconds since 1970). It is
     unique across homes.
     """
     return f"{sweep_id}@{submitted_at_s!r}"
 
 
-def job_run_content(
+def make_job_run_content(
     job: Job, hide_secrets: Hide, compare_url: str, picture: Picture | None = None
 ) -> RunContent:
     """Return the content of the run of a whole job.
@@ -102,8 +102,8 @@ def job_run_content(
         "status": job.status,
         "reason": hide_secrets(describe_status_with_holder(job)),
         "job_spec": hide_secrets(json.dumps(spec)),
-        "mlflow.note.content": hide_secrets(_job_description(job, compare_url)),
-        **source_tags(job, hide_secrets),
+        "mlflow.note.content": hide_secrets(_describe_job(job, compare_url)),
+        **make_source_tags(job, hide_secrets),
     }
     params = {
         "family": job.spec.family_name,
@@ -116,8 +116,8 @@ def job_run_content(
         params["global_batch_size"] = str(job.spec.global_batch_size)
     return RunContent(
         name=job.id,
-        start_ms=_milliseconds(job.submitted_at_s),
-        end_ms=None if end_s is None else _milliseconds(end_s),
+        start_ms=_convert_to_milliseconds(job.submitted_at_s),
+        end_ms=None if end_s is None else _convert_to_milliseconds(end_s),
         status={JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}.get(
             job.status, "FAILED"
         ),
@@ -129,7 +129,7 @@ def job_run_content(
     )
 
 
-def attempt_run_content(
+def make_attempt_run_content(
     job: Job,
     attempt: Attempt,
     hide_secrets: Hide,
@@ -159,7 +159,7 @@ def attempt_run_content(
         "peak_moment": attempt.estimate.moment,
         "orc_version": importlib.metadata.version("orchestrator"),
         **attempt.versions,
-        **source_tags(job, hide_secrets),
+        **make_source_tags(job, hide_secrets),
     }
     if attempt.probe:
         tags["probe"] = "true"
@@ -184,8 +184,8 @@ def attempt_run_content(
     killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
     return RunContent(
         name=attempt.name,
-        start_ms=_milliseconds(attempt.launched_at_s),
-        end_ms=_milliseconds(
+        start_ms=_convert_to_milliseconds(attempt.launched_at_s),
+        end_ms=_convert_to_milliseconds(
             attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s
         )
         if ended
@@ -195,20 +195,20 @@ def attempt_run_content(
         params=_cut_texts(
             {
                 **list_recorded_settings(job.spec, attempt.plan),
-                **_training_parameters(job.spec),
+                **_list_training_parameters(job.spec),
                 "placement": place,
             }
         ),
         metrics={
-            **_attempt_metric_values(attempt, observation),
-            **_rate_metrics(job, attempt, device),
+            **_list_attempt_metric_values(attempt, observation),
+            **_compute_rate_metrics(job, attempt, device),
         },
-        texts=_attempt_texts(attempt, hide_secrets)
+        texts=_list_attempt_texts(attempt, hide_secrets)
         | ({"explanation.txt": hide_secrets("\n".join(explanation))} if explanation else {}),
     )
 
 
-def source_tags(job: Job, hide_secrets: Hide) -> dict[str, str]:
+def make_source_tags(job: Job, hide_secrets: Hide) -> dict[str, str]:
     """Return the run's tags of code and user, named as MLflow's context providers do
     (mlflow/tracking/context, 3.17).
     """
@@ -292,7 +292,7 @@ def parse_samples_and_next_number(
         row = parse_metric_row(text_line)
         if "at_s" not in row:
             continue
-        at_ms = _milliseconds(row["at_s"])
+        at_ms = _convert_to_milliseconds(row["at_s"])
         points += [
             MetricPoint(name, float(value), at_ms, first_number)
             for name, value in row.items()
@@ -302,8 +302,10 @@ def parse_samples_and_next_number(
     return points, first_number
 
 
-def _attempt_metric_values(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
-    predicted = predicted_peak_bytes(attempt)
+def _list_attempt_metric_values(
+    attempt: Attempt, observation: Observation | None
+) -> dict[str, float]:
+    predicted = get_predicted_peak_bytes(attempt)
     overhead_bytes = None if observation is None else observation.overhead_bytes
     evidence = attempt.evidence
     reserved_bytes = (
@@ -331,7 +333,7 @@ def _attempt_metric_values(attempt: Attempt, observation: Observation | None) ->
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _training_parameters(spec: JobSpec) -> dict[str, str]:
+def _list_training_parameters(spec: JobSpec) -> dict[str, str]:
     """Return a model's learning rate, seed and steps as parameters of its run; {} for a script,
     whose command has them.
     """
@@ -349,7 +351,9 @@ def _training_parameters(spec: JobSpec) -> dict[str, str]:
     }
 
 
-def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:
+def _compute_rate_metrics(
+    job: Job, attempt: Attempt, device: DeviceSpec | None
+) -> dict[str, float]:
     """Return metrics by name: samples and tokens per second, utilisation, device-seconds and cost,
     as far as known.
 
@@ -363,7 +367,7 @@ def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict
         metrics["samples_per_s"] = samples_per_s
         if not job.spec.is_script and plan.sequence_length:
             metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
-        metrics["mfu"] = model_flops_utilisation(job, plan, device, step_s)
+        metrics["mfu"] = compute_model_flops_utilisation(job, plan, device, step_s)
     if attempt.ended_at_s is not None:
         device_s = plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
         metrics["device_seconds"] = device_s
@@ -372,7 +376,7 @@ def _rate_metrics(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def _attempt_texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
+def _list_attempt_texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
     estimate = correct_estimate(attempt.estimate, attempt.correction)
     totals = {
         name: getattr(estimate, name)
@@ -398,22 +402,22 @@ def _attempt_texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
     return texts
 
 
-def _job_description(job: Job, compare: str) -> str:
+def _describe_job(job: Job, compare: str) -> str:
     """Return the job's description in Markdown, which MLflow shows above its run."""
     last = job.attempts[-NOTED_ATTEMPTS:]
     return _fill_template(
-        "job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes
+        "job", job, describe_status_with_holder(job), compare, last, get_predicted_peak_bytes
     )
 
 
-def comparison_description(comparison: Comparison, mlflow_link: str) -> str:
+def describe_comparison(comparison: Comparison, mlflow_link: str) -> str:
     """Return the Markdown description of a comparison's run: its result, and a table of its
     strategies.
     """
     return _fill_template("comparison", comparison, mlflow_link)[:TEXT_MAX]
 
 
-def sweep_description(report: SweepReport, mlflow_link: str) -> str:
+def describe_sweep(report: SweepReport, mlflow_link: str) -> str:
     """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
     return _fill_template("sweep", report, mlflow_link)[:TEXT_MAX]
 
@@ -431,5 +435,5 @@ def _cut_texts(texts: Mapping[str, str]) -> dict[str, str]:
     return {name: str(text)[:TEXT_MAX] for name, text in texts.items()}
 
 
-def _milliseconds(seconds: float) -> int:
+def _convert_to_milliseconds(seconds: float) -> int:
     return int(1000 * seconds)

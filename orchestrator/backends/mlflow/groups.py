@@ -13,10 +13,10 @@ from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.contact import Contact
 from orchestrator.backends.mlflow.content import (
     compare_url,
-    comparison_description,
-    comparison_key,
-    sweep_description,
-    sweep_key,
+    describe_comparison,
+    describe_sweep,
+    make_comparison_key,
+    make_sweep_key,
 )
 from orchestrator.backends.mlflow.frontier_png import draw_figure
 from orchestrator.backends.ports import Lookups
@@ -54,11 +54,11 @@ class ParentRuns:
         sweep = self._lookups.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
         if (
             sweep is not None
-            and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}"
+            and tags.get("orc.run") == f"sweep {make_sweep_key(sweep.id, sweep.submitted_at_s)}"
         ):
             self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
 
-    def parent_tags(self, contact: Contact, job: Job) -> dict[str, str]:
+    def make_parent_tags(self, contact: Contact, job: Job) -> dict[str, str]:
         """Return the tags that put a job's runs below the parent run of its comparison or sweep; {}
         for other jobs.
 
@@ -67,14 +67,14 @@ class ParentRuns:
         if job.array is not None and job.spec.trial is not None:
             sweep = self._lookups.sweep(job.array)
             begun_s = job.submitted_at_s if sweep is None else sweep.submitted_at_s
-            key = sweep_key(job.array, begun_s)
+            key = make_sweep_key(job.array, begun_s)
             tags = {"orc.run": f"sweep {key}", SWEEP_OF_TAG: job.array}
             run_id = self._find_or_create_run(contact, job.array, begun_s, tags)
             self._sweeps.setdefault(run_id, job.array)
             return {"mlflow.parentRunId": run_id, SWEEP_TAG: key}
         if job.array is None or not job.spec.is_compared:
             return {}
-        key = comparison_key(job)
+        key = make_comparison_key(job)
         tags = {"orc.run": f"comparison {key}", "orc.comparison_of": job.spec.family_name}
         return {
             "mlflow.parentRunId": self._find_or_create_run(
@@ -107,7 +107,7 @@ class ParentRuns:
             report = self._lookups.sweep(sweep_id)
             if report is None or not report.ended or report.live:
                 continue
-            key = sweep_key(sweep_id, report.submitted_at_s)
+            key = make_sweep_key(sweep_id, report.submitted_at_s)
             runs = contact.client.search_runs(
                 [contact.experiment_id], f"tags.`{SWEEP_TAG}` = '{key}'", max_results=RUNS_MAX
             )
@@ -147,7 +147,7 @@ class ParentRuns:
         )
         for name in ("method", "metric", "goal"):
             contact.client.log_param(run_id, name, getattr(report, name))
-        contact.client.set_tag(run_id, "mlflow.note.content", sweep_description(report, link))
+        contact.client.set_tag(run_id, "mlflow.note.content", describe_sweep(report, link))
         contact.client.log_text(run_id, json.dumps(asdict(report), indent=2), "sweep.json")
 
     def end_comparison(
@@ -188,7 +188,7 @@ class ParentRuns:
             self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
         )
         contact.client.set_tag(
-            run_id, "mlflow.note.content", hide(comparison_description(report, link))
+            run_id, "mlflow.note.content", hide(describe_comparison(report, link))
         )
         rows = json.dumps([asdict(row) for row in report.rows], indent=2)
         contact.client.log_text(run_id, hide(rows), "comparison.json")
@@ -198,7 +198,7 @@ class ParentRuns:
         contact.client.set_terminated(run_id, "FINISHED")
 
 
-def attempt_run_name(job: Job, attempt: Attempt) -> str:
+def make_attempt_run_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
         member = job.spec.member
@@ -211,7 +211,7 @@ def attempt_run_name(job: Job, attempt: Attempt) -> str:
     return job.id if attempt.number == 1 else attempt.name
 
 
-def trial_parameters(job: Job) -> dict[str, str]:
+def list_trial_parameters(job: Job) -> dict[str, str]:
     """Return the hyperparameters of a trial's job, as parameters of its MLflow run; {} for other
     jobs.
     """

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.backends.attempts.launcher import die_with_parent_hook
+from orchestrator.backends.attempts.launcher import make_die_with_parent_hook
 from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, list_top_files
 from orchestrator.backends.mlflow.server import PASSED_ON
 from orchestrator.backends.ports import Lookups
@@ -81,7 +81,7 @@ class OutputQueue:
                 client.set_tag(
                     self._current.run_id,
                     MODEL_TAG,
-                    f"not copied: {self._last_log_line(self._current)}"[:500],
+                    f"not copied: {self._read_last_log_line(self._current)}"[:500],
                 )
             self._process = self._current = None
         if self._waiting:
@@ -111,12 +111,12 @@ class OutputQueue:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_parent_hook(),
+                preexec_fn=make_die_with_parent_hook(),
             )
         self._current = copy
         self._until_s = time.monotonic() + COPY_S
 
-    def _last_log_line(self, copy: _Copy) -> str:
+    def _read_last_log_line(self, copy: _Copy) -> str:
         try:
             return " ".join(
                 self._log_path(copy).read_text(errors="replace").strip().splitlines()[-1:]

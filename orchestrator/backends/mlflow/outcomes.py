@@ -29,7 +29,7 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     Raises ServiceError where MLflow does not answer. Raises SpecError where no attempt was
     recorded, or no MLflow store exists, since the client would create one.
     """
-    if not tracking_uri.startswith(SERVERS) and not _sqlite_path(tracking_uri).is_file():
+    if not tracking_uri.startswith(SERVERS) and not _get_sqlite_path(tracking_uri).is_file():
         raise SpecError(
             "no MLflow is there",
             path="--from-mlflow",
@@ -70,7 +70,7 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     )
 
 
-def _sqlite_path(uri: str) -> Path:
+def _get_sqlite_path(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE) if uri.startswith(SQLITE) else "")
 
 

@@ -232,7 +232,7 @@ def _make_private_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def short_socket_path(mlflow_folder: Path) -> Iterator[str]:
+def make_short_socket_path(mlflow_folder: Path) -> Iterator[str]:
     """Yield a short path to the server's socket file in a folder, to connect to it. Raises OSError.
 
     The kernel allows 107 bytes, and a home may have a longer path: this path leads through an open
@@ -252,7 +252,7 @@ def connect_socket(mlflow_folder: Path, timeout_s: float | None) -> socket.socke
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        with short_socket_path(mlflow_folder) as path:
+        with make_short_socket_path(mlflow_folder) as path:
             connection.connect(path)
     except OSError:
         connection.close()

@@ -17,9 +17,9 @@ from orchestrator.backends.mlflow.contact import Contact, limit_mlflow_requests
 from orchestrator.backends.mlflow.content import (
     MetricPoint,
     RunContent,
-    attempt_run_content,
     compare_url,
-    job_run_content,
+    make_attempt_run_content,
+    make_job_run_content,
     parse_curves_and_elapsed_ms,
     parse_samples_and_next_number,
     run_key,
@@ -28,9 +28,9 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import draw_figure
 from orchestrator.backends.mlflow.groups import (
     ParentRuns,
-    attempt_run_name,
     list_compared_runs,
-    trial_parameters,
+    list_trial_parameters,
+    make_attempt_run_name,
 )
 from orchestrator.backends.mlflow.models import OutputQueue
 from orchestrator.backends.mlflow.server import (
@@ -173,8 +173,8 @@ class MlflowTracker(Tracker):
     def _send_job(self, contact: Contact, job: Job) -> None:
         hide = make_hider(job.spec, os.environ)
         state = self._lookups.state()
-        job_run = job_run_content(job, hide, "")
-        compared = self._groups.parent_tags(contact, job)
+        job_run = make_job_run_content(job, hide, "")
+        compared = self._groups.make_parent_tags(contact, job)
         is_recorded = not compared or (
             job.status.ended and not job.attempts
         )  # else its attempts stand for it
@@ -194,12 +194,12 @@ class MlflowTracker(Tracker):
             )
             observation = find_observation(state, job, attempt)
             device = find_device_spec(state, attempt.device)
-            content = attempt_run_content(job, attempt, hide, explanation, observation, device)
+            content = make_attempt_run_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 content = replace(
                     content,
-                    name=attempt_run_name(job, attempt),
-                    params={**trial_parameters(job), **job_run.params, **content.params},
+                    name=make_attempt_run_name(job, attempt),
+                    params={**list_trial_parameters(job), **job_run.params, **content.params},
                     tags={**content.tags, "job_spec": job_run.tags["job_spec"]},
                 )
             ids.append(
@@ -216,14 +216,14 @@ class MlflowTracker(Tracker):
             compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
         )
         picture = make_plan_chart(state, job) if job.status.ended and job.attempts else None
-        content = job_run_content(job, hide, compare, picture)
+        content = make_job_run_content(job, hide, compare, picture)
         if is_unstarted:
             self._end_run(contact, run_key(job, 0), content)
         else:
             self._send_content(
                 contact,
                 run_key(job, 0),
-                replace(content, params={**trial_parameters(job), **content.params}),
+                replace(content, params={**list_trial_parameters(job), **content.params}),
             )
         if compared:
             self._groups.end_comparison(contact, job, compared, hide)

@@ -26,7 +26,7 @@ class Target(Receiver[Notice]):
         self._cluster = cluster
         self._secrets = secrets
 
-    def group_name(self, body: Notice) -> str:
+    def get_group_name(self, body: Notice) -> str:
         """Return the notice's own id as its group, so that each notice is sent alone."""
         return body.id
 
@@ -95,7 +95,7 @@ class WebhookTarget(Target):
 class AppriseTarget(Target):
     """Target by apprise, such as mail or chat. Notices that wait together become one message."""
 
-    def group_name(self, body: Notice) -> str:
+    def get_group_name(self, body: Notice) -> str:
         """Return the group of a notice: reports are sent alone, all others together."""
         return body.id if body.kind == "report" else ""
 

@@ -48,7 +48,7 @@ def sign_message(key: bytes, message_id: str, timestamp_s: int, body: bytes) -> 
     return "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
 
 
-def webhook_body(notice: Notice, cluster_name: str) -> bytes:
+def make_webhook_body(notice: Notice, cluster_name: str) -> bytes:
     """Return the JSON body of the notice's webhook: type, timestamp of the event, and data. Equal
     notices give equal bytes.
     """
@@ -96,7 +96,7 @@ def _post_notice(
     connection = PinnedConnection(
         host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S
     )
-    body = webhook_body(notice, cluster)
+    body = make_webhook_body(notice, cluster)
     timestamp_s = int(time.time())
     headers = {
         "Host": parts.netloc,

@@ -19,7 +19,7 @@ from joserfc.jwk import KeySet
 
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
+from orchestrator.specs.oidc import OidcSpec, SignInError, require_safe_url
 
 ALGORITHMS = [
     "RS256",
@@ -107,7 +107,7 @@ class Provider:
             nonce={"essential": True, "value": nonce},
         )
         try:
-            claims = jwt.decode(token, self._keys_for(token), algorithms=ALGORITHMS).claims
+            claims = jwt.decode(token, self._fetch_keys_for(token), algorithms=ALGORITHMS).claims
             registry.validate(claims)
         except (JoseError, ValueError, TypeError, KeyError) as error:
             raise SignInError(f"the id token is refused: {type(error).__name__} {error}") from None
@@ -121,7 +121,7 @@ class Provider:
             )
         return claims
 
-    def _keys_for(self, token: str) -> KeySet:
+    def _fetch_keys_for(self, token: str) -> KeySet:
         """Return the provider's keys; fetch them again if they lack the token's key."""
         key_id = jws.extract_compact(token.encode()).headers().get("kid")
         with self._lock:
@@ -148,7 +148,7 @@ class Provider:
                 raise SignInError("the provider's discovery document is of another issuer")
             self._discovery = discovery, self._clock() + KEEP_S
         try:
-            return safe_url(str(discovery.get(endpoint_name, "")))
+            return require_safe_url(str(discovery.get(endpoint_name, "")))
         except ValueError as error:
             raise SignInError(f"the provider's {endpoint_name} cannot be used: {error}") from None
 

@@ -11,7 +11,7 @@ from orchestrator.backends.ray.address import LOOPBACK, force_node_address
 from orchestrator.backends.ray.embedded import (
     accepts_connection,
     find_local_address,
-    token_variables,
+    make_token_variables,
 )
 from orchestrator.specs.errors import ServiceError
 
@@ -38,7 +38,7 @@ def connect_to_ray(address: str, home: Path) -> None:
     try:
         ray.init(
             address=address,
-            namespace=home_namespace(home),
+            namespace=make_home_namespace(home),
             log_to_driver=False,
             logging_level=logging.WARNING,
             ignore_reinit_error=True,
@@ -47,7 +47,7 @@ def connect_to_ray(address: str, home: Path) -> None:
         raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
 
 
-def home_namespace(home: Path) -> str:
+def make_home_namespace(home: Path) -> str:
     """Return the Ray namespace of this home. Homes have different ones, since two homes may have a
     job of the same id.
     """
@@ -60,7 +60,7 @@ def _use_token(home: Path) -> None:
     The token is set by environment variables. Ray reads them once, when it is imported;
     `ray/_private/authentication_test_utils.py` resets them in the same way.
     """
-    os.environ.update(token_variables(home))
+    os.environ.update(make_token_variables(home))
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")

@@ -65,7 +65,9 @@ class OwnRay:
     """The Ray cluster that the service starts itself, on first use."""
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
-        """Store the arguments with which `address` starts Ray; nothing is started yet."""
+        """Store the arguments with which `start_and_get_address` starts Ray; nothing is started
+        yet.
+        """
         self._home = home
         self._cluster = cluster
         self._host = host
@@ -73,7 +75,7 @@ class OwnRay:
         self._starting = threading.Lock()
         self._is_over = False
 
-    def address(self) -> str:
+    def start_and_get_address(self) -> str:
         """Start Ray if it does not run, and return its address. Raises ServiceError where it does not start."""
         with self._starting:
             if self._is_over:
@@ -82,7 +84,7 @@ class OwnRay:
             self._state = read_record(self._home)
             return address
 
-    def known_address(self) -> str:
+    def get_known_address(self) -> str:
         """Return the address from the last start. Raises ServiceError before the first start."""
         if self._state is None:
             raise ServiceError("the service's Ray is starting: try again")
@@ -107,7 +109,7 @@ def start_embedded(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> st
     state = read_record(home)
     if state is None or find_local_address(home) is None:
         stop_embedded(home)
-        state = _new_record(f"{host}:{find_free_port()}", host)
+        state = _make_record(f"{host}:{find_free_port()}", host)
     nodes = []
     for node in cluster.nodes:
         for name in node.names:
@@ -125,7 +127,7 @@ def join_embedded(home: Path, node_name: str, node: NodeSpec, address: str, host
     state = read_record(home, record)
     if state is None or state["address"] != address:
         stop_embedded(home, record_file_name=record)
-        state = _new_record(address, host)
+        state = _make_record(address, host)
     _start_missing(home, record, state, [(node_name, node)], has_head=True)
 
 
@@ -146,7 +148,7 @@ def is_running(home: Path, node_name: str) -> bool:
     )
 
 
-def _new_record(address: str, host: str) -> JsonObject:
+def _make_record(address: str, host: str) -> JsonObject:
     temp_dir = tempfile.mkdtemp(
         prefix="orc-", dir="/tmp"
     )  # a Unix socket's path ends at 107 characters
@@ -247,7 +249,7 @@ def stop_embedded(
             (home / record_file_name).unlink(missing_ok=True)
 
 
-def token_variables(home: Path) -> dict[str, str]:
+def make_token_variables(home: Path) -> dict[str, str]:
     """Return the environment variables that authenticate a process in the embedded cluster.
 
     The token is created if it is missing, in a file of mode 0600.
@@ -363,7 +365,7 @@ def _start_node(
     with log_path.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**_ray_variables(), **RAY_ENV, **token_variables(home), **environment},
+            env={**_make_ray_variables(), **RAY_ENV, **make_token_variables(home), **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -372,7 +374,7 @@ def _start_node(
     return process, log_path
 
 
-def _ray_variables() -> dict[str, str]:
+def _make_ray_variables() -> dict[str, str]:
     """Return the environment of Ray's processes: what jobs inherit, but no choice of devices, which
     users could read.
     """

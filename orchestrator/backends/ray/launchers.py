@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.launcher import (
     LauncherStatus,
     RankStart,
 )
-from orchestrator.backends.attempts.leftovers import end_leftover_processes, process_mark
+from orchestrator.backends.attempts.leftovers import end_leftover_processes, make_process_mark
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
@@ -247,7 +247,9 @@ class RayLaunchers:
 
         Returns the launchers, or as text why they cannot be created.
         """
-        bundles = [_resource_bundle(part.devices, live[part.node]) for part in attempt.placement]
+        bundles = [
+            _make_resource_bundle(part.devices, live[part.node]) for part in attempt.placement
+        ]
         group = placement_group(
             bundles,
             strategy="PACK",
@@ -272,7 +274,7 @@ class RayLaunchers:
                     str(folder.path),
                     str(folders.epoch),
                     attempt.number,
-                    process_mark(folder, part.node),
+                    make_process_mark(folder, part.node),
                     Watched(
                         node=part.node,
                         devices=part.devices,
@@ -337,7 +339,7 @@ class RayLaunchers:
                 if not is_free:
                     self._kill_host(launcher)
                 internal_kv._internal_kv_del(
-                    launcher_name(attempt, node), namespace=_ray_namespace()
+                    make_launcher_name(attempt, node), namespace=_get_ray_namespace()
                 )
                 if is_free:  # nobody takes it for this attempt's any more
                     with self._lock:
@@ -372,7 +374,7 @@ class RayLaunchers:
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with contextlib.suppress(RayError):  # the node went too, and its processes with it
             orphans = task.remote(
-                process_mark(folder, node.launch.name), str(folder.path), list(pids)
+                make_process_mark(folder, node.launch.name), str(folder.path), list(pids)
             )
             ray.get(orphans, timeout=READY_TIMEOUT_S)
 
@@ -381,8 +383,8 @@ def _find_hosted(attempt: Attempt) -> dict[str, Hosted]:
     """Return the attempt's existing launchers, by node name."""
     hosted = {}
     for part in attempt.placement:
-        key = launcher_name(attempt, part.node)
-        name = internal_kv._internal_kv_get(key, namespace=_ray_namespace()) or key.encode()
+        key = make_launcher_name(attempt, part.node)
+        name = internal_kv._internal_kv_get(key, namespace=_get_ray_namespace()) or key.encode()
         # No actor has that name; or it has just died, and Ray has dropped its class before its name
         # (an assertion of `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray
         # 2.60.0, seen on a busy machine).
@@ -395,20 +397,20 @@ def _find_hosted(attempt: Attempt) -> dict[str, Hosted]:
 def _record_host(attempt: Attempt, node: str, host_name: str) -> None:
     """Store the name of the actor that hosts the launcher, for a later agent."""
     internal_kv._internal_kv_put(
-        launcher_name(attempt, node), host_name, namespace=_ray_namespace()
+        make_launcher_name(attempt, node), host_name, namespace=_get_ray_namespace()
     )
 
 
-def _ray_namespace() -> str:
+def _get_ray_namespace() -> str:
     return str(ray.get_runtime_context().namespace)
 
 
-def launcher_name(attempt: Attempt, node: str) -> str:
+def make_launcher_name(attempt: Attempt, node: str) -> str:
     """Return the name in Ray of the attempt's launcher on this node."""
     return f"{attempt.name}/{node}"
 
 
-def _resource_bundle(devices: tuple[int, ...], node: LiveNode) -> dict[str, float]:
+def _make_resource_bundle(devices: tuple[int, ...], node: LiveNode) -> dict[str, float]:
     assert isinstance(node, RayNode), node
     bundle: dict[str, float] = {f"gpu{index}": 1 for index in devices}
     if node.ray_gpus:

@@ -65,8 +65,8 @@ def patch_ray_or_explain() -> str | None:
         flag, _, _ = word.partition("=")
         if flag not in AGENTS:
             return word
-        session_dir = _flag_value("--session_dir", command)
-        node_id = _flag_value("--node_id", command)
+        session_dir = _get_flag_value("--session_dir", command)
+        node_id = _get_flag_value("--node_id", command)
         for name in AGENTS[flag]:  # the raylet waits for these files
             persist_port(session_dir, node_id, getattr(_raylet, name), UNUSED_PORT)
         stand_in = [
@@ -83,7 +83,7 @@ def patch_ray_or_explain() -> str | None:
     return None
 
 
-def _flag_value(flag: str, command: list[str]) -> str:
+def _get_flag_value(flag: str, command: list[str]) -> str:
     return next(word for word in command if word.startswith(f"{flag}=")).partition("=")[2]
 
 

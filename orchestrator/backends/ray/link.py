@@ -24,7 +24,7 @@ from orchestrator.backends.attempts.launcher import (
     BEFORE_TIMEOUT_S,
     LauncherStatus,
     RankStart,
-    die_with_parent_hook,
+    make_die_with_parent_hook,
 )
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
@@ -186,7 +186,7 @@ class AgentLink:
                     env={**select_inherited(os.environ), **select_matching(os.environ, RAYS)},
                     pass_fds=[far.fileno()],
                     stdin=subprocess.DEVNULL,
-                    preexec_fn=die_with_parent_hook(),
+                    preexec_fn=make_die_with_parent_hook(),
                 )
             agent = _Agent(process, channel)
             try:

@@ -39,7 +39,7 @@ class RayNodes:
         """Use this cluster description for nodes from now on."""
         self._cluster = cluster
 
-    def live_nodes(self) -> dict[str, LiveNode]:
+    def list_live_nodes(self) -> dict[str, LiveNode]:
         """Return every live node by name. Raises ClusterAway."""
         return {**select_live_nodes(self._cluster, self._link.list_nodes())}
 
@@ -89,7 +89,7 @@ def select_live_nodes(
                 device=device,
                 devices=1 + max(indices),
                 cpus=max(1, int(entry["Resources"].get("CPU", 1))),
-                device_ids=_device_ids(spec, 1 + max(indices)),
+                device_ids=_list_device_ids(spec, 1 + max(indices)),
             ),
             host_memory_bytes=spec.host_memory
             if spec
@@ -100,7 +100,7 @@ def select_live_nodes(
     return nodes
 
 
-def _device_ids(spec: NodeSpec | None, device_count: int) -> tuple[DeviceId, ...]:
+def _list_device_ids(spec: NodeSpec | None, device_count: int) -> tuple[DeviceId, ...]:
     """Return the driver's ids of the node's devices; () where Ray has other devices than the
     cluster file.
     """

@@ -38,7 +38,7 @@ class SimulatedBackend:
         """Whether any event will still happen without a further call."""
         return bool(self._agenda or self._outbox)
 
-    def physical_card(self, device: Device) -> Device:
+    def find_physical_card(self, device: Device) -> Device:
         """Return the physical card of a device: here each device is a card."""
         return device
 
@@ -52,7 +52,7 @@ class SimulatedBackend:
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
         """Start an attempt, since none runs before the simulation begins."""
-        process = self._new_process(job, attempt)
+        process = self._make_process(job, attempt)
         self.processes[attempt.name] = process
         self._schedule_course(process)
 
@@ -62,10 +62,10 @@ class SimulatedBackend:
         """
         process = self.processes[action.name]
         if process.evidence is None:
-            step = self._reached_step(process)
+            step = self._compute_reached_step(process)
             self._schedule(SAVE_S, partial(self._end_attempt, process, FailureKind.CANCELLED, step))
 
-    def events(self, timeout_s: float) -> Sequence[Event]:
+    def await_events(self, timeout_s: float) -> Sequence[Event]:
         """Advance the clock to the next events, by at most `timeout_s`, and return these events."""
         until_s = self._now_s + timeout_s
         while not self._outbox and self._agenda and self._agenda[0][0] <= until_s:
@@ -84,7 +84,7 @@ class SimulatedBackend:
     def close(self) -> None:
         """Do nothing, since a simulation ends with its process."""
 
-    def _new_process(self, job: Job, attempt: Attempt) -> SimulatedProcess:
+    def _make_process(self, job: Job, attempt: Attempt) -> SimulatedProcess:
         """Return the attempt's process, which continues from the newest checkpoint of its job."""
         saved_step = self._checkpoints.get(
             job.id, self._checkpoints.get(job.continues_from or "", 0)
@@ -93,11 +93,11 @@ class SimulatedBackend:
             job=job,
             attempt=attempt,
             first_step=0 if attempt.probe else saved_step,
-            step_s=self._true_step_s(job, attempt),
+            step_s=self._compute_true_step_s(job, attempt),
             launched_at_s=self._now_s,
         )
 
-    def _true_step_s(self, job: Job, attempt: Attempt) -> float:  # noqa: ARG002
+    def _compute_true_step_s(self, job: Job, attempt: Attempt) -> float:  # noqa: ARG002
         """Return the seconds that an optimizer step really takes: here the scheduler's
         prediction.
         """
@@ -116,7 +116,7 @@ class SimulatedBackend:
     def _start_attempt(self, process: SimulatedProcess) -> None:
         if process.evidence is None:
             process.started_at_s = self._now_s
-            self._emit(process.started_event())
+            self._emit(process.make_started_event())
 
     def _end_attempt(
         self, process: SimulatedProcess, ending: FailureKind | None, step: int
@@ -137,9 +137,9 @@ class SimulatedBackend:
         process.evidence = self._make_evidence(
             process, ending, step=step, checkpoint_step=complete or None
         )
-        self._emit(process.finished_event())
+        self._emit(process.make_finished_event())
         self._schedule(
-            self._seconds_until_release(process), partial(self._release_devices, process)
+            self._compute_seconds_until_release(process), partial(self._release_devices, process)
         )
 
     def _make_evidence(
@@ -152,11 +152,11 @@ class SimulatedBackend:
     ) -> Evidence:
         return make_evidence(process, ending, step, checkpoint_step, self._now_s)
 
-    def _seconds_until_release(self, process: SimulatedProcess) -> float:  # noqa: ARG002
+    def _compute_seconds_until_release(self, process: SimulatedProcess) -> float:  # noqa: ARG002
         """Return the seconds from the end of an attempt until its devices are free."""
         return 0.0
 
-    def _reached_step(self, process: SimulatedProcess) -> int:
+    def _compute_reached_step(self, process: SimulatedProcess) -> int:
         """Return the step that a running attempt has reached."""
         began_s = self._now_s if process.started_at_s is None else process.started_at_s
         steps = int((self._now_s - began_s) / process.step_s)
@@ -164,7 +164,7 @@ class SimulatedBackend:
 
     def _release_devices(self, process: SimulatedProcess) -> None:
         process.released_at_s = self._now_s
-        self._emit(process.released_event())
+        self._emit(process.make_released_event())
 
     def _emit(self, event: Event) -> None:
         self._outbox.append(event)

@@ -54,11 +54,11 @@ class SimulatedProcess:
         """(node, device index) of every rank."""
         return list_devices_of(self.attempt.placement)
 
-    def started_event(self) -> Started:
+    def make_started_event(self) -> Started:
         assert self.started_at_s is not None, self.attempt.name
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
 
-    def finished_event(self) -> Finished:
+    def make_finished_event(self) -> Finished:
         assert self.evidence is not None, self.attempt.name
         assert self.ended_at_s is not None, self.attempt.name
         return Finished(
@@ -68,7 +68,7 @@ class SimulatedProcess:
             at_s=self.ended_at_s,
         )
 
-    def released_event(self) -> Released:
+    def make_released_event(self) -> Released:
         assert self.released_at_s is not None, self.attempt.name
         return Released(job_id=self.job.id, number=self.attempt.number, at_s=self.released_at_s)
 

@@ -28,7 +28,7 @@ class Course:
     trained_s: float  # at full speed, until the rate last changed
     changed_at_s: float  # when it did
 
-    def trained_s_until(self, now_s: float) -> float:
+    def compute_trained_s_until(self, now_s: float) -> float:
         """Return the seconds of training at full speed that the attempt has done by `now_s`."""
         return self.trained_s + self.rate * (now_s - self.changed_at_s)
 
@@ -49,14 +49,14 @@ class SharedBackend(SimulatedBackend):
         self._outbox = []
         self._report_nodes()
 
-    def physical_card(self, device: Device) -> Device:
+    def find_physical_card(self, device: Device) -> Device:
         """Return the physical card of a device: the device itself, or the card of which it is the
         second device.
         """
         return self._cards.get(device, device)
 
-    def _cards_of(self, process: SimulatedProcess) -> set[Device]:
-        return set(map(self.physical_card, process.devices))
+    def _list_cards(self, process: SimulatedProcess) -> set[Device]:
+        return set(map(self.find_physical_card, process.devices))
 
     def launch(self, action: Launch) -> None:
         """Start an attempt, which occupies its planned bytes."""
@@ -84,11 +84,11 @@ class SharedBackend(SimulatedBackend):
         self._change_used_bytes(process, -1)
         super()._release_devices(process)
 
-    def _reached_step(self, process: SimulatedProcess) -> int:
+    def _compute_reached_step(self, process: SimulatedProcess) -> int:
         if process.attempt.name not in self._training:
             return process.first_step
         _, course = self._training[process.attempt.name]
-        steps = int(course.trained_s_until(self._now_s) / process.step_s)
+        steps = int(course.compute_trained_s_until(self._now_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
     def _update_rates(self, process: SimulatedProcess) -> None:
@@ -100,17 +100,17 @@ class SharedBackend(SimulatedBackend):
         """
         crowd = Counter[Device]()
         for other, _ in self._training.values():
-            crowd.update(self._cards_of(other))
-        changed = self._cards_of(process)
+            crowd.update(self._list_cards(other))
+        changed = self._list_cards(process)
         for other, course in self._training.values():
-            cards = self._cards_of(other)
+            cards = self._list_cards(other)
             if changed.isdisjoint(cards):
                 continue
-            course.trained_s = course.trained_s_until(self._now_s)
+            course.trained_s = course.compute_trained_s_until(self._now_s)
             course.changed_at_s = self._now_s
             is_beside_another = any(crowd[card] > 1 for card in cards)
             course.rate = self._rate if is_beside_another else 1.0
-            left_s = max(0.0, _full_speed_s(other) - course.trained_s)
+            left_s = max(0.0, _compute_full_speed_s(other) - course.trained_s)
             self._schedule(left_s / course.rate, partial(self._end_if_trained, other))
 
     def _end_if_trained(self, process: SimulatedProcess) -> None:
@@ -120,7 +120,10 @@ class SharedBackend(SimulatedBackend):
         if process.attempt.name not in self._training:
             return
         _, course = self._training[process.attempt.name]
-        if course.trained_s_until(self._now_s) >= _full_speed_s(process) - ROUNDING_S:
+        if (
+            course.compute_trained_s_until(self._now_s)
+            >= _compute_full_speed_s(process) - ROUNDING_S
+        ):
             ending = FailureKind.PROBED if process.attempt.probe else None
             self._end_attempt(process, ending, process.last_step)
 
@@ -137,11 +140,11 @@ class SharedBackend(SimulatedBackend):
         nodes = []
         used = Counter[Device]()
         for place, held_bytes in self._used_bytes.items():
-            used[self.physical_card(place)] += held_bytes
+            used[self.find_physical_card(place)] += held_bytes
         for node in self._nodes:
             free_bytes = []
             for index, memory_bytes in enumerate(node.free_bytes):
-                card = self.physical_card((node.name, index))
+                card = self.find_physical_card((node.name, index))
                 is_guest = card != (node.name, index)
                 # A guest comes to a card that somebody holds: an idle one is taken first.
                 is_open = not is_guest or self._used_bytes[card] > 0
@@ -153,7 +156,7 @@ class SharedBackend(SimulatedBackend):
         self._emit(event)
 
 
-def _full_speed_s(process: SimulatedProcess) -> float:
+def _compute_full_speed_s(process: SimulatedProcess) -> float:
     """Return the seconds of training at full speed that the attempt needs in all."""
     return (process.last_step - process.first_step) * process.step_s
 

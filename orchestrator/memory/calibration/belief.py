@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from orchestrator.memory.calibration.correction import observed_activation_factor
+from orchestrator.memory.calibration.correction import compute_activation_factor_of_peak
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import MemoryEstimate
 
@@ -54,7 +54,7 @@ class ActivationFactorBelief:
     least: float
     shares: tuple[float, ...]
 
-    def probability_within(self, factor: float) -> float:
+    def compute_probability_within(self, factor: float) -> float:
         """Return the probability that the activations are at most `factor` times the predicted
         ones.
         """
@@ -62,7 +62,7 @@ class ActivationFactorBelief:
             return 0.0
         return self.shares[min(STEPS - 1, int(math.log(factor / self.least) / STEP))]
 
-    def quantile(self, probability: float) -> float:
+    def compute_quantile(self, probability: float) -> float:
         """Return the smallest factor that the true factor does not exceed with this probability."""
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, probability)))
 
@@ -78,12 +78,14 @@ def believe_activation_factor(
     `of_other_jobs` are observations of other jobs in its family.
     """
     bounds = [
-        observed_activation_factor(observations.moments, observations.measured_bytes)
+        compute_activation_factor_of_peak(observations.moments, observations.measured_bytes)
         for observations in out_of_memory
     ]
     least = max(bounds)
     logs = [
-        math.log(factor / least) for factor in _observed_factors(of_other_jobs) if factor > least
+        math.log(factor / least)
+        for factor in _list_observed_factors(of_other_jobs)
+        if factor > least
     ]
     clues = []
     for bound, failure in zip(bounds, out_of_memory, strict=True):
@@ -91,16 +93,17 @@ def believe_activation_factor(
             clues.append((math.log(bound / least) - math.log(share), spread))
     clues += [
         (math.log(max(factor, least) / least), MEASURED_SPREAD)
-        for factor in _observed_factors(without_failure)
+        for factor in _list_observed_factors(without_failure)
     ]
     weights = []
     for step in range(STEPS):
         x = step * STEP
         weight = math.exp(-x) + sum(
-            _student_density((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
+            _compute_student_density((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
         )
         weights.append(
-            weight * math.prod(_student_density((x - centre) / spread) for centre, spread in clues)
+            weight
+            * math.prod(_compute_student_density((x - centre) / spread) for centre, spread in clues)
         )
     total = sum(weights)
     newest = out_of_memory[-1]
@@ -108,13 +111,15 @@ def believe_activation_factor(
     return ActivationFactorBelief(
         least,
         tuple(
-            weight_sum / total * _probability_of_no_larger_pass(newest, step * STEP - beyond)
+            weight_sum
+            / total
+            * _compute_probability_of_no_larger_pass(newest, step * STEP - beyond)
             for step, weight_sum in enumerate(accumulate(weights))
         ),
     )
 
 
-def largest_fitting_factor(estimate: MemoryEstimate, capacity_bytes: float) -> float:
+def find_largest_fitting_factor(estimate: MemoryEstimate, capacity_bytes: float) -> float:
     """Return the largest activation factor with which the estimate fits `capacity_bytes` of one
     device.
     """
@@ -130,7 +135,7 @@ def largest_fitting_factor(estimate: MemoryEstimate, capacity_bytes: float) -> f
     )
 
 
-def _probability_of_no_larger_pass(failure: Observation, log_factor: float) -> float:
+def _compute_probability_of_no_larger_pass(failure: Observation, log_factor: float) -> float:
     """Return the probability that no later pass needs more than exp(`log_factor`) times the bytes
     of the failed pass.
 
@@ -148,9 +153,9 @@ def _probability_of_no_larger_pass(failure: Observation, log_factor: float) -> f
     return 1 - differ + differ * none
 
 
-def _observed_factors(observations: Sequence[Observation]) -> list[float]:
+def _list_observed_factors(observations: Sequence[Observation]) -> list[float]:
     return [
-        observed_activation_factor(observation.moments, observation.measured_bytes)
+        compute_activation_factor_of_peak(observation.moments, observation.measured_bytes)
         for observation in observations
     ]
 
@@ -167,7 +172,7 @@ def _guess_live_share(failure: Observation) -> list[tuple[float, float]]:
     return [(1.0, PEAK_SPREAD)] if failure.phase in ("backward", "optimizer") else []
 
 
-def _student_density(value: float) -> float:
+def _compute_student_density(value: float) -> float:
     """Return Student's density without its constant (Gelman et al. 2013, Bayesian Data Analysis,
     appendix A).
     """

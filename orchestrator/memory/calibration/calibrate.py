@@ -19,20 +19,20 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.belief import (
     ActivationFactorBelief,
     believe_activation_factor,
-    largest_fitting_factor,
+    find_largest_fitting_factor,
 )
 from orchestrator.memory.calibration.correction import (
-    corrected_device_bytes,
-    corrected_peak_bytes,
-    observed_activation_factor,
+    compute_activation_factor_of_peak,
+    correct_device_bytes,
+    correct_peak_bytes,
 )
 from orchestrator.memory.engines.overhead import (
     SUPPOSED_OVERHEAD,
     MeasuredOverhead,
-    measured_overhead,
+    measure_overhead,
 )
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.group_values import group_values
 from orchestrator.specs.mechanics import Mechanics
@@ -104,7 +104,7 @@ class PredictionErrors:
     spent: int = 0  # of them, those that set the correction: they prove no precision
     supposed: float = MARGIN  # the margin before anything was measured: one of MARGINS
 
-    def probability_within(self, ratio: float) -> float:
+    def compute_probability_within(self, ratio: float) -> float:
         """Return the probability that the measured peak is at most `ratio` times the corrected
         prediction.
 
@@ -117,7 +117,9 @@ class PredictionErrors:
         """
         if ratio <= 0:
             return 0.0
-        share = round(_student_cdf(math.log(ratio) / self.spread, self._freedom), ROUNDING_DIGITS)
+        share = round(
+            _compute_student_cdf(math.log(ratio) / self.spread, self._freedom), ROUNDING_DIGITS
+        )
         beyond = sum(ratio > ratio for ratio in self.ratios)
         return min(share, 1 - max(0, beyond - 1) / (len(self.ratios) + 1))
 
@@ -127,7 +129,7 @@ class PredictionErrors:
         CONFIDENCE.
         """
         pattern = sorted(self.ratios)[-2:-1]  # one of them may be an outlier
-        return max((math.exp(self.spread * _student_quantile(self._freedom)), *pattern))
+        return max((math.exp(self.spread * _compute_student_quantile(self._freedom)), *pattern))
 
     @cached_property
     def spread(self) -> float:
@@ -137,10 +139,10 @@ class PredictionErrors:
         It is at least that of all outcomes. A symmetric distribution has half of its variance above
         its centre. Needing less than predicted is no risk.
         """
-        supposed = prior_spread(self.supposed)
+        supposed = compute_prior_spread(self.supposed)
         if not self.ratios:
             return supposed
-        logs = _without_outliers([math.log(ratio) for ratio in self.ratios], supposed)
+        logs = _drop_outliers([math.log(ratio) for ratio in self.ratios], supposed)
         variance = 2 * sum(max(0.0, log) ** 2 for log in logs) / len(logs)
         blended = (PRIOR_OUTCOMES * supposed**2 + len(logs) * variance) / self._freedom
         return math.sqrt(max(variance, blended))
@@ -176,14 +178,14 @@ class StepKind(NamedTuple):
     shared: tuple[type[Mechanics], ZeroStage, bool, bool]
 
 
-def step_kind_of(plan: Plan) -> StepKind:
+def get_step_kind(plan: Plan) -> StepKind:
     """Return the kind of plan by which `Calibration.step_factors` is keyed."""
     mechanics = plan.mechanics
     shared = (type(mechanics), mechanics.stage, plan.layout.pp > 1, plan.compiled)
     return StepKind((plan.engine, plan.offload, plan.offload_target), shared)
 
 
-def step_time_correction_of(plan: Plan, *factors_by_kind: Mapping[StepKind, float]) -> float:
+def get_step_time_correction(plan: Plan, *factors_by_kind: Mapping[StepKind, float]) -> float:
     """Return the factor (measured over predicted step time) for the plan, from the first of
     `factors_by_kind` that has one.
 
@@ -192,7 +194,7 @@ def step_time_correction_of(plan: Plan, *factors_by_kind: Mapping[StepKind, floa
     slows all of them, and an unmeasured plan is no faster for it. Host offload is an exception: its
     speed says nothing about plans without it.
     """
-    kind = step_kind_of(plan)
+    kind = get_step_kind(plan)
     for factors in factors_by_kind:
         alike = [factor for other, factor in factors.items() if other.place == kind.place]
         if alike:
@@ -228,13 +230,13 @@ class Calibration:
     # settings of the script to which outcomes are relative; None: no script
     relative_to: OwnSettings | None = None
 
-    def errors_of_engine(self, engine: Engine, source: Source) -> PredictionErrors:
+    def get_engine_errors(self, engine: Engine, source: Source) -> PredictionErrors:
         """Return the engine's prediction errors for profiles of this source; assumed errors before
         any measurement.
         """
-        return _with_supposed_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
+        return _replace_supposed_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
-    def activation_factor_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
+    def compute_activation_factor(self, plan: Plan, estimate: MemoryEstimate) -> float:
         """Return the factor on the plan's predicted activations: from the plan's own measured peak
         if it ran, else the family's.
         """
@@ -242,17 +244,17 @@ class Calibration:
         return (
             self.correction
             if proven is None
-            else observed_activation_factor(estimate.moments, proven.measured_bytes)
+            else compute_activation_factor_of_peak(estimate.moments, proven.measured_bytes)
         )
 
-    def errors_of_plan(self, plan: Plan, estimate: MemoryEstimate) -> PredictionErrors:
+    def get_plan_errors(self, plan: Plan, estimate: MemoryEstimate) -> PredictionErrors:
         """Return the prediction errors by which the plan is judged.
 
         A plan that already ran varies as much as an unmeasured plan.
         """
         if self._find_proven_plan(plan, estimate) is None:
-            return self.errors_of_engine(plan.engine, estimate.source)
-        return _with_supposed_margin(SUPPOSED, MARGINS[estimate.source])
+            return self.get_engine_errors(plan.engine, estimate.source)
+        return _replace_supposed_margin(SUPPOSED, MARGINS[estimate.source])
 
     def _find_proven_plan(self, plan: Plan, estimate: MemoryEstimate) -> ProvenPlan | None:
         return next(
@@ -298,22 +300,22 @@ def calibrate(
     relative_to = _find_newest_settings(of_family, job_key)
     if relative_to is not None:
         of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
-    counted = [outcome for outcome in _under_newest_torch(of_family) if not outcome.probe]
+    counted = [outcome for outcome in _select_newest_torch(of_family) if not outcome.probe]
     observed = [
-        observed_activation_factor(outcome.moments, outcome.measured_bytes)
+        compute_activation_factor_of_peak(outcome.moments, outcome.measured_bytes)
         for outcome in counted[-WINDOW:]
     ]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
     believed = _make_belief(counted, job_key)
     correction = max(1.0, median_high(factors) if factors else 1.0)
     if believed is not None:
-        correction = max(correction, believed.quantile(EVEN))
+        correction = max(correction, believed.compute_quantile(EVEN))
     by_engine = {
         engine: [outcome for outcome in counted if outcome.plan.engine is engine][-WINDOW:]
         for engine in {outcome.plan.engine for outcome in counted}
     }
     ratios = group_values(
-        (step_kind_of(outcome.plan), outcome.step_ratio)
+        (get_step_kind(outcome.plan), outcome.step_ratio)
         for outcome in counted
         if outcome.step_ratio is not None
     )
@@ -336,7 +338,7 @@ def calibrate(
         step_factors={kind: median(of_kind[-WINDOW:]) for kind, of_kind in ratios.items()},
         line=_fit_probe_line(of_family),
         is_seen=any(outcome.ran_out or not outcome.probe for outcome in of_family),
-        overhead=measured_overhead_of(of_device, device),
+        overhead=get_measured_overhead(of_device, device),
         relative_to=relative_to,
     )
 
@@ -365,10 +367,10 @@ def _find_newest_settings(
     )
 
 
-def measured_overhead_of(observations: Iterable[Observation], device: str) -> MeasuredOverhead:
+def get_measured_overhead(observations: Iterable[Observation], device: str) -> MeasuredOverhead:
     """Return the memory outside the allocator on a kind of device, measured under its newest torch."""
-    return measured_overhead(
-        _under_newest_torch([outcome for outcome in observations if outcome.device == device])
+    return measure_overhead(
+        _select_newest_torch([outcome for outcome in observations if outcome.device == device])
     )
 
 
@@ -463,19 +465,20 @@ def select_observations_to_keep(observations: Iterable[Observation]) -> tuple[Ob
     return tuple(reversed(newest[:OBSERVATIONS_MAX]))
 
 
-def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
+def estimate_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Return the free bytes that the plan needs on each device: its corrected estimate times the
     safety margin.
     """
-    margin = calibrated.errors_of_plan(plan, estimate).margin
+    margin = calibrated.get_plan_errors(plan, estimate).margin
     if has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
     return math.ceil(
-        corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate)) * margin
+        correct_device_bytes(estimate, calibrated.compute_activation_factor(plan, estimate))
+        * margin
     )
 
 
-def plan_fit_probability(
+def estimate_fit_probability(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
 ) -> float:
     """Return the probability (0 to 1) that the plan fits `capacity_bytes` per device; 0 where it
@@ -484,15 +487,17 @@ def plan_fit_probability(
     if calibrated.has_run_out(plan, estimate, capacity_bytes):
         return 0.0
     if calibrated.belief is not None and calibrated._find_proven_plan(plan, estimate) is None:
-        return calibrated.belief.probability_within(
-            largest_fitting_factor(estimate, capacity_bytes)
+        return calibrated.belief.compute_probability_within(
+            find_largest_fitting_factor(estimate, capacity_bytes)
         )
     room = capacity_bytes / max(
-        1, corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
+        1, correct_device_bytes(estimate, calibrated.compute_activation_factor(plan, estimate))
     )
-    share = calibrated.errors_of_plan(plan, estimate).probability_within(room)
+    share = calibrated.get_plan_errors(plan, estimate).compute_probability_within(room)
     return (
-        min(share, SUPPOSED.probability_within(room)) if has_unmeasured_cache(estimate) else share
+        min(share, SUPPOSED.compute_probability_within(room))
+        if has_unmeasured_cache(estimate)
+        else share
     )
 
 
@@ -504,12 +509,12 @@ def rests_on_measurements(plan: Plan, estimate: MemoryEstimate, calibrated: Cali
     measured once an attempt of its family has ended.
     """
     is_said = estimate.source not in (Source.ASSUMED, Source.PROBED)
-    if not is_said or (facts_of(plan.engine).is_ours and estimate.source not in DECLARED):
+    if not is_said or (get_engine_facts(plan.engine).is_ours and estimate.source not in DECLARED):
         return True
     return bool(calibrated.proven or calibrated.refuted)
 
 
-def reported_fit_probability(
+def estimate_reported_fit_probability(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
 ) -> float | None:
     """Return the probability that an unmeasured plan fits, by REPORTED_ERROR; None for a measured
@@ -520,16 +525,18 @@ def reported_fit_probability(
     """
     if rests_on_measurements(plan, estimate, calibrated):
         return None
-    expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
+    expected = correct_device_bytes(estimate, calibrated.compute_activation_factor(plan, estimate))
     spread = math.log(REPORTED_ERROR) * math.sqrt(math.pi / 2)
-    return _student_cdf(math.log(capacity_bytes / max(1, expected)) / spread, PRIOR_OUTCOMES)
+    return _compute_student_cdf(
+        math.log(capacity_bytes / max(1, expected)) / spread, PRIOR_OUTCOMES
+    )
 
 
-def likely_needed_bytes_range(
+def estimate_needed_bytes_range(
     plan: Plan, estimate: MemoryEstimate, calibrated: Calibration
 ) -> tuple[int, int]:
     """Return (least, most) bytes that an unmeasured plan probably needs, by REPORTED_ERROR."""
-    expected = corrected_device_bytes(estimate, calibrated.activation_factor_of(plan, estimate))
+    expected = correct_device_bytes(estimate, calibrated.compute_activation_factor(plan, estimate))
     return int(expected / REPORTED_ERROR), math.ceil(expected * REPORTED_ERROR)
 
 
@@ -540,7 +547,7 @@ def has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
     return estimate.reserved_bytes > estimate.allocated_bytes
 
 
-def _under_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
+def _select_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
     versions = [outcome.torch_version for outcome in observations if outcome.torch_version]
     return [outcome for outcome in observations if outcome.torch_version in ("", *versions[-1:])]
 
@@ -573,26 +580,26 @@ def _make_errors(outcomes: Sequence[Observation], correction: float) -> Predicti
     spent = 0
     for outcome in outcomes:
         ratio = outcome.measured_bytes / max(
-            1, corrected_peak_bytes(outcome.predicted_bytes, outcome.moments, correction)
+            1, correct_peak_bytes(outcome.predicted_bytes, outcome.moments, correction)
         )
         if ratio > 0 and not (outcome.ran_out and ratio <= 1.0):
             ratios.append(ratio)
             spent = spent or int(
                 1.0
                 < correction
-                == observed_activation_factor(outcome.moments, outcome.measured_bytes)
+                == compute_activation_factor_of_peak(outcome.moments, outcome.measured_bytes)
             )
     return PredictionErrors(tuple(ratios), spent)
 
 
-def _without_outliers(log_ratios: Sequence[float], supposed_spread: float) -> list[float]:
+def _drop_outliers(log_ratios: Sequence[float], supposed_spread: float) -> list[float]:
     middle = median_high(log_ratios)
     spread = DEVIATION_TO_SPREAD * median_high(abs(log - middle) for log in log_ratios)
     fence = max(0.0, middle) + OUTLIER_SPREADS * max(spread, supposed_spread)
     return [min(log, fence) for log in log_ratios]
 
 
-def _student_cdf(value: float, degrees_of_freedom: int) -> float:
+def _compute_student_cdf(value: float, degrees_of_freedom: int) -> float:
     """Return Student's distribution function at `value`, for a whole number of degrees of freedom
     from 2 on.
 
@@ -610,7 +617,7 @@ def _student_cdf(value: float, degrees_of_freedom: int) -> float:
 
 
 @cache
-def _student_quantile(degrees_of_freedom: int) -> float:
+def _compute_student_quantile(degrees_of_freedom: int) -> float:
     """Return the value at which Student's distribution function reaches CONFIDENCE."""
     # 6.96 with 2 degrees of freedom
     low = 0.0
@@ -619,17 +626,17 @@ def _student_quantile(degrees_of_freedom: int) -> float:
         middle = (low + high) / 2
         low, high = (
             (middle, high)
-            if _student_cdf(middle, degrees_of_freedom) < CONFIDENCE
+            if _compute_student_cdf(middle, degrees_of_freedom) < CONFIDENCE
             else (low, middle)
         )
     return high
 
 
-def prior_spread(margin: float) -> float:
+def compute_prior_spread(margin: float) -> float:
     """Return the standard deviation of log ratios of which CONFIDENCE stay below `margin`."""
-    return math.log(margin) / _student_quantile(PRIOR_OUTCOMES)
+    return math.log(margin) / _compute_student_quantile(PRIOR_OUTCOMES)
 
 
 @lru_cache(maxsize=1024)
-def _with_supposed_margin(errors: PredictionErrors, margin: float) -> PredictionErrors:
+def _replace_supposed_margin(errors: PredictionErrors, margin: float) -> PredictionErrors:
     return errors if errors.supposed == margin else replace(errors, supposed=margin)

@@ -11,7 +11,7 @@ from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.replace import replace
 
 
-def observed_activation_factor(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
+def compute_activation_factor_of_peak(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
     """Return the smallest factor on the activations with which some moment reaches
     `measured_bytes`; at least 1.
 
@@ -32,7 +32,7 @@ def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> Memo
     Where another moment of the step then has the highest peak, its bytes beside activations stand
     as one entry.
     """
-    allocated_bytes = corrected_allocated_bytes(estimate, activation_factor)
+    allocated_bytes = correct_allocated_bytes(estimate, activation_factor)
     if allocated_bytes == estimate.allocated_bytes:
         return estimate
     worst = max(
@@ -42,7 +42,7 @@ def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> Memo
     counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
     if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
         counted = (("all that is counted", worst.counted_bytes),)
-    growth = corrected_device_bytes(estimate, activation_factor) - estimate.device_bytes
+    growth = correct_device_bytes(estimate, activation_factor) - estimate.device_bytes
     return replace(
         estimate,
         moment=worst.name,
@@ -53,26 +53,26 @@ def correct_estimate(estimate: MemoryEstimate, activation_factor: float) -> Memo
     )
 
 
-def corrected_device_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
+def correct_device_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
     """Return the estimate's device bytes with activations multiplied by the factor; never less than
     the estimate.
 
     The allocator's overhead grows with its bytes; the bytes of context and communicators stay the
     same.
     """
-    growth = corrected_allocated_bytes(estimate, activation_factor) - estimate.allocated_bytes
+    growth = correct_allocated_bytes(estimate, activation_factor) - estimate.allocated_bytes
     overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
     return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))
 
 
-def corrected_allocated_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
+def correct_allocated_bytes(estimate: MemoryEstimate, activation_factor: float) -> int:
     """Return the estimate's allocated peak with activations multiplied by the factor; never less
     than the estimate.
     """
-    return corrected_peak_bytes(estimate.allocated_bytes, estimate.moments, activation_factor)
+    return correct_peak_bytes(estimate.allocated_bytes, estimate.moments, activation_factor)
 
 
-def corrected_peak_bytes(
+def correct_peak_bytes(
     predicted_bytes: int, moments: Sequence[MomentBytes], activation_factor: float
 ) -> int:
     """Return the highest allocated bytes over these moments, with activations multiplied by the
@@ -94,13 +94,13 @@ def rests_on_facts(estimate: MemoryEstimate, activation_factor: float) -> bool:
     return estimate.source is not Source.ASSUMED or activation_factor > 1.0
 
 
-def predicted_peak_bytes(attempt: Attempt) -> int | None:
+def get_predicted_peak_bytes(attempt: Attempt) -> int | None:
     """Return the allocated peak that was predicted at the attempt's launch; None where its memory
     was unknown.
     """
     if not rests_on_facts(attempt.estimate, attempt.correction):
         return None
-    return corrected_allocated_bytes(attempt.estimate, attempt.correction)
+    return correct_allocated_bytes(attempt.estimate, attempt.correction)
 
 
 def select_worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:

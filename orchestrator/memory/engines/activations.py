@@ -31,12 +31,12 @@ class Activations(NamedTuple):
     fixed_bytes: int = 0
     chunks: LossChunks | None = None
 
-    def bytes_of(self, micro_batch_size: int) -> int:
+    def compute_bytes(self, micro_batch_size: int) -> int:
         line_bytes = self.per_sample_bytes * micro_batch_size + self.fixed_bytes
         return (
             line_bytes
             if self.chunks is None
-            else line_bytes + self.chunks.peak_bytes(micro_batch_size)
+            else line_bytes + self.chunks.compute_peak_bytes(micro_batch_size)
         )
 
 
@@ -83,7 +83,7 @@ def list_live_activations(
     for stage, passes in rank.others:
         full = count_full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
-            saved, copied = _saved_and_copied_bytes(segment, how, segment.count, parts)
+            saved, copied = _compute_saved_and_copied_bytes(segment, how, segment.count, parts)
             saved_bytes += passes * saved
             copied_bytes += passes * copied
     beside = (
@@ -194,7 +194,7 @@ def _list_live_of_micro_batch(
     segments = stage.segments
     full = count_full_parts(stage, kept_activations.full_layers)
     saved_pairs = [
-        _saved_and_copied_bytes(segment, kept_activations, segment.count, parts)
+        _compute_saved_and_copied_bytes(segment, kept_activations, segment.count, parts)
         for segment, parts in zip(segments, full, strict=True)
     ]
     saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
@@ -208,7 +208,7 @@ def _list_live_of_micro_batch(
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (
                 all_copied // count
             )
-        own_saved, own_copied = _saved_and_copied_bytes(
+        own_saved, own_copied = _compute_saved_and_copied_bytes(
             segments[place], kept_activations, parts, full[place]
         )
         return saved[place] + own_saved, copied[place] + own_copied
@@ -225,15 +225,17 @@ def _list_live_of_micro_batch(
     ):
         if passage.point is PointKind.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
-            waiting_bytes = gradient_bytes * _waiting_gradient_elements(passage, segments[-1])
+            waiting_bytes = gradient_bytes * _compute_waiting_gradient_elements(
+                passage, segments[-1]
+            )
             live.append(
-                _activations_at_forward_end(
+                _compute_activations_at_forward_end(
                     segments, passage.segment, *kept_then, waiting_bytes, recasts_weights=recast
                 )
             )
             continue
         parts = passage.segment.count - passage.position
-        waiting = _waiting_gradient_elements(passage, segments[-1])
+        waiting = _compute_waiting_gradient_elements(passage, segments[-1])
         if passage.point is PointKind.START:
             saved_before, copied_before = up_to(passage.place, parts)
             live.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
@@ -257,7 +259,7 @@ def _list_live_of_micro_batch(
     return (*live, NONE)
 
 
-def _saved_and_copied_bytes(
+def _compute_saved_and_copied_bytes(
     segment: Segment, kept_activations: _KeptActivations, part_count: int, full_part_count: int
 ) -> tuple[int, int]:
     """Return (bytes per sample, bytes of weight copies) that the first `part_count` parts of a
@@ -283,7 +285,7 @@ def _saved_and_copied_bytes(
     return saved_bytes, (part_count - inputs) * segment.cast_bytes if kept_activations.casts else 0
 
 
-def _activations_at_forward_end(
+def _compute_activations_at_forward_end(
     segments: tuple[Segment, ...],
     last_segment: Segment,
     saved_bytes: int,
@@ -305,7 +307,7 @@ def _activations_at_forward_end(
     )
 
 
-def _waiting_gradient_elements(pass_point: PassPoint, loss_segment: Segment) -> int:
+def _compute_waiting_gradient_elements(pass_point: PassPoint, loss_segment: Segment) -> int:
     """Return the elements of a shared weight's gradient that exist at this point.
 
     A loss in chunks makes that gradient in the forward pass.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from orchestrator.memory.engines.deepspeed_buckets import (
     BucketReduction,
-    largest_shard_elements,
+    compute_largest_shard_elements,
     simulate_bucket,
 )
 from orchestrator.memory.engines.moments import (
@@ -19,7 +19,10 @@ from orchestrator.memory.engines.moments import (
     PointKind,
     Rank,
 )
-from orchestrator.memory.engines.optimizers import optimizer_state_bytes, update_temporary_bytes
+from orchestrator.memory.engines.optimizers import (
+    estimate_optimizer_state_bytes,
+    update_temporary_bytes,
+)
 from orchestrator.memory.engines.widths import compute_bytes_per_weight
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
 from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, find_bucket_sizes
@@ -53,12 +56,15 @@ def list_peak_moments(
     )  # of recipes that train in turn, each has an engine of its own
     on_device = int(plan.offload is Offload.NONE)
     parameter_bytes = -(
-        -profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1)
+        -profile.compute_weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1)
     )
     fixed = (
         ("parameters", 0 if plan.offload is Offload.PARAMETERS else parameter_bytes),
         ("master weights", on_device * FP32_BYTES * shard if stage is not ZeroStage.NONE else 0),
-        ("optimizer states", on_device * optimizer_state_bytes(profile, plan, mechanics.shards)),
+        (
+            "optimizer states",
+            on_device * estimate_optimizer_state_bytes(profile, plan, mechanics.shards),
+        ),
         ("workspace", profile.workspace_bytes),
     )
     points = []
@@ -71,15 +77,16 @@ def list_peak_moments(
             points.append(
                 Moment(
                     passage.name,
-                    (*fixed, *_transient_bytes(profile, plan, buckets, passage)),
+                    (*fixed, *_compute_transient_bytes(profile, plan, buckets, passage)),
                     place,
                 )
             )
-    points.append(_model_building_moment(rank, plan))
+    points.append(_make_model_building_moment(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
         points.append(
             Moment(
-                "last gradient reduction", (*fixed, *_last_reduction_bytes(profile, plan, buckets))
+                "last gradient reduction",
+                (*fixed, *_compute_last_reduction_bytes(profile, plan, buckets)),
             )
         )
     if stage is ZeroStage.NONE:
@@ -123,7 +130,7 @@ def depends_on_checkpointing(profile: ModelProfile, mechanics: Zero) -> bool:
     return viewed or (mechanics.stage >= ZeroStage.GRADIENTS and bool(profile.moments))
 
 
-def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
+def estimate_nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Return the host bytes of one rank's buffers for offload to files: fp32 masters, gradients,
     moments and parameters.
 
@@ -134,7 +141,7 @@ def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
     return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * compute_bytes_per_weight(plan) * largest
 
 
-def _model_building_moment(rank: Rank, plan: Plan) -> Moment:
+def _make_model_building_moment(rank: Rank, plan: Plan) -> Moment:
     """Return the moment at which the model is built, with its bytes.
 
     Every rank first makes the module in fp32, and DeepSpeed then partitions it. Before stage 3 that
@@ -144,13 +151,16 @@ def _model_building_moment(rank: Rank, plan: Plan) -> Moment:
     profile = rank.profile
     width = compute_bytes_per_weight(plan)
     stage = plan.zero_stage
-    made = profile.weight_bytes(profile.parameter_bytes)
-    cast = profile.weight_bytes(width)
+    made = profile.compute_weight_bytes(profile.parameter_bytes)
+    cast = profile.compute_weight_bytes(width)
     if stage is ZeroStage.PARAMETERS:
         layer = max(
-            (part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0
+            (part.compute_weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit),
+            default=0,
         )
-        rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)
+        rest = sum(
+            part.compute_weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit
+        )
         cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
         return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
     flat = width * profile.trained_parameters if stage is not ZeroStage.NONE else 0
@@ -159,7 +169,7 @@ def _model_building_moment(rank: Rank, plan: Plan) -> Moment:
     )
 
 
-def _transient_bytes(
+def _compute_transient_bytes(
     profile: ModelProfile, plan: Plan, buckets: Buckets, pass_point: PassPoint
 ) -> Causes:
     """Return the bytes of gradients, buckets and gathered parameters at a point of the forward or
@@ -181,13 +191,13 @@ def _transient_bytes(
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + fresh if accumulates else pass_point.done + pass_point.gradients
         is_made = stage is ZeroStage.OPTIMIZER and (begun or accumulates)
-        bucket = _bucket_elements(buckets, stage) if is_made else 0
+        bucket = _compute_bucket_elements(buckets, stage) if is_made else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
     reductions, has_reduced = _list_reductions_at(profile, stage, buckets, pass_point)
     if stage is ZeroStage.GRADIENTS:
-        partition = _gradient_buffer_elements(profile, dp)
+        partition = _compute_gradient_buffer_elements(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
-        bucket = _bucket_elements(buckets, stage) if begun else 0
+        bucket = _compute_bucket_elements(buckets, stage) if begun else 0
         meets = (
             _has_reduction_copies(profile, pass_point)
             or pass_point.gradients == pass_point.segment.trained_parameters
@@ -199,25 +209,25 @@ def _transient_bytes(
             if meets:
                 copied = max(
                     copied,
-                    _copied_elements(reduction.elements, dp)
+                    _compute_copied_elements(reduction.elements, dp)
                     - (partition if reduction.is_first else 0),
                 )
         return (
             ("gradients", width * (partitions + fresh + alone)),
             ("gradient buckets", width * (bucket + copied)),
         )
-    bucket = _bucket_elements(buckets, stage) * _count_buckets(profile)
+    bucket = _compute_bucket_elements(buckets, stage) * _count_buckets(profile)
     waiting = pass_point.gradients if pass_point.gradients < pass_point.segment.leaf_until else 0
     peak = fresh + waiting
     copies = 0
-    gathered = _gathered_elements(profile, plan, buckets, pass_point)
+    gathered = _compute_gathered_elements(profile, plan, buckets, pass_point)
     meets = _has_reduction_copies(profile, pass_point)
     for reduction in reductions:
         alone = reduction.elements if reduction.elements > buckets.reduce else 0
         unreduced = (0 if reduction.waiting else fresh) + reduction.waiting + alone
         copied = buckets.copies * reduction.elements - alone if meets else 0
         beside = (
-            _gathered_elements(profile, plan, buckets, pass_point, reduces_leaf=True)
+            _compute_gathered_elements(profile, plan, buckets, pass_point, reduces_leaf=True)
             if reduction.waiting
             else gathered
         )
@@ -232,14 +242,14 @@ def _transient_bytes(
     )
 
 
-def _bucket_elements(buckets: Buckets, stage: ZeroStage) -> int:
+def _compute_bucket_elements(buckets: Buckets, stage: ZeroStage) -> int:
     """Return the elements of the gradient bucket, and of a second bucket if one fills while the
     first is reduced.
     """
     return buckets.reduce * (2 if buckets.overlaps(stage) else 1)
 
 
-def _gathered_elements(
+def _compute_gathered_elements(
     profile: ModelProfile,
     plan: Plan,
     buckets: Buckets,
@@ -289,7 +299,7 @@ def _gathered_elements(
     return (
         gathered
         if recomputed
-        else gathered + _elements_held_by_views(profile, pass_point, leaf_ended=leaf_ended)
+        else gathered + _compute_elements_held_by_views(profile, pass_point, leaf_ended=leaf_ended)
     )
 
 
@@ -305,7 +315,7 @@ def _lookup_table_elements(profile: ModelProfile, segment_index: int) -> int:
     )
 
 
-def _elements_held_by_views(
+def _compute_elements_held_by_views(
     profile: ModelProfile, pass_point: PassPoint, *, leaf_ended: bool
 ) -> int:
     """Return the elements of gathered weights that stage 3 has released, while a saved view still
@@ -321,7 +331,7 @@ def _elements_held_by_views(
     )
 
 
-def _last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
+def _compute_last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
     """Return the bytes at the last reduction, after the backward pass, when stages 2 and 3 reduce
     the rest of their bucket.
 
@@ -340,16 +350,16 @@ def _last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -
         else simulate_bucket(profile, buckets.reduce, waits_for_leaves=leaves).rest
     )
     if stage is ZeroStage.GRADIENTS:
-        partition = _gradient_buffer_elements(profile, dp)
-        copied = _copied_elements(rest, dp)
+        partition = _compute_gradient_buffer_elements(profile, dp)
+        copied = _compute_copied_elements(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
         return (
             ("gradients", width * partitions),
-            ("gradient buckets", width * (_bucket_elements(buckets, stage) + copied)),
+            ("gradient buckets", width * (_compute_bucket_elements(buckets, stage) + copied)),
         )
-    bucket = _bucket_elements(buckets, stage) * _count_buckets(profile)
+    bucket = _compute_bucket_elements(buckets, stage) * _count_buckets(profile)
     shard = -(-profile.trained_parameters // dp)
     looked_up = (
         0
@@ -363,7 +373,7 @@ def _last_reduction_bytes(profile: ModelProfile, plan: Plan, buckets: Buckets) -
     )
 
 
-def _copied_elements(reduced_elements: int, dp: int) -> int:
+def _compute_copied_elements(reduced_elements: int, dp: int) -> int:
     """Return the elements that stage 2 copies for a reduction; 0 for a single rank, which has them
     in one tensor.
 
@@ -438,13 +448,13 @@ def _count_buckets(profile: ModelProfile) -> int:
     return max(1, len(profile.turns))
 
 
-def _gradient_buffer_elements(profile: ModelProfile, dp: int) -> int:
+def _compute_gradient_buffer_elements(profile: ModelProfile, dp: int) -> int:
     """Return the elements of stage 2's buffer for a rank's share of gradients: those of all tensors
     that reach into the share.
 
     (`copy_grads_in_partition` in deepspeed/runtime/zero/stage_1_and_2.py.)
     """
     if not profile.turns:
-        return largest_shard_elements(profile, dp)
+        return compute_largest_shard_elements(profile, dp)
     most = max(profile.turns)
     return min(most, -(-most // dp) + 2 * profile.largest_trained)

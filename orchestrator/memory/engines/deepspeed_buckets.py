@@ -87,7 +87,7 @@ def simulate_bucket(
 
 
 @lru_cache(maxsize=4096)
-def largest_shard_elements(profile: ModelProfile, shard_count: int) -> int:
+def compute_largest_shard_elements(profile: ModelProfile, shard_count: int) -> int:
     """Return the elements of all tensors that overlap one of `shard_count` equal shards of the
     trained parameters; the maximum over shards.
     """

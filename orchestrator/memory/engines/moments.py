@@ -144,7 +144,7 @@ class Rank:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the stored weights: trained ones in fp32 or the script's type, frozen ones in their stored type."""
-        return self.profile.weight_bytes(self.profile.parameter_bytes)
+        return self.profile.compute_weight_bytes(self.profile.parameter_bytes)
 
     @cached_property
     def end_parameters(self) -> int:
@@ -157,7 +157,7 @@ class Rank:
             segment.trained_parameters for segment in self.profile.segments if not segment.is_unit
         )
 
-    def buffer_bytes(self, plan: Plan) -> int:
+    def estimate_buffer_bytes(self, plan: Plan) -> int:
         """Return the bytes of pipeline messages that the rank holds in a step (training/engines/pipeline.py)."""
         return self.messages * plan.micro_batch_size * self.profile.boundary_bytes
 

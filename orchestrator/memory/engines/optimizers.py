@@ -31,16 +31,16 @@ EAGER_8BIT_BYTES = 53
 WIDENED_BYTES = 4
 
 
-def optimizer_state_bytes(profile: ModelProfile, plan: Plan, shard_count: int) -> int:
+def estimate_optimizer_state_bytes(profile: ModelProfile, plan: Plan, shard_count: int) -> int:
     """Return the bytes of optimizer states on a rank with one of `shard_count` equal shards of the
     trained parameters.
     """
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
-        return FP32_BYTES * -(-_factored_elements(profile) // shard_count)
+        return FP32_BYTES * -(-_compute_factored_elements(profile) // shard_count)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return sum(
-            segment.count * _eight_bit_state_bytes(segment, profile, plan, shard_count)
+            segment.count * _compute_eight_bit_state_bytes(segment, profile, plan, shard_count)
             for segment in profile.segments
         )
     return (
@@ -75,7 +75,7 @@ def update_temporary_bytes(
     )
 
 
-def _eight_bit_state_bytes(
+def _compute_eight_bit_state_bytes(
     segment: Segment, profile: ModelProfile, plan: Plan, shard_count: int
 ) -> int:
     """Return the bytes of one rank's 8-bit optimizer states for one part of a segment.
@@ -86,15 +86,17 @@ def _eight_bit_state_bytes(
     """
     if profile.source in (Source.DECLARED, Source.DECLARED_MEMORY):
         elements = -(-segment.trained_parameters // shard_count)
-        return _eight_bit_moment_bytes(elements - elements % BLOCK) + ADAM_BYTES * (
+        return _compute_eight_bit_moment_bytes(elements - elements % BLOCK) + ADAM_BYTES * (
             elements % BLOCK
         )
     if plan.engine is Engine.SCRIPT and not segment.is_unit:
         return ADAM_BYTES * -(-segment.trained_parameters // shard_count)
-    return sum(_eight_bit_moment_bytes(-(-tensor // shard_count)) for tensor in segment.gradients)
+    return sum(
+        _compute_eight_bit_moment_bytes(-(-tensor // shard_count)) for tensor in segment.gradients
+    )
 
 
-def _eight_bit_moment_bytes(elements: int) -> int:
+def _compute_eight_bit_moment_bytes(elements: int) -> int:
     """Return the bytes of both moments of a tensor with `elements` elements on a rank; small
     tensors keep theirs in fp32.
     """
@@ -103,7 +105,7 @@ def _eight_bit_moment_bytes(elements: int) -> int:
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES
 
 
-def _factored_elements(profile: ModelProfile) -> int:
+def _compute_factored_elements(profile: ModelProfile) -> int:
     """Return the elements of Adafactor's factored second moments for the whole model (Shazeer and
     Stern 2018, arXiv:1804.04235, section 3).
     """

@@ -31,7 +31,7 @@ STEP_BYTES = 32 * 2**20
 COUNTED = 32  # newest measurements that count of each supposed overhead
 
 
-def assumed_overhead_bytes(plan: Plan) -> int:
+def estimate_overhead_bytes(plan: Plan) -> int:
     """Return the assumed bytes of a CUDA context and of the plan's communicators.
 
     Communicators exist for all ranks together, and along every smaller axis of the mesh. Expert parallelism adds a mesh
@@ -39,13 +39,11 @@ def assumed_overhead_bytes(plan: Plan) -> int:
     """
     if plan.world_size == 1 and not plan.mechanics.talks_alone:
         return CONTEXT_BYTES
-    return _assumed_bytes_of_layout(plan.layout, plan.dp_replicate, plan.expert_parallel)
+    return _estimate_layout_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
 
 
 @lru_cache(maxsize=4096)
-def _assumed_bytes_of_layout(
-    layout: ParallelLayout, dp_replicate: int, expert_parallel: int
-) -> int:
+def _estimate_layout_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: int) -> int:
     world = layout.world_size
     axes = [layout.cp, layout.tp, layout.pp, layout.dp_cp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
@@ -64,11 +62,11 @@ class MeasuredOverhead:
         tuple[int, int], ...
     ] = ()  # supposed bytes, and measured bytes of plans with those
 
-    def bytes_of(self, plan: Plan) -> int:
+    def compute_bytes(self, plan: Plan) -> int:
         """Return the bytes that the plan's ranks use outside the allocator: the assumed bytes,
         corrected by the nearest measurement.
         """
-        supposed_bytes = assumed_overhead_bytes(plan)
+        supposed_bytes = estimate_overhead_bytes(plan)
         if not self.measured:
             return supposed_bytes
         nearest_bytes, measured_bytes = min(
@@ -80,7 +78,7 @@ class MeasuredOverhead:
 SUPPOSED_OVERHEAD = MeasuredOverhead()
 
 
-def measured_overhead(observations: Iterable[Observation]) -> MeasuredOverhead:
+def measure_overhead(observations: Iterable[Observation]) -> MeasuredOverhead:
     """Return the measured memory outside the allocator on one kind of device: the upper median for
     each assumed size.
 
@@ -89,7 +87,7 @@ def measured_overhead(observations: Iterable[Observation]) -> MeasuredOverhead:
     are outliers in both directions.
     """
     by_supposed = group_values(
-        (assumed_overhead_bytes(observation.plan), observation.overhead_bytes)
+        (estimate_overhead_bytes(observation.plan), observation.overhead_bytes)
         for observation in observations
         if observation.overhead_bytes is not None
     )

@@ -29,7 +29,7 @@ def list_critical_ranks(
     per_rank = plan.pipeline_stages_per_rank
     in_flight = find_pipeline_fill(layout.pp, per_rank, plan.gradient_accumulation_steps)
     if layout.pp == 1:
-        return _unsplit_ranks(
+        return _make_unsplit_ranks(
             profile,
             full_layers,
             has_one_micro_batch=in_flight.is_one_round,
@@ -39,7 +39,7 @@ def list_critical_ranks(
     sizes = count_stage_layers(
         split_stage_segments(profile).layer.count, layout.pp * per_rank, *ends
     )
-    return _pipeline_ranks(profile, layout.pp, sizes, in_flight, full_layers)
+    return _make_pipeline_ranks(profile, layout.pp, sizes, in_flight, full_layers)
 
 
 class PipelineFill(NamedTuple):
@@ -88,7 +88,7 @@ def count_waiting_passes(
 
 
 @lru_cache(maxsize=1024)
-def _unsplit_ranks(
+def _make_unsplit_ranks(
     profile: ModelProfile, full_layers: int, *, has_one_micro_batch: bool, updates_in_backward: bool
 ) -> tuple[Rank, ...]:
     whole = Rank(
@@ -103,7 +103,7 @@ def _unsplit_ranks(
 
 
 @lru_cache(maxsize=4096)
-def _pipeline_ranks(
+def _make_pipeline_ranks(
     profile: ModelProfile,
     pp: int,
     layers_by_stage: tuple[int, ...],
@@ -118,7 +118,7 @@ def _pipeline_ranks(
         first = rank == 0
         last = rank == pp - 1
         stages = [
-            profile_of_part(
+            make_part_profile(
                 profile,
                 layers,
                 has_first=first and turn == 0,
@@ -128,8 +128,8 @@ def _pipeline_ranks(
         ]
         every = Rank(
             name=f" in pipeline rank {rank}",
-            profile=profile_of_part(profile, sum(layer_counts), has_first=first, has_last=last),
-            stage=profile_of_part(profile, max(layer_counts), has_first=first, has_last=last),
+            profile=make_part_profile(profile, sum(layer_counts), has_first=first, has_last=last),
+            stage=make_part_profile(profile, max(layer_counts), has_first=first, has_last=last),
             has_loss=last,
             others=_count_other_micro_batches(stages, passes, -1),
             accumulates=True,
@@ -248,14 +248,14 @@ def split_stage_segments(profile: ModelProfile) -> StageSegments:
     before = profile.segments[:place]
     behind = profile.segments[place + 1 :]
     return StageSegments(
-        tuple(map(_with_own_weight, before)),
+        tuple(map(_add_own_weight, before)),
         replace(repeated, waiting_gradients=0),
-        tuple(map(_with_own_weight, behind)),
+        tuple(map(_add_own_weight, behind)),
     )
 
 
 @lru_cache(maxsize=4096)
-def profile_of_part(
+def make_part_profile(
     profile: ModelProfile, layer_count: int, *, has_first: bool, has_last: bool
 ) -> ModelProfile:
     """Return the profile of a rank with `layer_count` layers, and with the model's first or last
@@ -266,7 +266,7 @@ def profile_of_part(
     return replace(profile, segments=(*ends[0], replace(repeated, count=layer_count), *ends[1]))
 
 
-def _with_own_weight(segment: Segment) -> Segment:
+def _add_own_weight(segment: Segment) -> Segment:
     """Return the embedding or head with its own copy of the shared weight, so that no gradient
     waits.
     """

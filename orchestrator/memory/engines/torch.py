@@ -14,10 +14,13 @@ from orchestrator.memory.engines.moments import (
     PointKind,
     Rank,
 )
-from orchestrator.memory.engines.optimizers import optimizer_state_bytes, update_temporary_bytes
+from orchestrator.memory.engines.optimizers import (
+    estimate_optimizer_state_bytes,
+    update_temporary_bytes,
+)
 from orchestrator.memory.engines.widths import (
     compute_bytes_per_weight,
-    exchanged_bytes_per_gradient,
+    compute_exchanged_bytes_per_gradient,
 )
 from orchestrator.specs.choices import Offload, Optimizer
 from orchestrator.specs.mechanics import Fsdp, Replicated, ScriptFsdp
@@ -45,14 +48,14 @@ def list_ddp_moments(
     are_views = replicated.is_ours and buckets > 0
     fixed = (
         ("parameters", rank.weight_bytes),
-        ("optimizer states", optimizer_state_bytes(profile, plan, 1)),
+        ("optimizer states", estimate_optimizer_state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
     )
 
     def gradients(passage: PassPoint) -> int:
         if plan.optimizer_in_backward:
-            return width * _existing_gradient_elements(passage)
+            return width * _compute_existing_gradient_elements(passage)
         if rank.accumulates:
             whole = passage.turn or rank.accumulated
             if are_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
@@ -88,7 +91,7 @@ def list_ddp_moments(
     return points
 
 
-def _existing_gradient_elements(pass_point: PassPoint) -> int:
+def _compute_existing_gradient_elements(pass_point: PassPoint) -> int:
     """Return the elements of the gradient that exists at this point, where each parameter is
     updated in the backward pass.
 
@@ -117,7 +120,7 @@ def _update_bytes(pass_point: PassPoint, plan: Plan, *, is_cuda: bool) -> int:
         return 0
     return update_temporary_bytes(
         plan,
-        min(_existing_gradient_elements(pass_point), pass_point.segment.trained_parameters),
+        min(_compute_existing_gradient_elements(pass_point), pass_point.segment.trained_parameters),
         is_cuda=is_cuda,
     )
 
@@ -139,7 +142,7 @@ def list_fsdp_moments(
     profile = rank.profile
     shards = fsdp.shards
     compute = compute_bytes_per_weight(plan)
-    device = _device_share(plan)
+    device = _get_device_share(plan)
     fixed = _shard_bytes(rank, plan, shards)
     of_turn: dict[
         int, int
@@ -149,8 +152,10 @@ def list_fsdp_moments(
     points: list[Moment] = []
     for place in point_indices:
         passage = rank.pass_points[place]
-        transients = _transient_bytes(rank, plan, fsdp, passage, compute, uses_gloo=not is_cuda)
-        reduced = _reduced_elements(
+        transients = _compute_transient_bytes(
+            rank, plan, fsdp, passage, compute, uses_gloo=not is_cuda
+        )
+        reduced = _compute_reduced_elements(
             rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters)
         )
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
@@ -163,22 +168,22 @@ def list_fsdp_moments(
     layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
     unit = layer.parameters if layer.count > 1 else 0
     if unit and not fsdp.is_pipelined and shards > 1 and not profile.moments:
-        gathering = _last_gathering_bytes(rank, plan, fsdp, layer, compute, device)
+        gathering = _compute_last_gathering_bytes(rank, plan, fsdp, layer, compute, device)
         points.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and fsdp.is_pipelined:
         points.append(
             Moment(
                 "gradient reduction of a layer",
-                (*fixed, *_first_reduction_bytes(rank, unit, compute)),
+                (*fixed, *_compute_first_reduction_bytes(rank, unit, compute)),
             )
         )
-    reduction = _root_reduction_bytes(rank, plan, fsdp, device, uses_gloo=not is_cuda)
+    reduction = _compute_root_reduction_bytes(rank, plan, fsdp, device, uses_gloo=not is_cuda)
     points.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
         points.append(
             Moment(
                 "update of the root",
-                (*fixed, *_root_update_bytes(rank, plan, compute, shards, is_cuda=is_cuda)),
+                (*fixed, *_compute_root_update_bytes(rank, plan, compute, shards, is_cuda=is_cuda)),
             )
         )
     if device and not plan.optimizer_in_backward:
@@ -199,7 +204,7 @@ def list_fsdp_moments(
     return points
 
 
-def _transient_bytes(
+def _compute_transient_bytes(
     rank: Rank,
     plan: Plan,
     fsdp: Fsdp,
@@ -212,15 +217,15 @@ def _transient_bytes(
     this point.
     """
     if fsdp.is_pipelined:
-        return _pipelined_bytes(rank, pass_point, bytes_per_weight)
+        return _compute_pipelined_bytes(rank, pass_point, bytes_per_weight)
     if fsdp.once_a_step:
-        return _reduced_once_bytes(
+        return _compute_reduced_once_bytes(
             rank, plan, pass_point, bytes_per_weight, fsdp.shards, uses_gloo=uses_gloo
         )
-    return _unit_bytes(rank, plan, fsdp, pass_point, bytes_per_weight, uses_gloo=uses_gloo)
+    return _compute_unit_bytes(rank, plan, fsdp, pass_point, bytes_per_weight, uses_gloo=uses_gloo)
 
 
-def _reduced_elements(
+def _compute_reduced_elements(
     rank: Rank, plan: Plan, fsdp: Fsdp, pass_point: PassPoint, earlier_elements: int
 ) -> int:
     """Return the elements of reduced gradients of which the rank has a shard at this point.
@@ -239,7 +244,7 @@ def _reduced_elements(
     return earlier_elements + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
-def _device_share(plan: Plan) -> int:
+def _get_device_share(plan: Plan) -> int:
     """Return 1 where the device holds the shards, 0 where host memory does."""
     return 0 if plan.offload is Offload.PARAMETERS else 1
 
@@ -248,15 +253,18 @@ def _shard_bytes(rank: Rank, plan: Plan, shard_count: int) -> Causes:
     """Return the bytes by cause that a rank holds throughout the step: its shards of parameters and
     states, and workspace.
     """
-    device = _device_share(plan)
+    device = _get_device_share(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shard_count)),
-        ("optimizer states", device * optimizer_state_bytes(rank.profile, plan, shard_count)),
+        (
+            "optimizer states",
+            device * estimate_optimizer_state_bytes(rank.profile, plan, shard_count),
+        ),
         ("workspace", rank.profile.workspace_bytes),
     )
 
 
-def _unit_bytes(
+def _compute_unit_bytes(
     rank: Rank,
     plan: Plan,
     fsdp: Fsdp,
@@ -270,14 +278,14 @@ def _unit_bytes(
 
     Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They
     are in the flat input of their reduce-scatter, of which gloo makes a copy, beside the last of
-    them (see _root_reduction_bytes). This unit waits in the flat buffer in which it was gathered
-    ahead. Then its weights leave that, the one before comes in another, and the input is still
-    there (`post_backward` and `pre_backward` in
+    them (see _compute_root_reduction_bytes). This unit waits in the flat buffer in which it was
+    gathered ahead. Then its weights leave that, the one before comes in another, and the input is
+    still there (`post_backward` and `pre_backward` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up
     over micro-batches, the shard that is to be added lies beside: under HSDP it is among those that
     wait for their copies. At stage 2 nothing is gathered any more.
     """
-    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     segment = pass_point.segment
     keeps = fsdp.keeps_gathered
     alone = fsdp.shards == 1
@@ -287,7 +295,7 @@ def _unit_bytes(
     ahead = pass_point.ahead
     behind = pass_point.behind
     if segment.experts and plan.expert_parallel > 1:
-        return _mixture_bytes(
+        return _compute_mixture_bytes(
             rank, plan, fsdp, pass_point, bytes_per_weight, gathered, uses_gloo=uses_gloo
         )
     if segment.is_unit and pass_point.backward:
@@ -325,7 +333,7 @@ def _unit_bytes(
             gathered += (
                 layer.parameters
                 if plan.expert_parallel == 1
-                else _flat_buffer_elements(plan, layer)[1]
+                else _compute_flat_buffer_elements(plan, layer)[1]
             )
     whole = (
         bytes_per_weight * (pass_point.ends_done + pass_point.gradients + named)
@@ -334,7 +342,7 @@ def _unit_bytes(
     return (("gathered parameters", bytes_per_weight * gathered), ("whole gradients", whole))
 
 
-def _mixture_bytes(
+def _compute_mixture_bytes(
     rank: Rank,
     plan: Plan,
     fsdp: Fsdp,
@@ -344,8 +352,8 @@ def _mixture_bytes(
     *,
     uses_gloo: bool,
 ) -> Causes:
-    """Return the bytes as `_unit_bytes` does, for a layer whose experts are sharded over other
-    ranks than its rest.
+    """Return the bytes as `_compute_unit_bytes` does, for a layer whose experts are sharded over
+    other ranks than its rest.
 
     They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When
     the experts of the layer behind are reduced, its rest has neither been let go nor been reduced
@@ -355,10 +363,12 @@ def _mixture_bytes(
     """
     segment = pass_point.segment
     keeps = fsdp.keeps_gathered
-    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     rest = segment.parameters - segment.experts
     experts = segment.experts // plan.expert_parallel
-    of_rest, of_experts = (0, 0) if keeps else _flat_buffer_elements(plan, segment)  # flat buffers
+    of_rest, of_experts = (
+        (0, 0) if keeps else _compute_flat_buffer_elements(plan, segment)
+    )  # flat buffers
     unit = 0 if keeps else rest + experts
     reducing = exchanged * (rest + experts) if pass_point.behind else 0
     here = bytes_per_weight * (unit + (of_rest + of_experts if pass_point.ahead else 0)), reducing
@@ -391,7 +401,7 @@ def _mixture_bytes(
     )
 
 
-def _flat_buffer_elements(plan: Plan, segment: Segment) -> tuple[int, int]:
+def _compute_flat_buffer_elements(plan: Plan, segment: Segment) -> tuple[int, int]:
     """Return (elements of the flat buffer of a layer's rest, elements of the flat buffer of its
     experts).
     """
@@ -415,7 +425,7 @@ def _update_behind_bytes(
     its gradient shard is reduced.
 
     The flat input of its reduce-scatter exists, and the layer that comes next has been gathered
-    (see _unit_bytes).
+    (see _compute_unit_bytes).
     """
     behind = pass_point.behind
     alone = fsdp.shards == 1
@@ -427,7 +437,7 @@ def _update_behind_bytes(
         else rank.end_parameters + ahead
     )
     named = 0 if alone else behind.last_gradient
-    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
         ("gathered parameters", bytes_per_weight * gathered),
         (
@@ -444,20 +454,20 @@ def _update_behind_bytes(
     )
 
 
-def _root_update_bytes(
+def _compute_root_update_bytes(
     rank: Rank, plan: Plan, bytes_per_weight: int, shard_count: int, *, is_cuda: bool
 ) -> Causes:
     """Return the bytes, by cause, while a weight of the root unit (all outside the layers) is
     updated.
 
     These are its gradient shards, their source in the reduction, and temporaries. (See
-    _root_reduction_bytes.)
+    _compute_root_reduction_bytes.)
     """
     ends = [segment for segment in rank.profile.segments if not segment.is_unit]
     last = next((segment.last_gradient for segment in reversed(ends)), 0)
     trained = rank.trained_end_parameters
     largest = max((segment.largest_gradient for segment in ends), default=0)
-    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     return (
         ("gradients", rank.profile.parameter_bytes * -(-trained // shard_count)),
         (
@@ -471,7 +481,7 @@ def _root_update_bytes(
     )
 
 
-def _last_gathering_bytes(
+def _compute_last_gathering_bytes(
     rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, bytes_per_weight: int, device_share: int
 ) -> Causes:
     """Return the bytes when the forward pass reaches the last layer, where two flat buffers exist
@@ -483,7 +493,9 @@ def _last_gathering_bytes(
     """
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
     unit = rank.profile.count_gathered_parameters(layer)
-    flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat_buffer_elements(plan, layer))
+    flats = (
+        2 * unit if plan.expert_parallel == 1 else sum(_compute_flat_buffer_elements(plan, layer))
+    )
     gathered = (
         rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit
     ) + flats
@@ -498,7 +510,7 @@ def _last_gathering_bytes(
     )
 
 
-def _pipelined_bytes(rank: Rank, pass_point: PassPoint, bytes_per_weight: int) -> Causes:
+def _compute_pipelined_bytes(rank: Rank, pass_point: PassPoint, bytes_per_weight: int) -> Causes:
     """Return the bytes under a pipeline, where a step gathers weights once and reduces gradients
     after its last micro-batch.
     """
@@ -511,7 +523,7 @@ def _pipelined_bytes(rank: Rank, pass_point: PassPoint, bytes_per_weight: int) -
     return (("gathered parameters", bytes_per_weight * rank.parameters), ("whole gradients", whole))
 
 
-def _reduced_once_bytes(
+def _compute_reduced_once_bytes(
     rank: Rank,
     plan: Plan,
     pass_point: PassPoint,
@@ -526,11 +538,11 @@ def _reduced_once_bytes(
     Until then gradients add up whole, in the type in which they are exchanged: of the second of two
     micro-batches those of the first are there. In the last backward pass the layer behind is in the
     flat input of its reduce-scatter, of which gloo makes a copy, beside the last of its gradients
-    (see _root_reduction_bytes). What is reduced is let go (`post_backward` in
+    (see _compute_root_reduction_bytes). What is reduced is let go (`post_backward` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     width = rank.profile.parameter_bytes
-    exchanged = exchanged_bytes_per_gradient(plan, width)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, width)
     is_third = plan.gradient_accumulation_steps > 2
     made = rank.trained_parameters if is_third else pass_point.done + pass_point.gradients
     adding = (
@@ -561,7 +573,9 @@ def _reduced_once_bytes(
     return max(adding, last, key=lambda causes: sum(count for _, count in causes))
 
 
-def _first_reduction_bytes(rank: Rank, layer_elements: int, bytes_per_weight: int) -> Causes:
+def _compute_first_reduction_bytes(
+    rank: Rank, layer_elements: int, bytes_per_weight: int
+) -> Causes:
     """Return the bytes when the gradients of a pipeline's first layer are reduced: in a flat
     buffer, beside all others whole.
 
@@ -577,7 +591,7 @@ def _first_reduction_bytes(rank: Rank, layer_elements: int, bytes_per_weight: in
     )
 
 
-def _root_reduction_bytes(
+def _compute_root_reduction_bytes(
     rank: Rank, plan: Plan, fsdp: Fsdp, device_share: int, *, uses_gloo: bool
 ) -> Causes:
     """Return the bytes when the gradients of the root unit (all outside the layers) are reduced,
@@ -593,7 +607,7 @@ def _root_reduction_bytes(
     compute = compute_bytes_per_weight(plan)
     shards = fsdp.shards
     width = rank.profile.parameter_bytes
-    exchanged = exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
+    exchanged = compute_exchanged_bytes_per_gradient(plan, rank.profile.parameter_bytes)
     root = rank.end_parameters
     trained = rank.trained_end_parameters
     adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step

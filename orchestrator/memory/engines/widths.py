@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.memory.engines.moments import FP32_BYTES
 from orchestrator.specs.choices import MasterWeights, Precision
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
@@ -14,22 +14,24 @@ def compute_bytes_per_weight(plan: Plan) -> int:
     return FP32_BYTES if plan.precision is Precision.FP32 else 2
 
 
-def master_bytes_per_weight(plan: Plan) -> int:
+def compute_master_bytes_per_weight(plan: Plan) -> int:
     """Return the bytes of one stored weight between steps, and of its gradient, under our engines."""
     return FP32_BYTES if plan.master_weights is MasterWeights.FP32 else 2
 
 
-def exchanged_bytes_per_gradient(plan: Plan, bytes_per_stored_weight: int | None = None) -> int:
+def compute_exchanged_bytes_per_gradient(
+    plan: Plan, bytes_per_stored_weight: int | None = None
+) -> int:
     """Return the bytes of one gradient element in messages between data-parallel ranks.
 
     DeepSpeed exchanges in the compute type. FSDP2 and DistributedDataParallel exchange in the type
-    of the stored weights: `bytes_per_stored_weight`, or `master_bytes_per_weight` where that is
-    None.
+    of the stored weights: `bytes_per_stored_weight`, or `compute_master_bytes_per_weight` where
+    that is None.
     """
-    if facts_of(plan.engine).has_low_gradients:
+    if get_engine_facts(plan.engine).has_low_gradients:
         return compute_bytes_per_weight(plan)
     return (
-        master_bytes_per_weight(plan)
+        compute_master_bytes_per_weight(plan)
         if bytes_per_stored_weight is None
         else bytes_per_stored_weight
     )

@@ -82,7 +82,7 @@ def find_experts(config: JsonObject) -> Experts | None:
     )
 
 
-def with_experts(
+def add_experts(
     profile: ModelProfile,
     experts: Experts,
     hidden_size: int,
@@ -116,7 +116,7 @@ def with_experts(
         expert_parallel=expert_parallel,
         receive_factor_max=receive_factor_max,
     )
-    saved_bytes, selective_bytes = _saved_and_selective_bytes(
+    saved_bytes, selective_bytes = _compute_saved_and_selective_bytes(
         profile, routing, h, autocast=autocast
     )
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
@@ -145,14 +145,14 @@ def with_experts(
         matmuls=(*(product for product in layer.matmuls if all(product)), *products),
         cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
         largest_parameter=2 * down,
-        factored=(layer.factored or 0) + _factored_elements(experts, h),
+        factored=(layer.factored or 0) + _compute_factored_elements(experts, h),
         tensors=(*parts, *attention),
         arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
         viewed=3 * down,  # transposed (`_grouped_linear`)
-        peaks=_expert_peaks(profile, routing, h, autocast=autocast),
+        peaks=_list_expert_peaks(profile, routing, h, autocast=autocast),
         experts=3 * down,
-        routed_bytes=2 * routing.sent * h * _expert_element_bytes(profile, autocast=autocast)
+        routed_bytes=2 * routing.sent * h * _get_expert_element_bytes(profile, autocast=autocast)
         if expert_parallel > 1
         else 0,
         forward_moved_bytes=0,
@@ -162,7 +162,9 @@ def with_experts(
         profile,
         expert_parallel=expert_parallel,
         segments=(embedding, layer, head),
-        updated_before_largest=_updated_before_largest(experts, embedding.largest_parameter, h),
+        updated_before_largest=_compute_updated_before_largest(
+            experts, embedding.largest_parameter, h
+        ),
     )
 
 
@@ -186,7 +188,7 @@ class _Routing:
         return round(self.sent * self.receive_factor_max) if self.expert_parallel > 1 else self.sent
 
 
-def _routed_saved_bytes(
+def _compute_routed_saved_bytes(
     profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
 ) -> int:
     """Return the bytes that router and experts save of a sample for the backward pass.
@@ -204,7 +206,7 @@ def _routed_saved_bytes(
     weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (
         0 if experts.weights_add_up else 4 * k + 4
     )
-    w = _expert_element_bytes(profile, autocast=autocast)
+    w = _get_expert_element_bytes(profile, autocast=autocast)
     places = 8 if routing.expert_parallel > 1 else 0
     return (
         routing.received * (w * (4 * experts.width + hidden_size) + places)
@@ -213,7 +215,7 @@ def _routed_saved_bytes(
     )
 
 
-def _shared_expert_saved_bytes(
+def _compute_shared_expert_saved_bytes(
     profile: ModelProfile, experts: Experts, hidden_size: int, *, autocast: bool
 ) -> int:
     """Return the bytes that the shared expert (a feed-forward part) and its gate save of a token; 0
@@ -227,7 +229,7 @@ def _shared_expert_saved_bytes(
     )
 
 
-def _saved_and_selective_bytes(
+def _compute_saved_and_selective_bytes(
     profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
 ) -> tuple[int, int]:
     """Return (bytes that a sample's experts save, bytes that they save under selective
@@ -235,8 +237,8 @@ def _saved_and_selective_bytes(
     """
     width = 4 if profile.precision is Precision.FP32 else 2
     experts = routing.experts
-    routed = _routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
-    shared = _shared_expert_saved_bytes(profile, experts, hidden_size, autocast=autocast)
+    routed = _compute_routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
+    shared = _compute_shared_expert_saved_bytes(profile, experts, hidden_size, autocast=autocast)
     shared_products = (
         width * (2 * experts.shared_width + hidden_size + 1) if experts.shared_width else 0
     )
@@ -245,7 +247,7 @@ def _saved_and_selective_bytes(
     return routed + routing.sample_tokens * (shared - unread), routing.sample_tokens * selective
 
 
-def _expert_peaks(
+def _list_expert_peaks(
     profile: ModelProfile, routing: _Routing, hidden_size: int, *, autocast: bool
 ) -> tuple[BackwardPeak, ...]:
     """Return the memory peaks of the experts' backward pass: after each product, and where
@@ -261,14 +263,14 @@ def _expert_peaks(
     k = experts.chosen
     f = experts.width
     width = 4 if profile.precision is Precision.FP32 else 2
-    w = _expert_element_bytes(profile, autocast=autocast)
+    w = _get_expert_element_bytes(profile, autocast=autocast)
     down = experts.count // routing.expert_parallel * experts.width * hidden_size
     came_in = (
         width * (hidden_size - 1) if experts.shared_width else 0
     )  # of what the shared expert returned
     base = tokens * came_in - 8 * sent
-    routed = _routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
-    saved = routed + tokens * _shared_expert_saved_bytes(
+    routed = _compute_routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
+    saved = routed + tokens * _compute_shared_expert_saved_bytes(
         profile, experts, hidden_size, autocast=autocast
     )
     # of what experts saved, all but their input
@@ -297,14 +299,14 @@ def _expert_peaks(
     )
 
 
-def _expert_element_bytes(profile: ModelProfile, *, autocast: bool) -> int:
+def _get_expert_element_bytes(profile: ModelProfile, *, autocast: bool) -> int:
     """Return the bytes per element in which experts compute; autocast does not reach their products
     (`_grouped_mm`).
     """
     return 4 if profile.precision is Precision.FP32 or autocast else 2
 
 
-def _factored_elements(experts: Experts, hidden_size: int) -> int:
+def _compute_factored_elements(experts: Experts, hidden_size: int) -> int:
     """Return the elements of Adafactor's second moments: one row and one column for each matrix of
     each expert.
     """
@@ -316,7 +318,7 @@ def _factored_elements(experts: Experts, hidden_size: int) -> int:
     )
 
 
-def _updated_before_largest(experts: Experts, table_elements: int, hidden_size: int) -> int:
+def _compute_updated_before_largest(experts: Experts, table_elements: int, hidden_size: int) -> int:
     """Return `ModelProfile.updated_before_largest`: the first expert tensor is updated before the
     second, half its size.
     """

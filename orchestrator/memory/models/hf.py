@@ -195,10 +195,10 @@ def adapt_to_transformers(
     if model.lora is None:
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
-        beside = _adapted_layer(
+        beside = _make_adapted_layer(
             model.lora, shape, is_low_precision=low, autocast=autocast, is_cuda=is_cuda
         )
-        embedding, layer, head = _with_adapters(
+        embedding, layer, head = _add_adapters(
             (embedding, layer, head),
             model.lora,
             shape,
@@ -211,7 +211,7 @@ def adapt_to_transformers(
     profile = replace(profile, segments=(embedding, layer, head))
     if shape.experts is None:
         return profile
-    return mixtures.with_experts(
+    return mixtures.add_experts(
         profile,
         shape.experts,
         shape.hidden_size,
@@ -241,7 +241,7 @@ def _forward_and_backward_traffic_bytes(
     )
 
 
-def _with_adapters(
+def _add_adapters(
     segments: tuple[Segment, Segment, Segment],
     lora: LoraSpec,
     shape: DecoderShape,
@@ -347,7 +347,7 @@ def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 
 
-def _adapted_layer(
+def _make_adapted_layer(
     lora: LoraSpec, shape: DecoderShape, *, is_low_precision: bool, autocast: bool, is_cuda: bool
 ) -> AdaptedLayer:
     h = shape.hidden_size

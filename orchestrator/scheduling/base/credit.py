@@ -26,7 +26,7 @@ class CreditFund:
     share: float
     span_s: float
 
-    def full_device_s(self, cluster_device_count: int) -> float:
+    def compute_full_device_s(self, cluster_device_count: int) -> float:
         """Return the most device-seconds that this fund's credit can hold, on a cluster of so many
         devices.
         """
@@ -44,11 +44,11 @@ AGED = CreditFund(name="aged", share=0.25, span_s=3600.0)
 PRESSING = CreditFund(name="pressing", share=0.5, span_s=4 * 3600.0)
 
 
-def credit_device_s(state: State, fund: CreditFund, cluster_device_count: int) -> float:
+def compute_credit_device_s(state: State, fund: CreditFund, cluster_device_count: int) -> float:
     """Return the device-seconds in the fund's credit at the state's time; below zero where too much
     was spent.
     """
-    full_device_s = fund.full_device_s(cluster_device_count)
+    full_device_s = fund.compute_full_device_s(cluster_device_count)
     credit = next((credit for credit in state.credits if credit.fund == fund.name), None)
     if credit is None:
         return full_device_s
@@ -56,7 +56,7 @@ def credit_device_s(state: State, fund: CreditFund, cluster_device_count: int) -
     return min(full_device_s, credit.device_s + filled_device_s)
 
 
-def credit_suffices_at_s(
+def compute_credit_suffices_at_s(
     state: State, fund: CreditFund, cluster_device_count: int, needed_device_s: float
 ) -> float:
     """Return the first time at which the fund's credit covers `needed_device_s`, in seconds since
@@ -64,10 +64,10 @@ def credit_suffices_at_s(
 
     It may be now. Infinity means that even a full credit is too small.
     """
-    if needed_device_s > fund.full_device_s(cluster_device_count):
+    if needed_device_s > fund.compute_full_device_s(cluster_device_count):
         return inf
     missing_device_s = max(
-        0.0, needed_device_s - credit_device_s(state, fund, cluster_device_count)
+        0.0, needed_device_s - compute_credit_device_s(state, fund, cluster_device_count)
     )
     return state.at_s + missing_device_s / (fund.share * cluster_device_count)
 
@@ -78,6 +78,6 @@ def spend_credit(
     """Return the state with `spent_device_s` device-seconds subtracted from the fund's credit."""
     if not spent_device_s:
         return state
-    left = credit_device_s(state, fund, cluster_device_count) - spent_device_s
+    left = compute_credit_device_s(state, fund, cluster_device_count) - spent_device_s
     others = (credit for credit in state.credits if credit.fund != fund.name)
     return replace(state, credits=(*others, Credit(fund=fund.name, device_s=left, at_s=state.at_s)))

@@ -32,7 +32,7 @@ def apply_drain(state: State, event: DrainRequested) -> State:
     return replace(state, drained=tuple(sorted(others)), suspensions=trusted, ends=ends)
 
 
-def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
+def list_closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
     """Return {node: windows (begin, end) in which no attempt may start there}, in seconds since
     1970.
 
@@ -48,7 +48,9 @@ def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
     }
     for node in state.nodes:
         ahead = (
-            (start_s, end_s) for start_s, end_s in _maintenance_windows(node) if end_s > state.at_s
+            (start_s, end_s)
+            for start_s, end_s in _list_maintenance_windows(node)
+            if end_s > state.at_s
         )
         windows = tuple(
             (-inf if start_s <= state.at_s else start_s, end_s) for start_s, end_s in ahead
@@ -60,7 +62,7 @@ def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
     return closed
 
 
-def suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
+def list_suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
     """Return {(node, device index): first time at which a new attempt may start there}, in seconds
     since 1970.
 
@@ -112,7 +114,7 @@ def list_active_suspensions(state: State) -> list[Suspension]:
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def leave_time_s_by_job_id(state: State, running_jobs: Iterable[Job]) -> dict[str, float]:
+def list_leave_time_s_by_job_id(state: State, running_jobs: Iterable[Job]) -> dict[str, float]:
     """Return {job id: when the job must leave its nodes for their next maintenance}, in seconds
     since 1970.
 
@@ -122,7 +124,11 @@ def leave_time_s_by_job_id(state: State, running_jobs: Iterable[Job]) -> dict[st
     windows = {
         node.name: ahead[0]
         for node in state.nodes
-        if (ahead := [window for window in _maintenance_windows(node) if window[1] > state.at_s])
+        if (
+            ahead := [
+                window for window in _list_maintenance_windows(node) if window[1] > state.at_s
+            ]
+        )
     }
     times: dict[str, float] = {}
     before: Counter[str] = Counter()
@@ -135,13 +141,16 @@ def leave_time_s_by_job_id(state: State, running_jobs: Iterable[Job]) -> dict[st
     return times
 
 
-def next_closing_or_opening_s(state: State) -> float:
+def find_next_closing_or_opening_s(state: State) -> float:
     """Return the next time at which any node or device closes to new attempts, or opens again.
 
     It is in seconds since 1970; infinity if none will.
     """
     times_s = [
-        time_s for node in state.nodes for window in _maintenance_windows(node) for time_s in window
+        time_s
+        for node in state.nodes
+        for window in _list_maintenance_windows(node)
+        for time_s in window
     ]
     return min(
         (s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s),
@@ -149,7 +158,7 @@ def next_closing_or_opening_s(state: State) -> float:
     )
 
 
-def _maintenance_windows(node: Node) -> tuple[Window, ...]:
+def _list_maintenance_windows(node: Node) -> tuple[Window, ...]:
     """Return the node's maintenance times (begin, end) in seconds since 1970.
 
     Each begin is earlier than declared, by the time that stopping a job takes.

@@ -8,7 +8,7 @@ from orchestrator.specs.attempt import Device, list_devices_of
 from orchestrator.specs.state import State
 
 
-def job_id_by_held_device(state: State) -> Mapping[Device, str]:
+def map_held_device_to_job_id(state: State) -> Mapping[Device, str]:
     """Return {device: id of the job whose attempt occupies it}.
 
     A running attempt occupies its devices. An ended one does until their memory is reported free

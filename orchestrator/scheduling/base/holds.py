@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.job_updates import replace_job
 from orchestrator.scheduling.base.migration import can_move, make_migration
 from orchestrator.scheduling.base.sentences import describe_holder
 from orchestrator.specs.actions import Transition
@@ -31,19 +31,21 @@ def apply_update(state: State, event: UpdateRequested) -> Transition:
     ):  # one that is being ended goes on
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, over_limit=False)))
     if spec.deadline != job.spec.deadline:
-        job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
+        job = replace(
+            job, deadline_s=spec.deadline.compute_due_s(event.at_s) if spec.deadline else None
+        )
     was_held = job.held_by is not None
     job = replace(job, spec=spec, held_by=event.held_by)
     if event.held_by is None:
         reason = job.reason or ("was released" if was_held else "")
-        return with_job(state, replace(job, reason=reason)), ()
+        return replace_job(state, replace(job, reason=reason)), ()
     if was_held:
-        return with_job(state, job), ()
+        return replace_job(state, job), ()
     job = replace(job, starts_by_s=None, reason="", pending=None, facts=())
     if can_move(job):
         why = describe_holder(job)
         job, stop = make_migration(job, StopCause.PERSON, why, event.at_s)
-        return with_job(state, job), (stop,)
+        return replace_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))
-    return with_job(state, job), ()
+    return replace_job(state, job), ()

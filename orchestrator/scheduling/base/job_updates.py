@@ -8,9 +8,9 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 
-def with_job(state: State, job: Job) -> State:
+def replace_job(state: State, job: Job) -> State:
     """Return the state with this version of the job in place of the earlier one."""
-    return replace(state, jobs=state.jobs.with_job(job))
+    return replace(state, jobs=state.jobs.replace_job(job))
 
 
 def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
@@ -20,5 +20,5 @@ def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]
     stores it. Otherwise there is no action.
     """
     if job.status.ended and all(attempt.released for attempt in job.attempts):
-        return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)
-    return with_job(state, job), ()
+        return replace(state, jobs=state.jobs.remove_job(job.id)), (Archive(job=job),)
+    return replace_job(state, job), ()

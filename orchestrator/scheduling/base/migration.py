@@ -63,7 +63,9 @@ def saves_on_request(spec: JobSpec) -> bool:
     return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
 
 
-def required_open_node_s(job: Job, attempt_duration_s: float, launch_cost_s: float) -> float:
+def compute_required_open_node_s(
+    job: Job, attempt_duration_s: float, launch_cost_s: float
+) -> float:
     """Return for how many seconds the nodes of a new attempt must stay open to attempts.
 
     A job that saves when it is stopped needs only a few launches' time. All others need
@@ -73,7 +75,7 @@ def required_open_node_s(job: Job, attempt_duration_s: float, launch_cost_s: flo
     return min(attempt_duration_s, FILL_LAUNCHES * launch_cost_s) if fills else attempt_duration_s
 
 
-def expected_lost_training_s(job: Job, stop_at_s: float) -> float:
+def estimate_lost_training_s(job: Job, stop_at_s: float) -> float:
     """Return how many seconds of training are expected to be lost if the job stops at `stop_at_s`.
 
     Lost is what was trained since the last checkpoint. The value is the largest such loss of the
@@ -87,12 +89,12 @@ def expected_lost_training_s(job: Job, stop_at_s: float) -> float:
     lost_s = [
         loss_s
         for earlier in job.attempts[:-1]
-        if (loss_s := _unsaved_training_s(earlier)) is not None
+        if (loss_s := _find_unsaved_training_s(earlier)) is not None
     ]
     return min(max(lost_s, default=inf), max(0.0, stop_at_s - began_s))
 
 
-def _unsaved_training_s(attempt: Attempt) -> float | None:
+def _find_unsaved_training_s(attempt: Attempt) -> float | None:
     """Return the seconds between the last checkpoint of an ended attempt and its last step; None where unknown."""
     saved = attempt.facts.checkpoint_step
     step_s = attempt.measured_step_s
@@ -102,7 +104,7 @@ def _unsaved_training_s(attempt: Attempt) -> float | None:
     return steps * step_s if steps >= 0 else None
 
 
-def last_moved_at_s(job: Job) -> float:
+def find_last_moved_at_s(job: Job) -> float:
     """Return when the scheduler last ended an attempt of the job to move it, in seconds since 1970;
     minus infinity if never.
     """
@@ -127,7 +129,7 @@ def may_move_to_more_devices(job: Job) -> bool:
     )
 
 
-def placement_kept_for_next_attempt(job: Job) -> Placement:
+def get_placement_kept_for_next_attempt(job: Job) -> Placement:
     """Return the devices that a migrating job keeps for its next attempt; () where none are kept."""
     attempt = job.last
     if attempt is None or (

@@ -32,7 +32,7 @@ def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
 
     def sort_key(node: Node) -> tuple[float, int, str]:
         return (
-            -node.device.peak_flops(Precision.FP16),
+            -node.device.get_peak_flops(Precision.FP16),
             -node.devices,
             node.device.model_dump_json(),
         )

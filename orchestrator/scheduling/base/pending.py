@@ -6,7 +6,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Pending
 
 
-def pending_code(job: Job, at_s: float) -> Pending:
+def get_pending_code(job: Job, at_s: float) -> Pending:
     """Return the code of the reason for which a queued job waits at `at_s`; DEVICES where no
     decision has set one.
     """

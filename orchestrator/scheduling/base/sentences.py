@@ -27,7 +27,7 @@ def _fill_sentence(code: str, **facts: object) -> str:
     return SENTENCES.get(" ".join((code, *facts)), code.replace("_", " ")).format(**facts)
 
 
-def waiting_sentence(code: Pending, facts: Facts) -> str:
+def format_waiting_sentence(code: Pending, facts: Facts) -> str:
     """Return the sentence that tells why a job waits, made from the stored code of the reason and
     its facts.
     """
@@ -39,7 +39,7 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
     return _fill_sentence("elsewhere", sentence=sentence, avoided=avoided)
 
 
-def too_late_for_maintenance_clause(facts: Facts) -> str:
+def format_too_late_for_maintenance(facts: Facts) -> str:
     """Return a clause that says that a job would end too late for a node's maintenance."""
     return _fill_sentence("too_late", **dict(facts))
 
@@ -49,15 +49,15 @@ def describe_status(job: Job) -> str:
     if job.status.ended:
         return job.reason
     if job.waits_for:
-        return _dependency_sentence(job.waits_for)
+        return _format_dependency_sentence(job.waits_for)
     if job.asks:
         return _fill_sentence("asks", question=job.asks)
     if job.reason or job.pending is None:
         return job.reason
-    return waiting_sentence(job.pending, job.facts)
+    return format_waiting_sentence(job.pending, job.facts)
 
 
-def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
+def _format_dependency_sentence(waits_for: Sequence[Dependency]) -> str:
     """Return the sentence that names the jobs for whose ends a job waits, at most NAMED_MAX of
     them.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 
@@ -41,7 +41,7 @@ def find_gang_shape(plan: Plan, devices_per_node: int, node_count: int) -> GangS
     devices = plan.world_size
     layout = plan.layout
     inside = layout.cp * layout.tp if layout.cp * layout.tp <= devices_per_node else layout.tp
-    if not facts_of(plan.engine).is_ours:
+    if not get_engine_facts(plan.engine).is_ours:
         inside = 1
     shares = [
         share

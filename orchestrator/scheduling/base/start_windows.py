@@ -31,16 +31,16 @@ class StartHours:
     by_s: float = inf  # latest end
     needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
 
-    def first_start_s(self, earliest_s: float, attempt_duration_s: float) -> float:
+    def find_first_start_s(self, earliest_s: float, attempt_duration_s: float) -> float:
         """Return the first time, `earliest_s` or later, at which an attempt of this duration may
         start.
 
         Times are seconds since 1970; infinity means that it may never start.
         """
-        start_s = self._first_open_s(earliest_s, attempt_duration_s)
+        start_s = self._find_first_open_s(earliest_s, attempt_duration_s)
         return start_s if start_s + attempt_duration_s <= self.by_s else inf
 
-    def _first_open_s(self, earliest_s: float, attempt_duration_s: float) -> float:
+    def _find_first_open_s(self, earliest_s: float, attempt_duration_s: float) -> float:
         """Return the first time, `earliest_s` or later, at which the start window is open for an
         attempt of this duration.
         """
@@ -75,7 +75,7 @@ def make_start_hours(
         return ALWAYS if end_by_s == inf else StartHours(None, by_s=end_by_s)
     within = StartHours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(
-        within.first_start_s(now_s, length_s) < inf for length_s in durations_s
+        within.find_first_start_s(now_s, length_s) < inf for length_s in durations_s
     )
     if not ends and leaves_at_close(spec):
         return StartHours(spec.start_window, must_end=True, by_s=end_by_s, needs_s=least_left_s)
@@ -89,7 +89,7 @@ def leaves_at_close(spec: JobSpec) -> bool:
     return spec.start_window is not None and not spec.stays and saves_on_request(spec)
 
 
-def leave_for_window_close_at_s(spec: JobSpec, launched_s: float) -> float:
+def compute_window_leave_at_s(spec: JobSpec, launched_s: float) -> float:
     """Return when a job launched at `launched_s` must leave its devices because its start window
     closes.
 
@@ -100,7 +100,7 @@ def leave_for_window_close_at_s(spec: JobSpec, launched_s: float) -> float:
     return spec.start_window.find_first_opening(launched_s)[1] - MOVE_GRACE_S
 
 
-def next_window_opening_s(spec: JobSpec, after_s: float) -> float:
+def find_next_window_opening_s(spec: JobSpec, after_s: float) -> float:
     """Return when the job's start window next opens after `after_s`, in seconds since 1970;
     infinity without a window.
     """
@@ -115,7 +115,7 @@ def may_start_at(spec: JobSpec, at_s: float) -> bool:
     return spec.start_window is None or spec.start_window.find_first_opening(at_s)[0] <= at_s
 
 
-def start_window_facts(spec: JobSpec, start_s: float) -> Facts:
+def make_start_window_facts(spec: JobSpec, start_s: float) -> Facts:
     """Return the facts (start time, window) for the sentence that says why a job waits for its
     start window.
     """

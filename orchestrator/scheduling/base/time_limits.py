@@ -26,14 +26,14 @@ from orchestrator.specs.units import DURATION_PATTERN, format_in_largest_unit, f
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
 
-def total_run_time_s(job: Job, until_s: float) -> float:
+def compute_total_run_time_s(job: Job, until_s: float) -> float:
     """Return the seconds that the job's attempts have run in all; a running one counts up to
     `until_s`.
     """
     return sum(_run_time_s(attempt, until_s) for attempt in job.attempts)
 
 
-def time_limit_left_s(job: Job) -> float:
+def compute_time_limit_left_s(job: Job) -> float:
     """Return how many seconds of the job's time limit are left after its ended attempts.
 
     It is at least 1, and infinity for a job without a limit.
@@ -46,7 +46,7 @@ def time_limit_left_s(job: Job) -> float:
     )
 
 
-def time_limit_reached_at_s(job: Job) -> float:
+def compute_time_limit_reached_at_s(job: Job) -> float:
     """Return when the running attempt will reach the job's time limit, in seconds since 1970.
 
     Infinity where the job has no limit, or its last attempt does not run.
@@ -54,10 +54,12 @@ def time_limit_reached_at_s(job: Job) -> float:
     attempt = job.last
     if job.spec.time_limit is None or attempt is None or not can_move(job):
         return inf
-    return time_limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
+    return (
+        compute_time_limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
+    )
 
 
-def time_limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
+def compute_time_limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
     """Return when the job's time limit ends this attempt, in seconds since 1970; infinity without a
     limit.
 
@@ -77,7 +79,7 @@ def is_over_time_limit(job: Job, at_s: float) -> bool:
     """Return whether the job's attempts have used up its time limit at `at_s`."""
     return (
         job.spec.time_limit is not None
-        and total_run_time_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+        and compute_total_run_time_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
     )
 
 
@@ -91,7 +93,7 @@ def stop_at_time_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 
 
-def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
+def make_time_limit_failure(job: Job, attempt: Attempt) -> Failure:
     """Return the failure of an attempt that reached the time limit.
 
     Its text names the limit, the step reached, and the `orc retry` command that continues the job.
@@ -112,7 +114,7 @@ def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
     )
 
 
-def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
+def apply_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
     """Return the job with its team's default time limit, if the job has none.
 
     Raises SpecError where the job's limit exceeds the team's maximum.

@@ -4,7 +4,7 @@ text.
 
 from __future__ import annotations
 
-from orchestrator.scheduling.base.time_limits import time_limit_failure
+from orchestrator.scheduling.base.time_limits import make_time_limit_failure
 from orchestrator.scheduling.failures.device_memory import is_nearly_full, make_oom_failure
 from orchestrator.scheduling.failures.done_steps import (
     describe_done_steps,
@@ -13,8 +13,8 @@ from orchestrator.scheduling.failures.done_steps import (
 )
 from orchestrator.scheduling.failures.exit_codes import (
     FROM_OUTSIDE,
-    exit_signal,
-    signal_name,
+    find_exit_signal,
+    format_signal_name,
 )
 from orchestrator.scheduling.failures.log_scan import find_log_findings
 from orchestrator.scheduling.failures.meeting import (
@@ -193,7 +193,7 @@ def _find_outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Fai
     otherwise.
     """
     if evidence.stopped and attempt.over_limit:
-        return time_limit_failure(job, attempt)
+        return make_time_limit_failure(job, attempt)
     if evidence.stopped and attempt.moved_for:
         return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:
@@ -231,7 +231,10 @@ def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failur
     is_watched = any(beat.torch_version for beat in evidence.heartbeats)
     if signals:
         rank, number = next(iter(signals.items()))
-        reason = f"rank {rank} got {signal_name(number)} and exited with 0{describe_done_steps(job, attempt, evidence)}"
+        reason = (
+            f"rank {rank} got {format_signal_name(number)} and exited with 0"
+            f"{describe_done_steps(job, attempt, evidence)}"
+        )
         return Failure(kind=FailureKind.PREEMPTED, rank=rank, reason=reason)
     for end in () if is_watched else evidence.ranks:
         finding = next(iter(list_log_findings(end, job.spec.command or ())), None)
@@ -272,7 +275,7 @@ def _has_other_cause(evidence: Evidence, rank: int) -> bool:
     codes = [end.exit_code for end in evidence.ranks if end.rank == rank]
     return (
         rank == evidence.first_ended_rank
-        and exit_signal(codes[0] if codes else None) in FROM_OUTSIDE
+        and find_exit_signal(codes[0] if codes else None) in FROM_OUTSIDE
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from orchestrator.memory.engines.widths import master_bytes_per_weight
+from orchestrator.memory.engines.widths import compute_master_bytes_per_weight
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
-from orchestrator.scheduling.failures.out_of_memory import list_best_oom_reports, oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import (
+    compute_oom_needed_bytes,
+    list_best_oom_reports,
+)
 from orchestrator.specs.attempt import Attempt, Phase
 from orchestrator.specs.choices import Offload, Optimizer, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
@@ -45,20 +48,24 @@ def select_candidates_after_oom(
     micro-batches, only plans stay that differ in more than their batches.
     """
     chosen = list(candidates)
-    if batch_independent_oom_bytes(attempts) is not None:
-        tried = {_settings_except_batches(attempt.plan) for attempt in attempts}
+    if find_batch_independent_oom_bytes(attempts) is not None:
+        tried = {_list_settings_except_batches(attempt.plan) for attempt in attempts}
         chosen = [
             candidate
             for candidate in chosen
-            if _settings_except_batches(candidate.plan) not in tried
+            if _list_settings_except_batches(candidate.plan) not in tried
         ]
-    burst = [attempt.plan for attempt in attempts if _oom_phase(attempt) is Phase.OPTIMIZER]
+    burst = [attempt.plan for attempt in attempts if _find_oom_phase(attempt) is Phase.OPTIMIZER]
     if burst:
-        least = min(map(bytes_per_parameter, burst))
-        lighter = [candidate for candidate in chosen if bytes_per_parameter(candidate.plan) < least]
+        least = min(map(estimate_bytes_per_parameter, burst))
+        lighter = [
+            candidate
+            for candidate in chosen
+            if estimate_bytes_per_parameter(candidate.plan) < least
+        ]
         if lighter or any(plan.micro_batch_size == 1 for plan in burst):
             chosen = lighter
-    lowered = halved_batch_size_by_phase(spec, attempts)
+    lowered = list_halved_batch_size_by_phase(spec, attempts)
     return (
         [
             replace(candidate, plan=replace(candidate.plan, phase_batch_sizes=lowered))
@@ -69,7 +76,7 @@ def select_candidates_after_oom(
     )
 
 
-def batch_independent_oom_bytes(attempts: Sequence[Attempt]) -> int | None:
+def find_batch_independent_oom_bytes(attempts: Sequence[Attempt]) -> int | None:
     """Return the needed bytes of a device if memory ran out identically under two micro-batch
     sizes; else None.
 
@@ -78,25 +85,31 @@ def batch_independent_oom_bytes(attempts: Sequence[Attempt]) -> int | None:
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
-        if _oom_phase(attempt) is Phase.OPTIMIZER or not ran_out_of_memory(attempt):
+        if _find_oom_phase(attempt) is Phase.OPTIMIZER or not ran_out_of_memory(attempt):
             continue
-        report = max(list_best_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+        report = max(
+            list_best_oom_reports(attempt.facts), key=compute_oom_needed_bytes, default=None
+        )
         if report is None or report.injected or not report.requested_bytes:
             continue
-        key = (_settings_except_batches(attempt.plan), report.live_bytes, report.requested_bytes)
+        key = (
+            _list_settings_except_batches(attempt.plan),
+            report.live_bytes,
+            report.requested_bytes,
+        )
         if needs.setdefault(key, attempt.plan.micro_batch_size) != attempt.plan.micro_batch_size:
             return report.live_bytes + report.requested_bytes
     return None
 
 
-def _settings_except_batches(plan: Plan) -> tuple[object, ...]:
+def _list_settings_except_batches(plan: Plan) -> tuple[object, ...]:
     """Return the values of all settings of a plan but its micro-batch and accumulation, to compare
     plans.
     """
     return tuple(getattr(plan, name) for name in SETTINGS_BUT_BATCHES)
 
 
-def bytes_per_parameter(plan: Plan) -> float:
+def estimate_bytes_per_parameter(plan: Plan) -> float:
     """Return the bytes per model parameter that one device holds in the optimizer step.
 
     Source of the formula: arXiv:1910.02054, section 5.
@@ -105,7 +118,7 @@ def bytes_per_parameter(plan: Plan) -> float:
         return 0.0
     stage = plan.mechanics.stage
     shards = plan.mechanics.shards
-    width = float(master_bytes_per_weight(plan))
+    width = float(compute_master_bytes_per_weight(plan))
     weights = width / (shards if stage >= ZeroStage.PARAMETERS else 1)
     gradients = width / (shards if stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / shards
@@ -116,7 +129,7 @@ def bytes_per_parameter(plan: Plan) -> float:
     return (weights + gradients + states) / (plan.layout.tp * plan.layout.pp)
 
 
-def halved_batch_size_by_phase(
+def list_halved_batch_size_by_phase(
     spec: JobSpec, attempts: Iterable[Attempt]
 ) -> tuple[tuple[str, int], ...]:
     """Return (phase, half of its batch size) for each phase that ran out of memory at a batch size
@@ -126,7 +139,7 @@ def halved_batch_size_by_phase(
     for attempt in attempts:
         phase = find_lowerable_phase(spec, attempt)
         if phase is not None:
-            sizes[phase.value] = _phase_batch_size(spec, attempt.plan, phase) // 2
+            sizes[phase.value] = _get_phase_batch_size(spec, attempt.plan, phase) // 2
     return tuple(sorted(sizes.items()))
 
 
@@ -134,13 +147,13 @@ def find_lowerable_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
     """Return the phase in which the attempt ran out of memory, if a knob can lower that phase's own
     batch size; else None.
     """
-    phase = _oom_phase(attempt)
-    if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
+    phase = _find_oom_phase(attempt)
+    if phase is None or _get_phase_batch_size(spec, attempt.plan, phase) <= 1:
         return None
     return phase
 
 
-def _oom_phase(attempt: Attempt) -> Phase | None:
+def _find_oom_phase(attempt: Attempt) -> Phase | None:
     """Return the phase in which the attempt ran out of device memory; None if it did not, or if
     that is unknown.
     """
@@ -151,7 +164,7 @@ def _oom_phase(attempt: Attempt) -> Phase | None:
     )
 
 
-def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
+def _get_phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
     """Return the plan's batch size for this phase; 0 where no knob sets it."""
     knob = spec.knobs.micro_batch_size
     phase_knob = (

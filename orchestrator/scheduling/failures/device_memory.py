@@ -4,7 +4,7 @@ nearly full.
 
 from __future__ import annotations
 
-from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
+from orchestrator.scheduling.failures.out_of_memory import compute_oom_needed_bytes
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.unexplained import cut_excerpt
 from orchestrator.specs.attempt import (
@@ -41,7 +41,8 @@ def make_oom_failure(attempt: Attempt, report: OomReport, finding: Finding | Non
     kind = FailureKind.DEVICE_OOM
     if (
         report.foreign_bytes
-        and oom_needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes
+        and compute_oom_needed_bytes(report)
+        <= attempt.correction * attempt.estimate.allocated_bytes
     ):
         kind = FailureKind.MEMORY_CONTENTION
         facts = f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes"

@@ -12,7 +12,7 @@ def is_before_last_step(
     """Return whether the training ended before the last step that its job declares; `if_unknown`
     where nobody knows.
     """
-    most = max_steps_done(job, attempt, evidence)
+    most = find_max_steps_done(job, attempt, evidence)
     steps = job.spec.optimizer_steps
     if most is None or steps is None:
         return if_unknown
@@ -62,7 +62,7 @@ def count_steps_before_attempt(job: Job, attempt: Attempt) -> int | None:
     return earlier[-1].facts.checkpoint_step if earlier else job.continues_step or None
 
 
-def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
+def find_max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
     """Return an upper bound of the optimizer steps that the whole training has done; None where
     none is known.
 
@@ -81,13 +81,15 @@ def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None
         if entry.facts.checkpoint_step is not None:
             done = entry.facts.checkpoint_step
         elif not job.spec.is_script or _ended_by_itself(entry.facts):
-            done = _max_steps_after_attempt(job, done, entry.facts)
+            done = _find_max_steps_after_attempt(job, done, entry.facts)
         else:
             done = None
-    return done if attempt.probe else _max_steps_after_attempt(job, done, evidence)
+    return done if attempt.probe else _find_max_steps_after_attempt(job, done, evidence)
 
 
-def _max_steps_after_attempt(job: Job, steps_before: int | None, evidence: Evidence) -> int | None:
+def _find_max_steps_after_attempt(
+    job: Job, steps_before: int | None, evidence: Evidence
+) -> int | None:
     """Return an upper bound of the training's steps after an attempt, which began with
     `steps_before` steps done.
 
@@ -119,7 +121,10 @@ def describe_done_steps(job: Job, attempt: Attempt, evidence: Evidence) -> str:
         return ""
     resumed = job.spec.is_script and attempt.number > 1
     least = "at most " if resumed else ""
-    return f" after {least}{max_steps_done(job, attempt, evidence)} of {job.spec.optimizer_steps} steps"
+    return (
+        f" after {least}{find_max_steps_done(job, attempt, evidence)} of "
+        f"{job.spec.optimizer_steps} steps"
+    )
 
 
 def made_no_optimizer_step(evidence: Evidence) -> bool:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, exception_type_of
+from orchestrator.scheduling.failures.exit_codes import find_exit_signal, format_signal_name
+from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, extract_exception_type
 from orchestrator.scheduling.failures.phases import (
     GUARD_PHASES,
     TracebackFrame,
@@ -106,7 +106,7 @@ def make_ending(
     """
     raised = read_exceptions("" if finding is None else finding.excerpt)
     frames = raised[-1].frames if raised else ()
-    kind = "" if finding is None else exception_type_of(finding.line)
+    kind = "" if finding is None else extract_exception_type(finding.line)
     message = "" if finding is None else finding.line.partition(":")[2].strip()
     step = (
         max((beat.step for beat in evidence.heartbeats), default=0)
@@ -209,7 +209,7 @@ def _describe_exit_code(code: int | None) -> str:
     """Return an exit code as text: the name of its signal, else `exit code N`; `no exit code` for
     None.
     """
-    number = exit_signal(code)
+    number = find_exit_signal(code)
     if number is not None:
-        return signal_name(number)
+        return format_signal_name(number)
     return "no exit code" if code is None else f"exit code {code}"

@@ -12,7 +12,7 @@ SHARED_MEMORY_LOST = signal.SIGBUS
 ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that we end
 
 
-def exit_signal(exit_code: int | None) -> int | None:
+def find_exit_signal(exit_code: int | None) -> int | None:
     """Return the number of the signal that an exit code stands for, as -N or a shell's 128 + N;
     None without one.
     """
@@ -28,7 +28,7 @@ def exit_signal(exit_code: int | None) -> int | None:
     return number if number in signal.valid_signals() else None
 
 
-def signal_name(signal_number: int) -> str:
+def format_signal_name(signal_number: int) -> str:
     """Return the name of a signal, such as `SIGTERM` for 15; `signal 40` for a number without a
     name.
     """

@@ -162,7 +162,7 @@ class _RankLines:
         """
         link, exception = self.chain[-1]
         kind, _, message = exception.line.partition("\n")[0].partition(":")
-        is_mistake = exception_type_of(kind) in PROGRAM_TYPES and bool(message.strip())
+        is_mistake = extract_exception_type(kind) in PROGRAM_TYPES and bool(message.strip())
         if exception.cause in (Cause.RAISED, *COMPLAINTS, *SUSPECTS) and not is_mistake:
             changed = replace(further_line, excerpt=exception.excerpt, is_exception=True)
             self.chain[-1] = (link, changed)
@@ -190,7 +190,7 @@ def _find_original_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | 
         before = chain[last - 1][1]
         if link == "nested":
             break
-        kind = exception_type_of(finding.line)
+        kind = extract_exception_type(finding.line)
         if link == "context" and before.cause in (Cause.RAISED, *COMPLAINTS, *SUSPECTS):
             if kind in PROGRAM_TYPES or finding.cause is not Cause.RAISED:
                 break
@@ -200,7 +200,7 @@ def _find_original_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | 
     return chain[last][1]
 
 
-def exception_type_of(line: str) -> str:
+def extract_exception_type(line: str) -> str:
     """Return the type of the exception in a log line without its modules: `OutOfMemoryError` of
     `torch.OutOfMemoryError: ...`.
     """
@@ -267,7 +267,7 @@ class LogScan:
         """
         prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
-        stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
+        stack = self._get_rank_lines(prefix[0].strip() if prefix else "")
         if self._add_to_traceback(stack, text):
             return
         self._read_torchrun_summary(text)
@@ -297,7 +297,9 @@ class LogScan:
         """
         # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
         # rank
-        quotes = self._quoting and (self._lines_of_rank("").quoting or "[" in lines or "(" in lines)
+        quotes = self._quoting and (
+            self._get_rank_lines("").quoting or "[" in lines or "(" in lines
+        )
         follows = (
             self._frames_below
             or self._messages
@@ -421,7 +423,7 @@ class LogScan:
         if match is None or _NO_PROGRESS.search(line):
             return
         prefix = PREFIX.match(line)
-        stack = self._lines_of_rank(prefix[0].strip() if prefix else "")
+        stack = self._get_rank_lines(prefix[0].strip() if prefix else "")
         count = float(next(number for number in match.groups() if number))
         if stack.progress is not None and count > stack.progress:
             stack.drop_findings()
@@ -473,7 +475,7 @@ class LogScan:
             rank_lines.chain[-1] = (link, changed)
         return True
 
-    def _lines_of_rank(self, line_prefix: str) -> _RankLines:
+    def _get_rank_lines(self, line_prefix: str) -> _RankLines:
         """Return the stored lines of the rank whose log lines begin with this prefix, such as
         `[rank3]:`.
         """
@@ -564,7 +566,7 @@ def find_log_findings(log_text: str, command: Sequence[str] = ()) -> tuple[Findi
     return scan.findings
 
 
-def last_traceback(log_text: str) -> str:
+def extract_last_traceback(log_text: str) -> str:
     """Return the last Python traceback in a log; its last 20 lines where it has none."""
     start = log_text.rfind(HEAD)
     return log_text[start:].strip() if start >= 0 else "\n".join(log_text.splitlines()[-20:])

@@ -5,15 +5,15 @@ learns.
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import (
-    corrected_allocated_bytes,
+    correct_allocated_bytes,
     select_worst_moments,
 )
 from orchestrator.scheduling.failures.done_steps import made_no_optimizer_step
 from orchestrator.scheduling.failures.meeting import describe_unplanned_group_size
 from orchestrator.scheduling.failures.out_of_memory import (
+    compute_oom_needed_bytes,
     describe_caught_errors,
     list_best_oom_reports,
-    oom_needed_bytes,
 )
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, OomReport
@@ -46,9 +46,9 @@ def make_observation(job: Job, attempt: Attempt, device_bytes: int | None) -> Ob
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
         steps_done=0 if burst is None else burst.steps_done,
-        steps_left=None if burst is None else _steps_left_after_oom(job, burst),
+        steps_left=None if burst is None else _find_steps_left_after_oom(job, burst),
         finished=_shows_peak_of_whole_training(job, attempt),
-        overhead_bytes=_measured_overhead_bytes(attempt),
+        overhead_bytes=_find_measured_overhead_bytes(attempt),
     )
 
 
@@ -125,9 +125,9 @@ def find_needed_peak_bytes(attempt: Attempt, device_bytes: int | None) -> int | 
         if beat.steps_done > 0 and beat.peak_bytes > 0
     ]
     if ran_out_of_memory(attempt) or survived_oom(attempt):
-        peaks += [oom_needed_bytes(report) for report in list_best_oom_reports(evidence)] or [
-            _min_needed_bytes_unreported(attempt, device_bytes)
-        ]
+        peaks += [
+            compute_oom_needed_bytes(report) for report in list_best_oom_reports(evidence)
+        ] or [_compute_min_needed_bytes_unreported(attempt, device_bytes)]
     return max(peaks, default=None)
 
 
@@ -177,10 +177,10 @@ def _find_largest_oom_report(attempt: Attempt) -> OomReport | None:
     """
     if not ran_out_of_memory(attempt):
         return None
-    return max(list_best_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+    return max(list_best_oom_reports(attempt.facts), key=compute_oom_needed_bytes, default=None)
 
 
-def _steps_left_after_oom(job: Job, report: OomReport) -> int | None:
+def _find_steps_left_after_oom(job: Job, report: OomReport) -> int | None:
     """Return how many optimizer steps of the job were left when memory ran out; None where the
     total is unknown.
     """
@@ -188,7 +188,7 @@ def _steps_left_after_oom(job: Job, report: OomReport) -> int | None:
     return None if steps is None else max(0, steps - report.step)
 
 
-def _measured_overhead_bytes(attempt: Attempt) -> int | None:
+def _find_measured_overhead_bytes(attempt: Attempt) -> int | None:
     """Return the device bytes used outside PyTorch's allocator: the largest of all ranks; None
     where not measured.
     """
@@ -245,11 +245,11 @@ def _shows_peak_of_whole_training(job: Job, attempt: Attempt) -> bool:
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
-def _min_needed_bytes_unreported(attempt: Attempt, device_bytes: int | None) -> int:
+def _compute_min_needed_bytes_unreported(attempt: Attempt, device_bytes: int | None) -> int:
     """Return a lower bound of the needed bytes of one device where only the log says that memory
     ran out.
     """
     estimate = attempt.estimate
-    predicted = corrected_allocated_bytes(estimate, attempt.correction)
+    predicted = correct_allocated_bytes(estimate, attempt.correction)
     around = estimate.device_bytes - estimate.allocated_bytes
     return max(predicted, (device_bytes or 0) - around) + 1

@@ -20,7 +20,7 @@ def list_best_oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
     )
 
 
-def oom_needed_bytes(report: OomReport) -> int:
+def compute_oom_needed_bytes(report: OomReport) -> int:
     """Return a lower bound of the allocated bytes that the reported allocation needed in order to
     succeed.
     """
@@ -32,7 +32,7 @@ def oom_needed_bytes(report: OomReport) -> int:
     )
 
 
-def min_startup_bytes(job: Job, device_kind: str) -> int | None:
+def find_min_startup_bytes(job: Job, device_kind: str) -> int | None:
     """Return a lower bound of the bytes that the script needs before its first forward pass.
 
     Attempts show it that ran out of memory at startup with micro-batch 1, since no batch lowers
@@ -44,7 +44,7 @@ def min_startup_bytes(job: Job, device_kind: str) -> int | None:
             continue
         for report in attempt.facts.ooms:
             if report.phase == "startup":
-                needed.append(oom_needed_bytes(report))
+                needed.append(compute_oom_needed_bytes(report))
     return max(needed, default=None)
 
 

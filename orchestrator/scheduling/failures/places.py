@@ -40,16 +40,18 @@ def update_suspensions(state: State, job: Job, attempt: Attempt, failure: Failur
     """
     assert attempt.ended_at_s is not None
     at_s = attempt.ended_at_s
-    devices = devices_of_placement(attempt.placement)
-    nodes = nodes_of_placement(attempt.placement)
+    devices = list_placement_devices(attempt.placement)
+    nodes = list_placement_nodes(attempt.placement)
     ends = tuple(end for end in state.ends if at_s - end.at_s <= REMEMBERED_S)
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
-        ends = tuple(end for end in ends if not devices & devices_of_placement(end.placement))
+        ends = tuple(end for end in ends if not devices & list_placement_devices(end.placement))
     ending = find_unexplained_ending(failure)
     if failure is None:
         suspensions = tuple(
-            entry for entry in suspensions if suspended_device_or_node(entry) not in devices | nodes
+            entry
+            for entry in suspensions
+            if get_suspended_device_or_node(entry) not in devices | nodes
         )
     elif ending is not None:
         if ended_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
@@ -87,7 +89,7 @@ def find_suspects_and_accusers(
     without the suspects.
     """
     at_s = attempt.ended_at_s or 0.0
-    devices = devices_of_placement(attempt.placement)
+    devices = list_placement_devices(attempt.placement)
     ends_of_other_jobs = [
         end
         for end in ends_of_other_jobs
@@ -96,21 +98,21 @@ def find_suspects_and_accusers(
     places: set[Device | str] = {
         device
         for end in ends_of_other_jobs
-        for device in devices & devices_of_placement(end.placement)
+        for device in devices & list_placement_devices(end.placement)
     }
     if not places:
         ends_of_other_jobs = [end for end in ends_of_other_jobs if at_s - end.at_s <= RECENT_S]
         places = {
             node
             for node, _ in devices
-            if any(node in nodes_of_placement(end.placement) for end in ends_of_other_jobs)
+            if any(node in list_placement_nodes(end.placement) for end in ends_of_other_jobs)
         }
     if not _leaves_any_device(nodes, places):
         return (), ()
     accusers = {
         end.job
         for end in ends_of_other_jobs
-        if places & {*devices_of_placement(end.placement), *nodes_of_placement(end.placement)}
+        if places & {*list_placement_devices(end.placement), *list_placement_nodes(end.placement)}
     }
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
@@ -138,7 +140,7 @@ def ended_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
     """Return whether an earlier attempt of the job ended the same way without any of this attempt's
     devices.
     """
-    devices = devices_of_placement(attempt.placement)
+    devices = list_placement_devices(attempt.placement)
     failures = [
         (earlier.placement, find_unexplained_ending(earlier.failure))
         for earlier in job.attempts[: attempt.number - 1]
@@ -146,7 +148,7 @@ def ended_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
     return any(
         previous is not None
         and previous.signature == ending.signature
-        and not devices & devices_of_placement(placement)
+        and not devices & list_placement_devices(placement)
         for placement, previous in failures
     )
 
@@ -181,12 +183,16 @@ def _add_suspensions(
     """
     closed = {
         *devices_or_nodes,
-        *(suspended_device_or_node(entry) for entry in state.suspensions if entry.until_s > at_s),
+        *(
+            get_suspended_device_or_node(entry)
+            for entry in state.suspensions
+            if entry.until_s > at_s
+        ),
     }
     live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
     if sum(device in closed or device[0] in closed for device in live) > len(live) // 2:
         return state.suspensions
-    entries = {suspended_device_or_node(entry): entry for entry in state.suspensions}
+    entries = {get_suspended_device_or_node(entry): entry for entry in state.suspensions}
     for place in devices_or_nodes:
         node, device = (place, None) if isinstance(place, str) else place
         before = entries.pop(place, None)
@@ -222,7 +228,7 @@ def list_device_sets_to_avoid(
             and not ending.may_pass
             and at_s - attempt.end_or(at_s) <= REMEMBERED_S
         ):
-            devices |= devices_of_placement(attempt.placement)
+            devices |= list_placement_devices(attempt.placement)
     if not devices:
         return ()
     count = Counter(node for node, _ in devices)
@@ -242,17 +248,17 @@ def must_avoid_last_devices(job: Job) -> bool:
     return failure is not None and failure.verdict is not None and failure.verdict.elsewhere
 
 
-def devices_of_placement(placement: Placement) -> set[Device]:
+def list_placement_devices(placement: Placement) -> set[Device]:
     """Return the (node, index) pairs of all devices in a placement."""
     return set(list_devices_of(placement))
 
 
-def nodes_of_placement(placement: Placement) -> set[str]:
+def list_placement_nodes(placement: Placement) -> set[str]:
     """Return the names of all nodes in a placement."""
     return {part.node for part in placement}
 
 
-def suspended_device_or_node(suspension: Suspension) -> Device | str:
+def get_suspended_device_or_node(suspension: Suspension) -> Device | str:
     """Return the (node, device index) that is suspended; the node's name where the whole node is."""
     return suspension.node if suspension.device is None else (suspension.node, suspension.device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.scheduling.failures.exit_codes import exit_signal
+from orchestrator.scheduling.failures.exit_codes import find_exit_signal
 from orchestrator.specs.attempt import FaultSubject
 from orchestrator.specs.packaged import load_table
 
@@ -124,5 +124,5 @@ def find_faulty_thing_of_exit(exit_code: int | None) -> FaultSubject | None:
 
     A crash by a signal counts as the device's.
     """
-    number = exit_signal(exit_code)
+    number = find_exit_signal(exit_code)
     return _ABOUT_CODES.get(exit_code or 0) if number is None else FaultSubject.DEVICE

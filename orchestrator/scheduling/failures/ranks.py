@@ -12,8 +12,8 @@ from orchestrator.scheduling.failures.exit_codes import (
     FROM_OUTSIDE,
     KILLED,
     SHARED_MEMORY_LOST,
-    exit_signal,
-    signal_name,
+    find_exit_signal,
+    format_signal_name,
 )
 from orchestrator.scheduling.failures.log_scan import find_log_findings
 from orchestrator.scheduling.failures.program_faults import find_faulty_thing
@@ -120,7 +120,9 @@ def _failed_without_error_first(evidence: Evidence, end: RankEnd, finding: Findi
     `finding` is the complaint. Such a rank left by `os._exit`, or by `sys.exit` with a text.
     """
     root = end.root_rank
-    if root is None or finding.rank in (None, root) or exit_signal(end.root_exit_code) is not None:
+    if root is None or finding.rank in (None, root):
+        return False
+    if find_exit_signal(end.root_exit_code) is not None:
         return False
     ranks_with_errors = {entry.rank for entry in end.findings}
     ranks_with_errors |= {report.rank for report in evidence.errors}
@@ -172,7 +174,7 @@ def _judge_exit(
         return EndWeight.SILENT, failure
     if failure.ending is not None and failure.ending.is_own:
         return EndWeight.NAMED, failure
-    is_crash = exit_signal(end.exit_code) is not None
+    is_crash = find_exit_signal(end.exit_code) is not None
     return EndWeight.CRASHED if is_crash or is_first else EndWeight.SILENT, failure
 
 
@@ -183,8 +185,8 @@ def _make_disk_full_failure(end: RankEnd) -> Failure:
     attempt, which waits for room.
     """
     how = f"exited with code {end.exit_code}"
-    if (number := exit_signal(end.exit_code)) is not None:
-        how = f"crashed by {signal_name(number)}"
+    if (number := find_exit_signal(end.exit_code)) is not None:
+        how = f"crashed by {format_signal_name(number)}"
     reason = f"rank {end.rank} {how}; the disk was full, so its log may lack the error"
     return Failure(
         kind=FailureKind.DISK_FULL,
@@ -234,7 +236,7 @@ def _find_decisive_finding(
     if not findings:
         return None
     first = findings[0]
-    if exit_signal(end.exit_code) in FROM_OUTSIDE and first.cause is Cause.RAISED:
+    if find_exit_signal(end.exit_code) in FROM_OUTSIDE and first.cause is Cause.RAISED:
         later = (f for f in findings[1:] if f.offset > first.offset and f.cause is not Cause.RAISED)
         return next(later, None)
     return first
@@ -315,10 +317,10 @@ def _find_signal_failure(evidence: Evidence, end: RankEnd) -> Failure | None:
     if code == 1 and end.root_rank is not None and end.root_exit_code is not None:
         rank = end.root_rank
         code = end.root_exit_code
-    number = exit_signal(code)
+    number = find_exit_signal(code)
     if number is None:
         return None
-    name = signal_name(number)
+    name = format_signal_name(number)
     if number == KILLED and evidence.host_oom_kills:
         kind = FailureKind.HOST_OOM
         reason = f"rank {rank} was killed by the kernel for memory"

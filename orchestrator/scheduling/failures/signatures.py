@@ -16,7 +16,7 @@ _TABLE = load_table(__package__, "signatures")
 TELLING: tuple[str, ...] = tuple(_TABLE["telling"])
 
 
-def _longest_literal(pattern: str) -> str:
+def _find_longest_literal(pattern: str) -> str:
     """Return the longest text that every match of the pattern contains, for a fast search before
     the pattern.
 
@@ -47,7 +47,7 @@ RULES = tuple(
     for group in _TABLE["catalogue"]
     for pattern in group["patterns"]
 )
-NEEDLES = tuple(_longest_literal(pattern.pattern) for _, pattern in RULES)
+NEEDLES = tuple(_find_longest_literal(pattern.pattern) for _, pattern in RULES)
 # an exception that points at another one, and a cause that other evidence must confirm
 SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT, Cause.DEFERRED)
 COMPLAINTS = (

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 
 from orchestrator.scheduling.failures.endings import make_ending
-from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import HEAD, exception_type_of, last_traceback
+from orchestrator.scheduling.failures.exit_codes import find_exit_signal, format_signal_name
+from orchestrator.scheduling.failures.log_scan import (
+    HEAD,
+    extract_exception_type,
+    extract_last_traceback,
+)
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.program_faults import (
     find_faulty_thing,
@@ -60,7 +64,7 @@ def make_unexplained_failure(
         )
     ending = make_ending(attempt, evidence, end, finding, report, command)
     rank = end.rank
-    excerpt = last_traceback(log_tail)
+    excerpt = extract_last_traceback(log_tail)
     if finding is None:
         reason = _describe_exit(evidence, end)
     else:
@@ -110,7 +114,7 @@ def cut_excerpt(text: str) -> str:
 def _describe_exception(finding: Finding) -> str:
     """Return the type and message of the exception in a log finding as one line of text."""
     message = join_lines(finding.line.partition(":")[2])
-    return f"{exception_type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
+    return f"{extract_exception_type(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
 
 
 def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
@@ -121,11 +125,11 @@ def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
         return f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
     if end.exit_code == 0:
         return "exited 0 before the last of its steps (`success.steps` is all)"
-    number = exit_signal(end.exit_code)
+    number = find_exit_signal(end.exit_code)
     how = f"exited with code {end.exit_code}"
     pattern = _ANYTHING
     if number is not None:
-        how = f"crashed by {signal_name(number)}"
+        how = f"crashed by {format_signal_name(number)}"
         pattern = _TELLS_OF_ABORT
     lines = end.log_tail.splitlines()[-LINES_OF_END:]
     line = next((line.strip() for line in reversed(lines) if pattern.search(line)), "")

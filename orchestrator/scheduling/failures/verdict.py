@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from orchestrator.scheduling.failures.endings import ended_after_same_time, ended_at_same_point
 from orchestrator.scheduling.failures.places import (
     RECENT_S,
-    devices_of_placement,
     ended_alike_elsewhere,
     find_suspects_and_accusers,
     format_devices_or_nodes,
+    list_placement_devices,
+    list_placement_nodes,
     may_be_device_fault,
-    nodes_of_placement,
     select_recent_ends_of_others,
 )
 from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Shortage, Verdict
@@ -142,7 +142,7 @@ def _add_verdict_on_shortage(
         if earlier.failure and earlier.failure.verdict and earlier.failure.kind is failure.kind
     ]
     wait_s = _wait_for_shortage_s(waits, attempt.ended_at_s, shortage)
-    if attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt):
+    if attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _get_saved_step(attempt):
         lost = describe_missing_checkpoint(job.spec)
         wait_s = None
         reason = f"{lost}: too much would be trained again{describe_unmatched_patterns(job.spec, attempt)}"
@@ -206,7 +206,7 @@ def _find_verdict_and_reason(
                 and previous.signature == ending.signature
                 and ended_at_same_point(previous, ending)
             ):
-                return _verdict_and_reason_if_repeated(attempt, earlier, ending, nodes)
+                return _judge_repeated_end(attempt, earlier, ending, nodes)
     if not ending.is_own:
         places, _ = find_suspects_and_accusers(job, attempt, ends_of_other_jobs, nodes)
         if (
@@ -218,11 +218,11 @@ def _find_verdict_and_reason(
                 row=1, wait_s=0.0, budget="node", elsewhere=True
             ), f"{format_devices_or_nodes(places)} is suspect"
         if _is_service_failure(attempt, ending, ends_of_other_jobs):
-            return _verdict_and_reason_of_outside_service(job, attempt)
+            return _judge_end_of_outside_service(job, attempt)
     verdict, reason = (
-        _verdict_and_reason_before_training(attempt, ending, before)
+        _judge_end_before_training(attempt, ending, before)
         if ending.step is None
-        else _verdict_and_reason_in_training(job, attempt, ending, before)
+        else _judge_end_in_training(job, attempt, ending, before)
     )
     is_second = bool(before) and not ending.may_pass
     return replace(verdict, elsewhere=is_second), reason
@@ -243,7 +243,7 @@ def _may_retry_exit_code(job: Job, attempt: Attempt) -> bool:
     return not codes or any(end.exit_code in codes for end in attempt.facts.ranks)
 
 
-def _verdict_and_reason_if_repeated(
+def _judge_repeated_end(
     attempt: Attempt, alike_attempt: Attempt, ending: Ending, nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where the job ended the same way at the same point as in
@@ -254,9 +254,9 @@ def _verdict_and_reason_if_repeated(
     point = f"after step {ending.step}"
     if ending.step is None:
         point = "before its first step" if _ran_with_guard(attempt) else "alike"
-    devices = devices_of_placement(attempt.placement)
-    if not devices & devices_of_placement(alike_attempt.placement):
-        earlier = format_devices_or_nodes(devices_of_placement(alike_attempt.placement))
+    devices = list_placement_devices(attempt.placement)
+    if not devices & list_placement_devices(alike_attempt.placement):
+        earlier = format_devices_or_nodes(list_placement_devices(alike_attempt.placement))
         places = f"on {earlier} and on {format_devices_or_nodes(devices)}"
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
@@ -288,13 +288,13 @@ def _is_service_failure(
         for end in ends_of_other_jobs
         if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
     ]
-    nodes = nodes_of_placement(attempt.placement).union(
-        *(nodes_of_placement(end.placement) for end in alike)
+    nodes = list_placement_nodes(attempt.placement).union(
+        *(list_placement_nodes(end.placement) for end in alike)
     )
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _verdict_and_reason_of_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
+def _judge_end_of_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     """Return (verdict, reason) where several jobs ended alike because the same outside service
     failed (row 2).
     """
@@ -311,7 +311,7 @@ def _verdict_and_reason_of_outside_service(job: Job, attempt: Attempt) -> tuple[
     ), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
-def _verdict_and_reason_before_training(
+def _judge_end_before_training(
     attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where no step was counted and nothing blames the program (row 11)."""
@@ -334,7 +334,7 @@ def _ran_with_guard(attempt: Attempt) -> bool:
     return any(beat.torch_version for beat in attempt.heartbeats)
 
 
-def _verdict_and_reason_in_training(
+def _judge_end_in_training(
     job: Job, attempt: Attempt, ending: Ending, earlier_attempts: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
     """Return (verdict, reason) where steps were made, whether or not a checkpoint saved them (rows
@@ -348,8 +348,8 @@ def _verdict_and_reason_in_training(
             if ending.is_own
             else min(TRAINED_FIRST_S * 2 ** len(earlier_attempts), TRAINED_MAX_S)
         )
-    saved = _saved_step(attempt)
-    saved_before = max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
+    saved = _get_saved_step(attempt)
+    saved_before = max(map(_get_saved_step, job.attempts[: attempt.number - 1]), default=0)
     if saved > saved_before:
         budget = "" if ending.elapsed_s >= ADVANCE_S else "unknown"
         return Verdict(
@@ -405,7 +405,7 @@ def _list_attempts_since_checkpoint(job: Job, attempt: Attempt) -> Sequence[Atte
     left that.
     """
     before = job.attempts[: attempt.number - 1]
-    saved = list(map(_saved_step, (*before, attempt)))
+    saved = list(map(_get_saved_step, (*before, attempt)))
     return before[saved.index(max(saved)) :]
 
 
@@ -418,6 +418,6 @@ def _select_attempts_of_row(attempts: Sequence[Attempt], row_number: int) -> lis
     ]
 
 
-def _saved_step(attempt: Attempt) -> int:
+def _get_saved_step(attempt: Attempt) -> int:
     """Return the step of the newest checkpoint that the attempt left; 0 without one."""
     return 0 if attempt.probe else attempt.facts.checkpoint_step or 0

@@ -109,10 +109,10 @@ def iterate_halved_batches(spec: JobSpec) -> Iterator[JobSpec]:
     least = max(1, batch >> BATCHES_MAX) if rule is None else rule.least
     while batch % 2 == 0 and batch // 2 >= least:
         batch //= 2
-        yield with_global_batch(spec, batch)
+        yield set_global_batch(spec, batch)
 
 
-def learning_rate_factor(spec: JobSpec, batch_ratio: float) -> float:
+def compute_learning_rate_factor(spec: JobSpec, batch_ratio: float) -> float:
     """Return the factor on the learning rate if the global batch shrinks to `batch_ratio` (0 to 1)
     of its size.
 
@@ -125,12 +125,12 @@ def learning_rate_factor(spec: JobSpec, batch_ratio: float) -> float:
     ]
 
 
-def with_global_batch(spec: JobSpec, batch_size: int) -> JobSpec:
+def set_global_batch(spec: JobSpec, batch_size: int) -> JobSpec:
     """Return the job with this global batch size, and with the learning rate that its rule gives
     for that size.
     """
     changes = dict[str, object](global_batch_size=batch_size)
-    factor = learning_rate_factor(spec, batch_size / spec.global_batch_size)
+    factor = compute_learning_rate_factor(spec, batch_size / spec.global_batch_size)
     rate = spec.learning_rate
     knob = spec.knobs.learning_rate
     if rate is not None and knob is not None and spec.is_script:
@@ -206,7 +206,7 @@ def apply_permissions(
             )
         if learning_rate_rule is not None:
             spec = _allow_smaller_batch(spec, global_batch_size, learning_rate_rule)
-        spec = with_global_batch(spec, global_batch_size)
+        spec = set_global_batch(spec, global_batch_size)
     elif learning_rate_rule is not None:
         raise SpecError(
             "a learning rate follows a batch",

@@ -6,21 +6,21 @@ from operator import itemgetter
 
 from orchestrator.memory.calibration.calibrate import (
     Calibration,
-    step_kind_of,
-    step_time_correction_of,
+    get_step_kind,
+    get_step_time_correction,
 )
-from orchestrator.planning.frontier import fit_probability
+from orchestrator.planning.frontier import estimate_candidate_fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     SizeOption,
+    collect_measured_peak_bytes_by_plan,
+    collect_measured_step_s_by_plan,
     count_steps_left,
+    estimate_needed_free_bytes,
     find_untried_candidates,
-    measured_peak_bytes_by_plan,
-    measured_step_s_by_plan,
-    needed_free_bytes,
 )
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
@@ -81,13 +81,13 @@ def find_faster_option(
     if running is None:
         return None
     steps = left - pace.steps_done
-    factors = {step_kind_of(attempt.plan): pace.step_s / attempt.step_s}, calibration.step_factors
-    steps_s = measured_step_s_by_plan(job, device.name)
-    peaks = measured_peak_bytes_by_plan(job, device.name)
+    factors = {get_step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibration.step_factors
+    steps_s = collect_measured_step_s_by_plan(job, device.name)
+    peaks = collect_measured_peak_bytes_by_plan(job, device.name)
     timed = [
         (
             steps_s.get(candidate.plan)
-            or candidate.step_s * step_time_correction_of(candidate.plan, *factors),
+            or candidate.step_s * get_step_time_correction(candidate.plan, *factors),
             candidate,
         )
         for candidate in candidates
@@ -97,7 +97,7 @@ def find_faster_option(
     for step_s, candidate in sorted(timed, key=itemgetter(0)):
         if steps * (pace.step_s - step_s) <= CLIMB_LAUNCHES * launch_cost_s + MOVE_GRACE_S:
             return None
-        if step_s * CLIMB_SPEED_UP > pace.step_s and step_kind_of(candidate.plan) != step_kind_of(
+        if step_s * CLIMB_SPEED_UP > pace.step_s and get_step_kind(candidate.plan) != get_step_kind(
             attempt.plan
         ):
             continue
@@ -106,10 +106,11 @@ def find_faster_option(
             devices_per_node=group.hardware.devices_per_node,
             node_count=group.hardware.nodes,
         )
-        least_bytes = needed_free_bytes(candidate, calibration, peaks)
+        least_bytes = estimate_needed_free_bytes(candidate, calibration, peaks)
         fits = (
             candidate.plan in peaks
-            or fit_probability(candidate, device.memory, calibration) >= CLIMB_PROBABILITY
+            or estimate_candidate_fit_probability(candidate, device.memory, calibration)
+            >= CLIMB_PROBABILITY
         )
         if shape is not None and fits and candidate.fits_host and least_bytes <= device.memory:
             seconds = launch_cost_s + steps * step_s

@@ -10,7 +10,7 @@ from orchestrator.specs.job_record import Job
 GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs out of memory, too
 
 
-def expected_failure_cost_s(
+def estimate_failure_cost_s(
     job: Job, launch_cost_s: float, plan_durations_s: Sequence[float]
 ) -> float:
     """Return how many seconds one more out-of-memory failure is expected to cost the job.

@@ -14,40 +14,40 @@ from orchestrator.memory.calibration.calibrate import (
     Calibration,
     StepKind,
     calibrate,
+    get_step_kind,
+    get_step_time_correction,
     has_unmeasured_cache,
-    step_kind_of,
-    step_time_correction_of,
 )
-from orchestrator.memory.calibration.correction import corrected_device_bytes
-from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.memory.calibration.correction import correct_device_bytes
+from orchestrator.planning.explain import explain_unfit_job
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
+    estimate_candidate_fit_probability,
+    estimate_needed_device_bytes,
     find_likeliest_fitting,
-    fit_probability,
-    needed_device_bytes,
 )
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
-from orchestrator.planning.trust import Choice, ChoiceRule, allowed_memory_fill_of
+from orchestrator.planning.trust import Choice, ChoiceRule, get_allowed_memory_fill
 from orchestrator.planning.ways_out import UnfitJob
-from orchestrator.scheduling.base.migration import required_open_node_s
+from orchestrator.scheduling.base.migration import compute_required_open_node_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
-    batch_independent_oom_bytes,
+    find_batch_independent_oom_bytes,
     find_lowerable_phase,
     select_candidates_after_oom,
 )
 from orchestrator.scheduling.failures.observation import ran_out_of_memory, survived_oom
-from orchestrator.scheduling.failures.out_of_memory import min_startup_bytes
+from orchestrator.scheduling.failures.out_of_memory import find_min_startup_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
-from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
+from orchestrator.scheduling.options.hedge import estimate_failure_cost_s, pick_first_plan_to_try
 from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
 from orchestrator.scheduling.options.probe import (
+    find_max_probe_bytes,
     find_probe_plan,
-    max_probe_bytes,
-    with_measured_memory,
+    set_measured_memory,
 )
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
@@ -144,7 +144,7 @@ def list_job_options(
     `history` predicts durations that nothing else tells.
     """
     device = node_group.hardware.device
-    job = replace(job, spec=with_measured_memory(job.spec, calibration))
+    job = replace(job, spec=set_measured_memory(job.spec, calibration))
     if job.spec.gpus.min > node_group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {node_group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
@@ -152,14 +152,14 @@ def list_job_options(
         candidates = list(find_untried_candidates(job, node_group, calibration))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    constant = batch_independent_oom_bytes(_list_attempts_on_device_kind(job, device.name))
+    constant = find_batch_independent_oom_bytes(_list_attempts_on_device_kind(job, device.name))
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
     probe, probe_least = _choose_probe_and_bytes(device, job, calibration, candidates)
     if probe is not None:
         candidates = [probe]
-    measured = measured_peak_bytes_by_plan(job, device.name)
+    measured = collect_measured_peak_bytes_by_plan(job, device.name)
     shapes = partial(
         find_gang_shape,
         devices_per_node=node_group.hardware.devices_per_node,
@@ -173,7 +173,7 @@ def list_job_options(
         if probe is None:
             expected = _predict_durations(job, candidates, node_group, calibration, history)
         else:
-            probe_s = max(0.0, history.expected_probe_s() - launch_cost_s)
+            probe_s = max(0.0, history.estimate_probe_s() - launch_cost_s)
             expected = [PredictedDuration(probe_s, probe_s)]
         entries: Sequence[SizeOption] = [
             SizeOption(
@@ -181,7 +181,7 @@ def list_job_options(
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                required_open_node_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                compute_required_open_node_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
@@ -196,7 +196,7 @@ def list_job_options(
                     for candidate, _, _ in fitting
                 )
                 return Infeasible(
-                    why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
+                    why=lambda: _explain_missed_guarantee(job.spec, device.name, is_timed=is_timed)
                 )
         rule = make_choice_rule(job, device.name, calibration, entries[0].candidate)
         best = list_best_options_by_device_count(entries, rule)
@@ -204,7 +204,7 @@ def list_job_options(
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
     needs = [
-        (candidate, probe_least or needed_free_bytes(candidate, calibration, measured))
+        (candidate, probe_least or estimate_needed_free_bytes(candidate, calibration, measured))
         for candidate in candidates
         if candidate.fits_host
     ]
@@ -219,9 +219,9 @@ def list_job_options(
             _keep_likely_to_fit(job, node_group, calibration, fitting, launch_cost_s)
         )
     why = partial(
-        why_nothing_fits,
+        explain_unfit_job,
         UnfitJob(job.spec, node_group.hardware, device.memory, calibration, job.refuted),
-        min_startup_bytes(job, device.name),
+        find_min_startup_bytes(job, device.name),
     )
     candidate = find_likeliest_fitting(
         (
@@ -233,8 +233,8 @@ def list_job_options(
     )
     if candidate is None or (shape := shapes(candidate.plan)) is None:
         return Infeasible(why=why)
-    correction = calibration.activation_factor_of(candidate.plan, candidate.estimate)
-    least = corrected_device_bytes(
+    correction = calibration.compute_activation_factor(candidate.plan, candidate.estimate)
+    least = correct_device_bytes(
         candidate.estimate,
         min(correction, calibration.belief.least) if calibration.belief else correction,
     )
@@ -251,10 +251,10 @@ def _choose_probe_and_bytes(
     the bytes alone are None where nothing was measured.
     """
     probe = find_probe_plan(job, device, calibration, candidates)
-    bound = None if probe is None else max_probe_bytes(probe, job.last)
+    bound = None if probe is None else find_max_probe_bytes(probe, job.last)
     if bound is not None and bound <= device.memory:
         return probe, bound  # by what was measured, not by what is assumed of the script
-    if probe is not None and needed_free_bytes(probe, calibration, {}) > device.memory:
+    if probe is not None and estimate_needed_free_bytes(probe, calibration, {}) > device.memory:
         return None, None
     return probe, None
 
@@ -312,7 +312,7 @@ def select_options_as_fast_as_guarantee(
     return [entry for entry in packed if entry.devices >= job.spec.guaranteed_gpus] or packed
 
 
-def _why_not_guaranteed(spec: JobSpec, device_kind: str, *, is_timed: bool) -> str:
+def _explain_missed_guarantee(spec: JobSpec, device_kind: str, *, is_timed: bool) -> str:
     """Return why no option on this kind of device is as fast as the job's guarantee, as a sentence."""
     if spec.guarantee is not None and spec.guarantee.step is not None and not is_timed:
         return "cannot be promised seconds of a step: nothing tells them; say `speeds`"
@@ -337,12 +337,12 @@ def _keep_likely_to_fit(
     if calibration.belief is None or not fitting:
         return fitting
     device = node_group.hardware.device
-    measured = measured_peak_bytes_by_plan(job, device.name)
+    measured = collect_measured_peak_bytes_by_plan(job, device.name)
     mildest = [option for option in fitting if option[0].degradation == fitting[0][0].degradation]
     chances = [
         1.0
         if candidate.plan in measured
-        else fit_probability(candidate, device.memory, calibration)
+        else estimate_candidate_fit_probability(candidate, device.memory, calibration)
         for candidate, _, _ in mildest
     ]
     lengths = _predict_durations(
@@ -354,7 +354,7 @@ def _keep_likely_to_fit(
         return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
     first = pick_first_plan_to_try(
         list(zip(seconds, chances, strict=True)),
-        expected_failure_cost_s(job, launch_cost_s, seconds),
+        estimate_failure_cost_s(job, launch_cost_s, seconds),
     )
     return [
         option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]
@@ -374,7 +374,7 @@ def make_choice_rule(
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
-        *measured_step_s_by_plan(job, device_kind),
+        *collect_measured_step_s_by_plan(job, device_kind),
         *(observation.plan for observation in calibration.proven),
     }
     is_measured = bool(
@@ -384,7 +384,7 @@ def make_choice_rule(
     is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
     keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
     return ChoiceRule(
-        room=allowed_memory_fill_of(candidate.plan) if keeps_room else 1.0,
+        room=get_allowed_memory_fill(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
         before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
@@ -407,14 +407,14 @@ def list_best_options_by_device_count(
         if option.candidate.degradation is not mildest:
             break
         by_devices.setdefault(option.devices, []).append(option)
-    best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
+    best = [_choose_best_option(options, rule) for _, options in sorted(by_devices.items())]
     return tuple(
         best[index]
         for index in rule.choose_indices_worth_devices([option.choice for option in best])
     )
 
 
-def _best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
+def _choose_best_option(options: Sequence[SizeOption], rule: ChoiceRule) -> SizeOption:
     """Return the option that the rule prefers; where it is not the fastest, it also names the
     fastest.
     """
@@ -463,15 +463,17 @@ def predict_attempt_duration(
     It follows from the attempt's measured pace, else from predicted or learned step times.
     """
     if attempt.probe:
-        return PredictedDuration(history.expected_probe_s(), history.expected_probe_s())
+        return PredictedDuration(history.estimate_probe_s(), history.estimate_probe_s())
     left = count_steps_left(job, attempt)
     pace = attempt.pace
     if left is not None and pace is not None:
         past_s = pace.at_s - attempt.launched_at_s
         return make_certain_duration(past_s + max(0, left - pace.steps_done) * pace.step_s)
-    ran_before = measured_step_s_by_plan(job, attempt.device, attempt.number).get(attempt.plan)
+    ran_before = collect_measured_step_s_by_plan(job, attempt.device, attempt.number).get(
+        attempt.plan
+    )
     factors = (
-        measured_step_time_factors(job, attempt.device, attempt.number),
+        compute_measured_step_time_factors(job, attempt.device, attempt.number),
         calibration.step_factors,
     )
     if left is None or has_unknown_step_time(job, attempt.estimate.source, *factors):
@@ -479,7 +481,7 @@ def predict_attempt_duration(
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
-    step_s = ran_before or attempt.step_s * step_time_correction_of(attempt.plan, *factors)
+    step_s = ran_before or attempt.step_s * get_step_time_correction(attempt.plan, *factors)
     return make_certain_duration(launch_cost_s + left * step_s)
 
 
@@ -490,7 +492,7 @@ def make_certain_duration(seconds: float) -> PredictedDuration:
     return PredictedDuration(seconds, seconds)
 
 
-def measured_step_s_by_plan(
+def collect_measured_step_s_by_plan(
     job: Job, device_kind: str, before_attempt_number: int | None = None
 ) -> dict[Plan, float]:
     """Return {plan: measured seconds per step} of the job's attempts on this kind of device.
@@ -506,7 +508,7 @@ def measured_step_s_by_plan(
     }
 
 
-def measured_step_time_factors(
+def compute_measured_step_time_factors(
     job: Job, device_kind: str, before_attempt_number: int | None = None
 ) -> Mapping[StepKind, float]:
     """Return {kind of step: measured over predicted step time} of the job's attempts on this kind
@@ -515,7 +517,7 @@ def measured_step_time_factors(
     With `before_attempt_number`, only attempts with smaller numbers count.
     """
     return {
-        step_kind_of(attempt.plan): attempt.measured_step_s / attempt.step_s
+        get_step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[
             : None if before_attempt_number is None else before_attempt_number - 1
         ]
@@ -523,7 +525,7 @@ def measured_step_time_factors(
     }
 
 
-def measured_peak_bytes_by_plan(job: Job, device_kind: str) -> dict[Plan, int]:
+def collect_measured_peak_bytes_by_plan(job: Job, device_kind: str) -> dict[Plan, int]:
     """Return {plan: measured allocated peak bytes} of the job's attempts on this kind of device.
 
     Plans that ran out of memory are left out.
@@ -551,8 +553,8 @@ def _predict_durations(
     """
     left = count_steps_left(job)
     device = node_group.hardware.device.name
-    measured = measured_step_s_by_plan(job, device) if job.attempts else {}
-    factors = measured_step_time_factors(job, device), calibration.step_factors
+    measured = collect_measured_step_s_by_plan(job, device) if job.attempts else {}
+    factors = compute_measured_step_time_factors(job, device), calibration.step_factors
     if left is None or (
         candidates and has_unknown_step_time(job, candidates[0].estimate.source, *factors)
     ):
@@ -565,7 +567,7 @@ def _predict_durations(
             left
             * (
                 measured.get(candidate.plan)
-                or candidate.step_s * step_time_correction_of(candidate.plan, *factors)
+                or candidate.step_s * get_step_time_correction(candidate.plan, *factors)
             )
         )
         for candidate in candidates
@@ -608,7 +610,7 @@ def _guess_duration(
     return history.predict_duration(job, device, min(1.0, relative_step_s / slowest_s), predicted_s)
 
 
-def needed_free_bytes(
+def estimate_needed_free_bytes(
     candidate: Candidate, calibration: Calibration, measured_bytes_by_plan: dict[Plan, int]
 ) -> int:
     """Return the bytes that must be free on each device for the candidate plan.
@@ -625,7 +627,7 @@ def needed_free_bytes(
         if refutation.plan == candidate.plan
         and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
     )
-    return max((needed_device_bytes(candidate, calibration), *refuted))
+    return max((estimate_needed_device_bytes(candidate, calibration), *refuted))
 
 
 def find_untried_candidates(
@@ -645,22 +647,24 @@ def find_untried_candidates(
     if not job.attempts:
         return iter(candidates)
     here = _list_attempts_on_device_kind(job, node_group.hardware.device.name)
-    refuted_bytes = partial(corrected_device_bytes, activation_factor=calibration.correction)
-    device_bytes_max = _least_failed_bytes(job, node_group, FailureKind.DEVICE_OOM, refuted_bytes)
-    host_bytes_max = _least_failed_bytes(
-        job, node_group, FailureKind.HOST_OOM, partial(_needed_host_bytes, node_group)
+    refuted_bytes = partial(correct_device_bytes, activation_factor=calibration.correction)
+    device_bytes_max = _find_least_failed_bytes(
+        job, node_group, FailureKind.DEVICE_OOM, refuted_bytes
+    )
+    host_bytes_max = _find_least_failed_bytes(
+        job, node_group, FailureKind.HOST_OOM, partial(_compute_needed_host_bytes, node_group)
     )
 
     def device_bytes(candidate: Candidate) -> int:
-        correction = calibration.activation_factor_of(candidate.plan, candidate.estimate)
-        return corrected_device_bytes(candidate.estimate, correction)
+        correction = calibration.compute_activation_factor(candidate.plan, candidate.estimate)
+        return correct_device_bytes(candidate.estimate, correction)
 
     untried = (
         candidate
         for candidate in select_candidates_after_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
         and device_bytes(candidate) < device_bytes_max
-        and _needed_host_bytes(node_group, candidate.estimate) < host_bytes_max
+        and _compute_needed_host_bytes(node_group, candidate.estimate) < host_bytes_max
     )
     last = job.attempts[-1]
     verdict = None if last.failure is None else last.failure.verdict
@@ -677,7 +681,7 @@ def _list_attempts_on_device_kind(job: Job, device_kind: str) -> list[Attempt]:
     return [attempt for attempt in job.attempts if attempt.device == device_kind]
 
 
-def _least_failed_bytes(
+def _find_least_failed_bytes(
     job: Job,
     node_group: NodeGroup,
     failure_kind: FailureKind,
@@ -700,7 +704,7 @@ def _least_failed_bytes(
     return min((get_bytes(estimate) for estimate in failed), default=inf)
 
 
-def _needed_host_bytes(node_group: NodeGroup, estimate: MemoryEstimate) -> int:
+def _compute_needed_host_bytes(node_group: NodeGroup, estimate: MemoryEstimate) -> int:
     """Return the host memory of one rank in bytes; for a virtual device this includes its device
     memory.
     """

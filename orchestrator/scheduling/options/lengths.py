@@ -9,7 +9,10 @@ from math import exp, log, sqrt
 from statistics import NormalDist, median
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.time_limits import time_limit_left_s, total_run_time_s
+from orchestrator.scheduling.base.time_limits import (
+    compute_time_limit_left_s,
+    compute_total_run_time_s,
+)
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.profile import WITHOUT_SECONDS
@@ -60,7 +63,7 @@ class DurationHistory:
             if run.step_ratio is not None
         }
 
-    def expected_probe_s(self) -> float:
+    def estimate_probe_s(self) -> float:
         """Return how many seconds a probe (a short measuring attempt) is expected to take, launch
         included.
 
@@ -79,7 +82,7 @@ class DurationHistory:
         its plan over that of its slowest plan. The factor is that of this script's last run, else
         that of all scripts. Without any, the durations of all jobs count.
         """
-        limit_s = time_limit_left_s(job)
+        limit_s = compute_time_limit_left_s(job)
         ratio = self._ratios.get((job.spec.family_name, device_kind))
         if unscaled_s is not None and ratio is not None:
             seconds = min(limit_s, unscaled_s * ratio)
@@ -131,7 +134,7 @@ def add_run_length(
     if attempt.probe and failure is not None and failure.kind is FailureKind.PROBED:
         seconds = attempt.ended_at_s - attempt.launched_at_s
     elif failure is None:
-        seconds = total_run_time_s(job, attempt.ended_at_s)
+        seconds = compute_total_run_time_s(job, attempt.ended_at_s)
     is_ratio = step_s and attempt.step_s > 0 and attempt.estimate.source in WITHOUT_SECONDS
     ratio = step_s / attempt.step_s if step_s and is_ratio else None
     if not seconds and ratio is None:

@@ -28,7 +28,7 @@ PROBE_TURNS = 2  # the second has the gradients of the first beside its own
 ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
-def with_measured_memory(spec: JobSpec, calibration: Calibration) -> JobSpec:
+def set_measured_memory(spec: JobSpec, calibration: Calibration) -> JobSpec:
     """Return the job with the bytes per sample that probes of its family measured.
 
     It is unchanged where there was no probe, or where the job declares its memory.
@@ -74,10 +74,10 @@ def find_probe_plan(
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
     sure = [candidate for candidate in fresh if _will_probe_fit(candidate, job.attempts, device)]
     probe = next(iter([*sure[-1:], *fresh]), None)
-    return None if probe is None else _with_few_micro_batches(probe, job.spec.knobs)
+    return None if probe is None else _limit_micro_batches(probe, job.spec.knobs)
 
 
-def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
+def _limit_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
     """Return the probe's plan with at most PROBE_TURNS micro-batches per step, if a knob sets their
     number.
     """
@@ -105,7 +105,7 @@ def failed_because_of_single_sample(attempt: Attempt, failure: Failure) -> bool:
     return any(ONE_SAMPLE in text for text in texts)
 
 
-def max_probe_bytes(probe: Candidate, earlier_probe: Attempt | None) -> int | None:
+def find_max_probe_bytes(probe: Candidate, earlier_probe: Attempt | None) -> int | None:
     """Return an upper bound of the bytes that a probe needs, from the peak of an earlier probe.
 
     None where `earlier_probe` is None or has no peak.
@@ -128,7 +128,7 @@ def _will_probe_fit(
     """
     if not earlier_probes:
         return False
-    least = max_probe_bytes(candidate, earlier_probes[-1])
+    least = find_max_probe_bytes(candidate, earlier_probes[-1])
     if least is None or least <= device.memory:
         return least is not None
     first = earlier_probes[0]
@@ -155,7 +155,7 @@ def _were_all_probes(attempts: Sequence[Attempt], device_kind: str) -> bool:
     )
 
 
-def why_not_probed(spec: JobSpec) -> str | None:
+def find_probe_obstacle(spec: JobSpec) -> str | None:
     """Return why no probe can measure the memory of this script, as text; None where one can."""
     if missing := _list_missing_knob_names(spec):
         return f"no knob for {' and '.join(missing)}"

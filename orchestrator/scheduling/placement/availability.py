@@ -125,13 +125,13 @@ class AvailabilityProfile:
             return True
         if self._room_bytes is None:
             self._room_bytes = min(
-                self.usable_bytes(number, device)
+                self.compute_usable_bytes(number, device)
                 for number in range(len(self.names))
                 for device in range(self.devices_per_node)
             )
         return least_bytes <= self._room_bytes
 
-    def usable_bytes(self, node_number: int, device_index: int) -> int:
+    def compute_usable_bytes(self, node_number: int, device_index: int) -> int:
         """Return the bytes that a new attempt could use on one device if our attempt there had
         ended.
         """
@@ -139,7 +139,7 @@ class AvailabilityProfile:
             return self.group.hardware.device.memory
         return self._free_bytes[node_number][device_index]
 
-    def free_bytes(self, node_name: str, device_index: int) -> int:
+    def get_free_bytes(self, node_name: str, device_index: int) -> int:
         """Return the free bytes of one device as last reported."""
         return self._free_bytes[self.numbers[node_name]][device_index]
 
@@ -181,7 +181,7 @@ class AvailabilityProfile:
         """Return on how many devices of this node no attempt runs."""
         return self._idle[self.numbers[node_name]]
 
-    def running_attempts_end_at_s(self, node_name: str, device_indices: Iterable[int]) -> float:
+    def estimate_attempts_end_at_s(self, node_name: str, device_indices: Iterable[int]) -> float:
         """Return when the last of the attempts on these devices of a node is expected to end, in
         seconds since 1970.
 
@@ -254,7 +254,7 @@ class AvailabilityProfile:
 
     # what can be
 
-    def could_run_now_until_s(self, shape: GangShape) -> float:
+    def find_runnable_until_s(self, shape: GangShape) -> float:
         """Return until when a gang (all ranks of a job) of this shape could run if it started now.
 
         The time is in seconds since 1970; minus infinity if it cannot start now.
@@ -263,7 +263,7 @@ class AvailabilityProfile:
             return -inf
         if shape not in self._open_until_s:
             self._open_until_s[shape] = max(
-                self._idle_devices_usable_until_s(shape.devices // share, share)
+                self._find_idle_devices_usable_until_s(shape.devices // share, share)
                 for share in shape.shares
             )
         return self._open_until_s[shape]
@@ -338,7 +338,7 @@ class AvailabilityProfile:
             return True
         roomy = [
             sum(
-                self.usable_bytes(number, device) >= least_bytes
+                self.compute_usable_bytes(number, device) >= least_bytes
                 for device in range(self.devices_per_node)
             )
             for number in range(len(self.names))
@@ -388,14 +388,16 @@ class AvailabilityProfile:
             able: Iterable[int] = range(self.devices_per_node)
             if not has_room:
                 able = (
-                    device for device in able if self.usable_bytes(number, device) >= least_bytes
+                    device
+                    for device in able
+                    if self.compute_usable_bytes(number, device) >= least_bytes
                 )
             if number in self._later:
                 begun = slot.start_s
                 able = (
                     device
                     for device in able
-                    if self._first_unreserved_s(number, device, begun, slot.seconds) == begun
+                    if self._find_first_unreserved_s(number, device, begun, slot.seconds) == begun
                 )
             free_from = self._list_device_free_times(number).__getitem__
             first = (
@@ -414,7 +416,7 @@ class AvailabilityProfile:
             if self._idle[number] and windows[0][0] < before_s
         ]
 
-    def held_count_at_most_from_s(self, held_max: float) -> float:
+    def find_held_at_most_from_s(self, held_max: float) -> float:
         """Return when running attempts will hold no more than `held_max` devices, in seconds since
         1970.
 
@@ -535,7 +537,7 @@ class AvailabilityProfile:
             free_s: float, number: int, start_s: float
         ) -> tuple[float, int]:
             start_s = max(free_s, start_s)
-            return self._first_usable_s(
+            return self._find_first_usable_s(
                 number, count_per_node, start_s, duration_s, least_bytes, open_duration_s
             ), number
 
@@ -558,7 +560,7 @@ class AvailabilityProfile:
                 del first[node_count:]
         return first
 
-    def _first_usable_s(
+    def _find_first_usable_s(
         self,
         node_number: int,
         count_per_node: int,
@@ -579,7 +581,7 @@ class AvailabilityProfile:
             if node_number not in self._later:
                 return earliest_s
             begins = (
-                self._first_unreserved_s(node_number, device, earliest_s, duration_s)
+                self._find_first_unreserved_s(node_number, device, earliest_s, duration_s)
                 for device in range(self.devices_per_node)
                 if self._has_usable_bytes(node_number, device, least_bytes)
             )
@@ -588,7 +590,7 @@ class AvailabilityProfile:
                 return opens_s
             earliest_s = opens_s
 
-    def _first_unreserved_s(
+    def _find_first_unreserved_s(
         self, node_number: int, device_index: int, earliest_s: float, duration_s: float
     ) -> float:
         """Return the first time, not before `earliest_s`, from which a device is unreserved for
@@ -619,7 +621,7 @@ class AvailabilityProfile:
         """
         return (
             self.has_bytes_on_every_device(least_bytes)
-            or self.usable_bytes(node_number, device_index) >= least_bytes
+            or self.compute_usable_bytes(node_number, device_index) >= least_bytes
         )
 
     def _list_device_free_times(self, node_number: int) -> list[float]:
@@ -650,7 +652,7 @@ class AvailabilityProfile:
             future = self._futures[node_number] = _DeviceTimes(free_s, next_s)
         return future
 
-    def _idle_devices_usable_until_s(self, node_count: int, count_per_node: int) -> float:
+    def _find_idle_devices_usable_until_s(self, node_count: int, count_per_node: int) -> float:
         """Return until when some `node_count` nodes stay open with `count_per_node` idle,
         unreserved devices each.
 
@@ -665,17 +667,19 @@ class AvailabilityProfile:
                     if unpromised == node_count:
                         return inf
                 elif number not in self._promised:
-                    promised_s.append(self._next_closing_s(number))
+                    promised_s.append(self._find_next_closing_s(number))
                 else:
                     both = zip(
                         self._find_device_times(number).next_s, self._until_s[number], strict=True
                     )
                     next_s = sorted((next_s for next_s, until_s in both if until_s == IDLE))
-                    promised_s.append(min(next_s[-count_per_node], self._next_closing_s(number)))
+                    promised_s.append(
+                        min(next_s[-count_per_node], self._find_next_closing_s(number))
+                    )
         missing = node_count - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
-    def _next_closing_s(self, node_number: int) -> float:
+    def _find_next_closing_s(self, node_number: int) -> float:
         """Return when a node closes next; minus infinity if it is closed now, infinity if no
         closing is known.
         """
@@ -692,7 +696,7 @@ class AvailabilityProfile:
         """
         for idle in range(count_per_node, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
-                if self._next_closing_s(number) < open_until_s:
+                if self._find_next_closing_s(number) < open_until_s:
                     continue
                 devices = self._list_usable_devices(number, free_until_s, least_bytes)
                 if len(devices) >= count_per_node:

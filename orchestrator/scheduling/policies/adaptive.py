@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from math import inf
 
-from orchestrator.scheduling.base.credit import AGED, PRESSING, CreditFund, credit_device_s
+from orchestrator.scheduling.base.credit import AGED, PRESSING, CreditFund, compute_credit_device_s
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
@@ -64,11 +64,11 @@ class AdaptivePolicy:
             self._index.tuning.aging_factor
             * self._index.options.find_remaining_work(job).balanced_s
         )
-        if job.deadline_s is None or self.urgent_from_s(job) > job.submitted_at_s:
+        if job.deadline_s is None or self.compute_urgent_from_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
         return job.deadline_s + self._index.tuning.aging_late * limit_s
 
-    def urgent_from_s(self, job: Job) -> float:
+    def compute_urgent_from_s(self, job: Job) -> float:
         """Return when the job's deadline becomes urgent, because little slack is left; infinity
         without a deadline.
         """
@@ -80,7 +80,7 @@ class AdaptivePolicy:
             * self._index.options.find_remaining_work(job).duration_s
         )
 
-    def in_order(self) -> Iterator[WaitingWithDeadline]:
+    def iterate_in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, time by which it should end) in the policy's order.
 
         The order is guarantees, priority, fair share, then age, deadline and duration. Of equal
@@ -94,7 +94,8 @@ class AdaptivePolicy:
         yield from ((waiting, inf) for waiting in index.list_guaranteed_first())
         place = index.make_fair_share_lookup()
         credits = {
-            fund: credit_device_s(index.state, fund, index.devices) for fund in (AGED, PRESSING)
+            fund: compute_credit_device_s(index.state, fund, index.devices)
+            for fund in (AGED, PRESSING)
         }
         turns = sorted((-priority, place(user), user) for priority, user in index.lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
@@ -112,8 +113,8 @@ class AdaptivePolicy:
         """Yield the jobs past their aging limits by submission, until the credit for such jobs is
         spent.
 
-        Jobs with reserved devices or a guarantee need no credit. Each job is yielded as `in_order`
-        does.
+        Jobs with reserved devices or a guarantee need no credit. Each job is yielded as
+        `iterate_in_order` does.
         """
         for _, _, job_id in merge_sort_keys(
             [line.list_sort_keys_of_overdue(self._index.state.at_s) for line in queues]
@@ -137,7 +138,7 @@ class AdaptivePolicy:
         not cover now is skipped, so that smaller jobs can be in time.
         """
         at_s = self._index.state.at_s
-        full_device_s = PRESSING.full_device_s(self._index.devices)
+        full_device_s = PRESSING.compute_full_device_s(self._index.devices)
         for by_s, _, job_id in merge_sort_keys(
             [queue.list_deadline_keys_after(at_s) for queue in queues]
         ):
@@ -219,12 +220,13 @@ class AdaptivePolicy:
         move = move or (find_scale_up(index, at_s) if index.idle_devices else None)
         return Preemption() if move is None else Preemption([move])
 
-    def reevaluate_at_s(self) -> float | None:
+    def find_next_change_at_s(self) -> float | None:
         """Return when the next deadline of a waiting job becomes urgent, in seconds since 1970;
         None without one.
         """
         times_s = [
-            line.next_urgent_at_s(self._index.state.at_s) for line in self._index.lines.values()
+            line.find_next_urgent_at_s(self._index.state.at_s)
+            for line in self._index.lines.values()
         ]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 

@@ -38,11 +38,11 @@ class RigidPolicy:
         """Return 0 for every job, so that jobs start in the order of submission."""
         return 0.0
 
-    def urgent_from_s(self, job: Job) -> float:  # noqa: ARG002
+    def compute_urgent_from_s(self, job: Job) -> float:  # noqa: ARG002
         """Return infinity, since this policy ignores deadlines."""
         return inf
 
-    def in_order(self) -> Iterator[WaitingWithDeadline]:
+    def iterate_in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come
         last.
         """
@@ -85,6 +85,6 @@ class RigidPolicy:
         """Return the decision to stop no job."""
         return Preemption()
 
-    def reevaluate_at_s(self) -> float | None:
+    def find_next_change_at_s(self) -> float | None:
         """Return None, since ranks do not change with time."""
         return None

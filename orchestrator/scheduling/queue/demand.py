@@ -31,7 +31,9 @@ def add_to_demand(
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
-def average_devices_by_duration_class(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+def compute_average_devices_by_duration_class(
+    demand: Demand | None, at_s: float
+) -> tuple[float, ...]:
     """Return how many devices recent jobs used on average: those shorter than 1 s, than 2 s, 4 s, 8
     s and so on.
     """
@@ -54,11 +56,11 @@ def leaves_enough_headroom_from_s(
     shorter jobs.
 
     Enough are as many whole devices as those shorter jobs used lately. `average_devices` is the
-    result of `average_devices_by_duration_class`. The time is in seconds since 1970.
+    result of `compute_average_devices_by_duration_class`. The time is in seconds since 1970.
     """
     shorter_s = tuning.TUNING.short * job_duration_s
     others = average_devices[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
     return (
-        pool.held_count_at_most_from_s(pool.group.devices - int(others) - job_device_count)
+        pool.find_held_at_most_from_s(pool.group.devices - int(others) - job_device_count)
         - shorter_s
     )

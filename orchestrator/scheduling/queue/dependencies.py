@@ -60,7 +60,7 @@ def resolve_dependencies(
     return spec.model_copy(update={"depends_on": depends_on}), tuple(satisfied)
 
 
-def with_pending_dependencies(
+def set_pending_dependencies(
     job: Job, live_jobs: Mapping[str, Job], satisfied_job_ids: Collection[str]
 ) -> Job:
     """Return the submitted job with the dependencies for which it must wait; cancelled if one can

@@ -65,12 +65,12 @@ class QueuePolicy(Protocol):
         It must not change while the job waits.
         """
 
-    def urgent_from_s(self, job: Job) -> float:
+    def compute_urgent_from_s(self, job: Job) -> float:
         """Return when the job's deadline becomes so urgent that the job goes first, in seconds
         since 1970; infinity for never.
         """
 
-    def in_order(self) -> Iterator[WaitingWithDeadline]:
+    def iterate_in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, time by which it should end) of the waiting jobs that may start now, first
         job first.
 
@@ -105,7 +105,7 @@ class QueuePolicy(Protocol):
         they should.
         """
 
-    def reevaluate_at_s(self) -> float | None:
+    def find_next_change_at_s(self) -> float | None:
         """Return when the policy's order or preemption may change without an event, in seconds
         since 1970; None for never.
         """

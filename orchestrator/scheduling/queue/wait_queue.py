@@ -105,7 +105,7 @@ class WaitQueue:
         """
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
-    def next_urgent_at_s(self, at_s: float) -> float | None:
+    def find_next_urgent_at_s(self, at_s: float) -> float | None:
         """Return when the next deadline becomes urgent after `at_s`, in seconds since 1970; None if
         none does.
         """

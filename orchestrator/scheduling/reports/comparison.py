@@ -11,13 +11,13 @@ from orchestrator.scheduling.reports.comparison_rows import (
     ComparisonRow,
     LossCurve,
     Outcome,
+    find_largest_known,
     is_finished,
-    largest_known,
     make_comparison_row,
     merge_rows_of_repeats,
 )
 from orchestrator.scheduling.reports.comparison_verdict import write_verdict
-from orchestrator.scheduling.reports.intervals import geometric_mean_ratio_interval
+from orchestrator.scheduling.reports.intervals import compute_geometric_mean_ratio_interval
 from orchestrator.scheduling.reports.provenance import describe_shared_provenance, name_model
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
@@ -109,12 +109,12 @@ def make_comparison(
             if curve is not None and curve.losses:
                 firsts.setdefault((repeat, row.learning_rate), curve.losses)
             distances.append(
-                _largest_loss_difference(firsts.get((repeat, row.learning_rate), {}), curve)
+                _find_largest_loss_difference(firsts.get((repeat, row.learning_rate), {}), curve)
             )
         repeated.append(
-            replace(merge_rows_of_repeats(group), loss_distance=largest_known(distances))
+            replace(merge_rows_of_repeats(group), loss_distance=find_largest_known(distances))
         )
-    rows = _with_time_ratios(_with_distinct_names(repeated))
+    rows = _add_time_ratios(_with_distinct_names(repeated))
     return Comparison(
         name=jobs[0].array or jobs[0].id,
         setup=find_shared_setup(jobs, rows),
@@ -157,7 +157,7 @@ def find_shared_setup(jobs: Sequence[Job], rows: Sequence[ComparisonRow]) -> Sha
     )
 
 
-def _with_time_ratios(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+def _add_time_ratios(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with each step time divided by that of the fastest strategy."""
     timed = [row for row in rows if row.step_s and is_finished(row)]
     fastest = min(timed, key=lambda row: row.step_s or 0.0, default=None)
@@ -169,7 +169,7 @@ def _with_time_ratios(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
             times_fastest=(row.step_s or 0.0) / fastest.step_s,
             times_within=None
             if row is fastest
-            else geometric_mean_ratio_interval(row.steps_s, fastest.steps_s),
+            else compute_geometric_mean_ratio_interval(row.steps_s, fastest.steps_s),
         )
         if row in timed
         else row
@@ -212,7 +212,7 @@ def make_comparison_chart(rows: Sequence[ComparisonRow]) -> Picture | None:
         if row.device != first.device or not row.predicted_device_bytes or not row.predicted_step_s:
             continue
         mark = Mark.TOO_BIG if row.outcome is Outcome.DOES_NOT_FIT else Mark.PREDICTED
-        measured = _measured_device_bytes(row)
+        measured = _find_measured_device_bytes(row)
         ended = MEASURED_MARKS.get(row.outcome)
         is_measured = measured is not None and ended is not None
         label = "" if is_measured else str(number)
@@ -245,7 +245,9 @@ def make_comparison_chart(rows: Sequence[ComparisonRow]) -> Picture | None:
     )
 
 
-def _largest_loss_difference(first: Mapping[int, float], curve: LossCurve | None) -> float | None:
+def _find_largest_loss_difference(
+    first: Mapping[int, float], curve: LossCurve | None
+) -> float | None:
     """Return the largest difference between two loss curves at the same step; None without a common
     step.
     """
@@ -278,7 +280,7 @@ def _with_distinct_names(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     ]
 
 
-def _measured_device_bytes(row: ComparisonRow) -> int | None:
+def _find_measured_device_bytes(row: ComparisonRow) -> int | None:
     """Return the measured peak plus the predicted bytes outside the allocator; None where either is
     unknown.
     """

@@ -9,11 +9,11 @@ from dataclasses import field
 from math import inf, isfinite
 from statistics import geometric_mean, mean, median
 
-from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, get_predicted_peak_bytes
 from orchestrator.memory.model_request import RankShare, read_model_request
 from orchestrator.memory.profiles import find_rank_profile, uses_autocast
 from orchestrator.planning.explain import find_fastest_fitting_or_lightest
-from orchestrator.planning.frontier import Candidate, needed_device_bytes
+from orchestrator.planning.frontier import Candidate, estimate_needed_device_bytes
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
@@ -21,7 +21,7 @@ from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import make_calibration_for_job
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
-from orchestrator.scheduling.reports.intervals import Interval, geometric_mean_interval
+from orchestrator.scheduling.reports.intervals import Interval, compute_geometric_mean_interval
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
@@ -33,7 +33,7 @@ from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings_as_text
+from orchestrator.specs.settings import format_plan, format_settings
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
@@ -139,7 +139,7 @@ def describe_strategy(plan: Plan) -> str:
     """Return a plan's sharding, recomputation, offload and number of devices as text, such as
     `ZeRO-3 (FSDP2) on 4`.
     """
-    parts = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
+    parts = [part for part in format_plan(plan).split(" · ")[2:] if not part.startswith("micro ")]
     if isinstance(plan.mechanics, Fsdp2):
         name = f"ZeRO-{int(plan.mechanics.stage)} (FSDP2)"
         details = ("reduced once a step", "weights kept gathered")
@@ -157,7 +157,7 @@ def make_comparison_row(state: State, job: Job, loss_curve: LossCurve | None) ->
     if last is None:
         return _make_predicted_row(state, job)
     estimate = correct_estimate(last.estimate, last.correction)
-    predicted_bytes = predicted_peak_bytes(last)
+    predicted_bytes = get_predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
     device = find_device_spec(state, last.device)
     step_s = last.measured_step_s
@@ -174,7 +174,7 @@ def make_comparison_row(state: State, job: Job, loss_curve: LossCurve | None) ->
     return ComparisonRow(
         job_id=job.id,
         strategy=describe_strategy(last.plan),
-        plan=in_short(last.plan),
+        plan=format_plan(last.plan),
         outcome=_find_outcome(job),
         reason=describe_status(job),
         devices=devices,
@@ -191,7 +191,7 @@ def make_comparison_row(state: State, job: Job, loss_curve: LossCurve | None) ->
         step_s=step_s,
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,
-        mfu=model_flops_utilisation(job, last.plan, device, step_s),
+        mfu=compute_model_flops_utilisation(job, last.plan, device, step_s),
         loss=last_loss,
         ooms=sum(ran_out_of_memory(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
@@ -209,7 +209,7 @@ def _list_known_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     """Return the plan's settings as text by name, without a precision that nobody stated."""
     return {
         name: text
-        for name, text in settings_as_text(plan).items()
+        for name, text in format_settings(plan).items()
         if name != "precision" or spec.is_precision_known
     }
 
@@ -241,7 +241,7 @@ def _make_predicted_row(state: State, job: Job) -> ComparisonRow:
     return replace(
         row,
         strategy=describe_strategy(plan),
-        plan=in_short(plan),
+        plan=format_plan(plan),
         devices=plan.world_size,
         device=device.name,
         capacity_bytes=device.memory,
@@ -272,12 +272,12 @@ def _find_closest_plan_and_bytes(state: State, job: Job) -> tuple[NodeGroup, Can
         if candidate is not None:
             estimate = correct_estimate(
                 candidate.estimate,
-                calibrated.activation_factor_of(candidate.plan, candidate.estimate),
+                calibrated.compute_activation_factor(candidate.plan, candidate.estimate),
             )
             return (
                 group,
                 replace(candidate, estimate=estimate),
-                needed_device_bytes(candidate, calibrated),
+                estimate_needed_device_bytes(candidate, calibrated),
             )
     return None
 
@@ -301,7 +301,7 @@ def _find_outcome(job: Job) -> Outcome:
             return Outcome.PENDING
 
 
-def model_flops_utilisation(
+def compute_model_flops_utilisation(
     job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None
 ) -> float | None:
     """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs or
@@ -321,7 +321,7 @@ def model_flops_utilisation(
     if profile.source in WITHOUT_SECONDS:
         return None
     flops = (1 + BACKWARD_FLOPS) * profile.forward_flops * job.spec.global_batch_size
-    return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))
+    return flops / (step_s * plan.world_size * device.get_peak_flops(plan.precision))
 
 
 def merge_rows_of_repeats(repeat_rows: Sequence[ComparisonRow]) -> ComparisonRow:
@@ -338,9 +338,9 @@ def merge_rows_of_repeats(repeat_rows: Sequence[ComparisonRow]) -> ComparisonRow
     prices = [row.money for row in repeat_rows if row.money is not None]
     return replace(
         next((row for row in repeat_rows if not is_finished(row)), repeat_rows[0]),
-        samples_per_s=_geometric_mean_of_known(row.samples_per_s for row in finished),
-        tokens_per_s=_geometric_mean_of_known(row.tokens_per_s for row in finished),
-        mfu=_geometric_mean_of_known(row.mfu for row in finished),
+        samples_per_s=_compute_geometric_mean_of_known(row.samples_per_s for row in finished),
+        tokens_per_s=_compute_geometric_mean_of_known(row.tokens_per_s for row in finished),
+        mfu=_compute_geometric_mean_of_known(row.mfu for row in finished),
         loss=mean(losses) if losses else None,
         job_id=repeat_rows[0].job_id,
         step_s=geometric_mean(steps_s) if steps_s else None,
@@ -359,11 +359,11 @@ def merge_rows_of_repeats(repeat_rows: Sequence[ComparisonRow]) -> ComparisonRow
         seeds=tuple(seed for row in repeat_rows for seed in row.seeds),
         steps_s=steps_s,
         losses=losses,
-        step_within_s=geometric_mean_interval(steps_s),
+        step_within_s=compute_geometric_mean_interval(steps_s),
     )
 
 
-def _geometric_mean_of_known(values: Iterable[float | None]) -> float | None:
+def _compute_geometric_mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the geometric mean of the values that are neither None nor 0; None without any."""
     numbers = [value for value in values if value]
     return geometric_mean(numbers) if numbers else None
@@ -374,7 +374,7 @@ def _list_seeds(job: Job) -> tuple[int, ...]:
     return () if job.spec.is_script else (job.spec.training.seed,)
 
 
-def largest_known(values: Iterable[float | None]) -> float | None:
+def find_largest_known(values: Iterable[float | None]) -> float | None:
     """Return the largest of the values that are not None; None without any."""
     return max((value for value in values if value is not None), default=None)
 

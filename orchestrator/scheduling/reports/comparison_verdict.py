@@ -53,11 +53,11 @@ def _compare_times(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
     yield from (
         f"{row.strategy} takes {_describe_relative_time(row, fastest)}" for row in timed_rows[1:]
     )
-    cheapest = min(timed_rows, key=step_device_seconds)
-    if step_device_seconds(cheapest) * ALIKE < step_device_seconds(fastest) and _is_cheaper(
+    cheapest = min(timed_rows, key=compute_step_device_s)
+    if compute_step_device_s(cheapest) * ALIKE < compute_step_device_s(fastest) and _is_cheaper(
         cheapest, fastest
     ):
-        share = step_device_seconds(cheapest) / step_device_seconds(fastest)
+        share = compute_step_device_s(cheapest) / compute_step_device_s(fastest)
         yield f"{cheapest.strategy} costs least: {_format_ratio(share)} the device-seconds of {fastest.strategy} a step"
 
 
@@ -121,7 +121,7 @@ def _compare_losses(timed_rows: Sequence[ComparisonRow]) -> Iterator[str]:
         yield f"Losses agree: they differ by at most {most:.1g} at the same step"
 
 
-def step_device_seconds(row: ComparisonRow) -> float:
+def compute_step_device_s(row: ComparisonRow) -> float:
     """Return the device-seconds of one step of this strategy: its step time times its devices."""
     return (row.step_s or 0.0) * (row.devices or 1)
 

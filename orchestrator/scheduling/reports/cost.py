@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from orchestrator.specs.attempt import device_count
+from orchestrator.specs.attempt import count_devices
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
@@ -27,7 +27,7 @@ class JobCost:
         return text if self.money is None else f"{text}, cost {self.money:.4g}"
 
 
-def hourly_price_by_device(state: State) -> Mapping[str, float]:
+def list_hourly_price_by_device(state: State) -> Mapping[str, float]:
     """Return {device name: price per hour} of the devices whose prices the cluster file gives."""
     devices = (node.device for node in (*state.declared, *state.nodes))
     return {
@@ -52,7 +52,7 @@ def sum_job_cost(
         for attempt in job.attempts:
             lasted_s = min(until_s, attempt.end_or(until_s)) - max(since_s, attempt.launched_at_s)
             if lasted_s > 0:
-                count = device_count(attempt.placement)
+                count = count_devices(attempt.placement)
                 by_device[attempt.device] = by_device.get(attempt.device, 0.0) + count * lasted_s
     is_priced = bool(by_device) and all(device in hourly_price_by_device for device in by_device)
     money = (

@@ -61,7 +61,7 @@ def _describe_remedies(state: State, job: Job) -> str:
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1
     raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
     before_all = make_quick_forecast(
-        replace(state, jobs=state.jobs.with_job(raised)), {job.id}
+        replace(state, jobs=state.jobs.replace_job(raised)), {job.id}
     ).get(job.id)
     sentence = f"cannot be done by {due}: earliest {describe(earliest)}"
     if before_all is not None and before_all.end_s < earliest.end_s:
@@ -78,7 +78,7 @@ def _find_ids_of_jobs_helped_by_stops(
     helped = set[str]()
     late = (
         turn
-        for turn in index.policy.in_order()
+        for turn in index.policy.iterate_in_order()
         if turn[1] < inf
         and not _is_deadline_met(turn[0].job, forecast_by_job_id.get(turn[0].job.id))
     )

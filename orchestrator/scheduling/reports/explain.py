@@ -12,26 +12,26 @@ from orchestrator.memory.calibration.calibrate import (
     calibrate,
 )
 from orchestrator.memory.calibration.correction import (
+    compute_activation_factor_of_peak,
+    correct_allocated_bytes,
+    correct_device_bytes,
     correct_estimate,
-    corrected_allocated_bytes,
-    corrected_device_bytes,
-    observed_activation_factor,
-    predicted_peak_bytes,
+    get_predicted_peak_bytes,
     rests_on_facts,
 )
-from orchestrator.planning.frontier import Candidate, fits_device, needed_device_bytes
+from orchestrator.planning.frontier import Candidate, estimate_needed_device_bytes, fits_device
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
-from orchestrator.planning.trust import plan_kind_of
+from orchestrator.planning.trust import make_plan_kind
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import select_candidates_after_oom
 from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
+    collect_measured_peak_bytes_by_plan,
     make_calibration_for_job,
-    measured_peak_bytes_by_plan,
 )
-from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.options.probe import set_measured_memory
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.group_values import group_values
@@ -39,7 +39,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_probability
 
@@ -54,7 +54,7 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     """
     observation = find_observation(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
-    predicted = predicted_peak_bytes(attempt)
+    predicted = get_predicted_peak_bytes(attempt)
     if observation is not None:
         sentences.append(_describe_measurement(attempt, observation))
         sentences += _describe_overhead(state, attempt, observation)
@@ -97,7 +97,7 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
         return None
     device = group.hardware.device
     calibrated = make_calibration_for_job(state, job, device.name)
-    measured = measured_peak_bytes_by_plan(job, device.name)
+    measured = collect_measured_peak_bytes_by_plan(job, device.name)
     if not rests_on_facts(candidates[0].estimate, calibrated.correction):
         return None
     tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
@@ -107,7 +107,7 @@ def make_plan_chart(state: State, job: Job) -> Picture | None:
         estimate = candidate.estimate
         around = estimate.device_bytes - estimate.allocated_bytes
         needed = (
-            needed_device_bytes(candidate, calibrated)
+            estimate_needed_device_bytes(candidate, calibrated)
             if peak_bytes is None
             else peak_bytes + around
         )
@@ -134,7 +134,7 @@ def _choose_mark(
 
 
 def _describe_prediction(state: State, attempt: Attempt) -> str:
-    predicted = predicted_peak_bytes(attempt)
+    predicted = get_predicted_peak_bytes(attempt)
     if predicted is None:
         return "predicted: nothing; its own micro-batch was taken to fill a device"
     text = (
@@ -143,7 +143,7 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     )
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
-    around = _predicted_bytes_outside_tensors(attempt)
+    around = _get_predicted_bytes_outside_tensors(attempt)
     if around:
         text += f" + {format_bytes(around)} around it"
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
@@ -156,11 +156,11 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     return text
 
 
-def _predicted_bytes_outside_tensors(attempt: Attempt) -> int:
+def _get_predicted_bytes_outside_tensors(attempt: Attempt) -> int:
     """Return the bytes of a device that are predicted for other things than allocated tensors."""
     estimate = attempt.estimate
     factor = attempt.correction
-    return corrected_device_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
+    return correct_device_bytes(estimate, factor) - correct_allocated_bytes(estimate, factor)
 
 
 def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
@@ -170,7 +170,7 @@ def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
         more = format_bytes(observation.measured_bytes - used)
         refused = f"{format_bytes(used)} and {more} more that it was refused, "
         total = f"{refused if 0 < used < observation.measured_bytes else ''}{total} at the least"
-    predicted = predicted_peak_bytes(attempt)
+    predicted = get_predicted_peak_bytes(attempt)
     times = (
         ""
         if predicted is None
@@ -186,7 +186,7 @@ def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
 
 
 def _describe_reserved(attempt: Attempt) -> str:
-    if predicted_peak_bytes(attempt) is None:
+    if get_predicted_peak_bytes(attempt) is None:
         return "which no plan predicted"
     reserved_bytes = correct_estimate(attempt.estimate, attempt.correction).reserved_bytes
     return f"{format_bytes(reserved_bytes)} predicted as the least that it needs"
@@ -204,8 +204,8 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
     measured = format_bytes(observation.overhead_bytes)
     predicted = format_bytes(predicted_bytes)
     was, now = (
-        calibrated.overhead.bytes_of(observation.plan)
-        for calibrated in _calibrations_before_and_after(state, observation)
+        calibrated.overhead.compute_bytes(observation.plan)
+        for calibrated in _iterate_calibrations_before_and_after(state, observation)
     )
     changed = (
         ""
@@ -215,7 +215,9 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
     return [f"measured: {measured} of context and communicators, {predicted} predicted{changed}"]
 
 
-def _calibrations_before_and_after(state: State, observation: Observation) -> Iterator[Calibration]:
+def _iterate_calibrations_before_and_after(
+    state: State, observation: Observation
+) -> Iterator[Calibration]:
     """Yield the calibration as it was without the observation, then the one with it."""
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
@@ -229,8 +231,8 @@ def _calibrations_before_and_after(state: State, observation: Observation) -> It
 
 def _was_underestimated(attempt: Attempt, observation: Observation) -> bool:
     """Return whether the attempt needed clearly more memory than predicted."""
-    predicted = predicted_peak_bytes(attempt)
-    factor = observed_activation_factor(observation.moments, observation.measured_bytes)
+    predicted = get_predicted_peak_bytes(attempt)
+    factor = compute_activation_factor_of_peak(observation.moments, observation.measured_bytes)
     return predicted is not None and (
         observation.measured_bytes > ANY_DIFFERENCE * predicted
         or factor >= ANY_DIFFERENCE * attempt.correction
@@ -269,14 +271,14 @@ def _describe_wrong_term(attempt: Attempt, observation: Observation) -> str:
     term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
     is_expected = (
         not observation.ran_out
-        and observation.measured_bytes + _predicted_bytes_outside_tensors(attempt)
+        and observation.measured_bytes + _get_predicted_bytes_outside_tensors(attempt)
         <= (attempt.needed_bytes or 0)
     )
     return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
 def _describe_what_was_learned(state: State, attempt: Attempt, observation: Observation) -> str:
-    was, now = _calibrations_before_and_after(state, observation)
+    was, now = _iterate_calibrations_before_and_after(state, observation)
     engine = attempt.plan.engine
     where = f"{observation.family} on {observation.device}"
     text = f"learned: activations of {where} x{was.correction:.2f} -> x{now.correction:.2f}"
@@ -286,9 +288,12 @@ def _describe_what_was_learned(state: State, attempt: Attempt, observation: Obse
             if observation.pass_done is None
             else f" with {100 * observation.pass_done:.0f} % of the {observation.phase} pass done"
         )
-        text += f": at least x{now.belief.least:.2f}{seen_of_pass}, below x{now.belief.quantile(0.9):.2f} with 90 %"
+        text += (
+            f": at least x{now.belief.least:.2f}{seen_of_pass}, "
+            f"below x{now.belief.compute_quantile(0.9):.2f} with 90 %"
+        )
     margins = [
-        _format_percent(calibrated.errors_of_engine(engine, attempt.estimate.source).margin)
+        _format_percent(calibrated.get_engine_errors(engine, attempt.estimate.source).margin)
         for calibrated in (was, now)
     ]
     if margins[0] != margins[1]:
@@ -309,7 +314,7 @@ def _describe_next_attempt(
     chosen.
     """
     changed = ", ".join(str(change) for change in next_attempt.change)
-    text = f"next: attempt {next_attempt.number}, {in_short(next_attempt.plan)} ({changed})"
+    text = f"next: attempt {next_attempt.number}, {format_plan(next_attempt.plan)} ({changed})"
     faster: Counter[str] = Counter()
     candidates = _list_job_plans(state, job, find_node_group(state, next_attempt.device))
     here = [
@@ -337,7 +342,7 @@ def _describe_next_attempt(
         ] += 1
     else:
         return text
-    stays = plan_kind_of(next_attempt.plan) == plan_kind_of(failed_attempt.plan)
+    stays = make_plan_kind(next_attempt.plan) == make_plan_kind(failed_attempt.plan)
     if not faster:
         return f"{text}: the fastest of all"
     chosen = "engine and mechanics stay" if stays else "the most trusted left near the fastest"
@@ -373,12 +378,12 @@ def _describe_why_not_chosen(
         return "ran out of memory"
     if not needs_less_memory:
         return "no lighter in the optimizer step, where it ran out"
-    if corrected_device_bytes(candidate.estimate, correction) >= corrected_device_bytes(
+    if correct_device_bytes(candidate.estimate, correction) >= correct_device_bytes(
         failed_attempt.estimate, correction
     ):
         return "no lighter than what ran out"
-    if corrected_device_bytes(candidate.estimate, correction) * MARGIN <= device_bytes:
-        if plan_kind_of(candidate.plan) != plan_kind_of(next_attempt.plan):
+    if correct_device_bytes(candidate.estimate, correction) * MARGIN <= device_bytes:
+        if make_plan_kind(candidate.plan) != make_plan_kind(next_attempt.plan):
             return "of another engine or mechanics, or too likely to run out of memory again"
         return "too likely to run out of memory again for their speed, or as fast within the error"
     return "too big with what was learned"
@@ -392,7 +397,7 @@ def _list_job_plans(state: State, job: Job, node_group: NodeGroup | None) -> tup
         return ()
     try:
         calibrated = make_calibration_for_job(state, job, node_group.hardware.device.name)
-        request = read_plan_request(with_measured_memory(job.spec, calibrated))
+        request = read_plan_request(set_measured_memory(job.spec, calibrated))
         return find_frontier(request, node_group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()

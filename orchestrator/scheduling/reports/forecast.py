@@ -11,19 +11,19 @@ from statistics import NormalDist, median
 from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
-from orchestrator.scheduling.base.migration import expected_lost_training_s
+from orchestrator.scheduling.base.migration import estimate_lost_training_s
 from orchestrator.scheduling.failures.observation import make_pace_observation
 from orchestrator.scheduling.options.job_options import (
     JobOptions,
+    compute_measured_step_time_factors,
     count_steps_left,
-    measured_step_time_factors,
 )
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import (
+    compute_device_second_price,
     make_expected_reservation,
-    price_of_device_second,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
@@ -98,7 +98,10 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
         job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)
     ][:RANGED_MAX]
     played = _drop_waiting_jobs_behind_first(state, forecasts)
-    spreads = {job.id: duration_log_spread(state.observations, job) for job in played.jobs.values()}
+    spreads = {
+        job.id: estimate_duration_log_spread(state.observations, job)
+        for job in played.jobs.values()
+    }
     index = make_index(played)
     plays = [
         QueueSimulation(played, index, spreads, sample).run_until_ended(near)
@@ -110,8 +113,8 @@ def make_forecast(state: State) -> Mapping[str, JobForecast]:
             base, *others = samples
             forecasts[job_id] = replace(
                 base,
-                start_range_s=_second_and_last_but_one([other.start_s for other in others]),
-                end_range_s=_second_and_last_but_one([other.end_s for other in others]),
+                start_range_s=_find_second_and_last_but_one([other.start_s for other in others]),
+                end_range_s=_find_second_and_last_but_one([other.end_s for other in others]),
             )
     return forecasts
 
@@ -143,7 +146,7 @@ def _drop_waiting_jobs_behind_first(state: State, job_ids_in_order: Iterable[str
     waiting = [*dict.fromkeys((*expected, *queued))]
     jobs = state.jobs
     for job_id in waiting[PLAYED_MAX:]:
-        jobs = jobs.without(job_id)
+        jobs = jobs.remove_job(job_id)
     return replace(state, jobs=jobs)
 
 
@@ -157,7 +160,7 @@ def make_quick_forecast(
     return _PlacementForecast(make_index(state), hurried_job_ids).place_all()
 
 
-def duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
+def estimate_duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
     """Return how wrong predicted durations are in the job's family: the deviation of log(true /
     predicted).
 
@@ -195,7 +198,7 @@ def may_show_step_time(
     if attempt is not None and attempt.pace is not None:
         return True
     calibrated = index.options.find_calibration(job, device.name)
-    return bool(calibrated.step_factors or measured_step_time_factors(job, device.name))
+    return bool(calibrated.step_factors or compute_measured_step_time_factors(job, device.name))
 
 
 def _is_duration_known(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
@@ -203,7 +206,7 @@ def _is_duration_known(index: SchedulerIndex, job: Job, attempt: Attempt) -> boo
     person.
     """
     length = index.predict_duration(job, attempt)
-    pool = index.pool_of(attempt)
+    pool = index.find_pool(attempt)
     if length is None or pool is None:
         return False
     return length.is_known and may_show_step_time(
@@ -222,7 +225,7 @@ class _PlacementForecast:
         self._hurried = hurried_job_ids
         self._forecasts: dict[str, JobForecast] = {}
         self._arrays = _RunningArrays()
-        self._price = price_of_device_second(index)
+        self._price = compute_device_second_price(index)
         self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
@@ -249,7 +252,7 @@ class _PlacementForecast:
             attempt = job.last
             end_s = at_s
             if attempt is not None and attempt.ended_at_s is None:
-                end_s = self._index.expected_end_s(job, attempt)
+                end_s = self._index.estimate_end_s(job, attempt)
                 launched_s = attempt.launched_at_s
                 if end_s <= at_s:
                     end_s = at_s + OVERDUE_S
@@ -269,11 +272,11 @@ class _PlacementForecast:
 
         It ends once there are `forecasts_max` forecasts.
         """
-        for waiting, by_s in self._index.policy.in_order():
+        for waiting, by_s in self._index.policy.iterate_in_order():
             if len(self._forecasts) >= forecasts_max:
                 break
             if waiting.job.id not in self._forecasts:
-                if self._arrays.room_for_one_more_from_s(waiting.job) > -inf:
+                if self._arrays.find_room_from_s(waiting.job) > -inf:
                     heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
                 else:
                     self._reserve_and_forecast_job(waiting, self._state.at_s, by_s)
@@ -289,7 +292,7 @@ class _PlacementForecast:
                 if job_id not in self._forecasts:
                     waiting = self._index.waiting.get(job_id) or self._index.make_queue_entry(job)
                     self._reserve_and_forecast_job(
-                        waiting, max(ready_s, self._arrays.room_for_one_more_from_s(job)), by_s
+                        waiting, max(ready_s, self._arrays.find_room_from_s(job)), by_s
                     )
             if job_id in self._forecasts:
                 self._schedule_dependent_jobs(job_id)
@@ -487,16 +490,16 @@ class QueueSimulation:
         launched_s = attempt.launched_at_s
         at_s = self._state.at_s
         length = self._index.predict_duration(job, attempt)
-        length_s = self._index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - launched_s
+        length_s = self._index.estimate_end_s(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
-            share = _duration_quantile(job, self._sample)
+            share = _compute_duration_quantile(job, self._sample)
             spread = max(self._spreads[job.id], 0.0 if length is None else length.spread)
             self._longer[job.id] = (
-                _remaining_duration_quantile_s(length_s, at_s - launched_s, spread, share)
+                _compute_remaining_duration_quantile_s(length_s, at_s - launched_s, spread, share)
                 / length_s
             )
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
-        end_s = min(end_s, self._index.time_limit_end_s(job, attempt))
+        end_s = min(end_s, self._index.compute_time_limit_end_s(job, attempt))
         if end_s <= at_s:
             end_s = at_s + OVERDUE_S
         expected = self._vague.forecast_job(
@@ -546,12 +549,12 @@ def estimate_saved_step(
 
     Steps are assumed to be spread evenly up to `expected_end_s`.
     """
-    pool = index.pool_of(attempt)
+    pool = index.find_pool(attempt)
     left = count_steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
-    kept_s = max(0.0, stop_at_s - expected_lost_training_s(job, stop_at_s) - from_s)
+    kept_s = max(0.0, stop_at_s - estimate_lost_training_s(job, stop_at_s) - from_s)
     trained = kept_s / max(expected_end_s - from_s, stop_at_s - from_s, OVERDUE_S)
     return job.spec.optimizer_steps - left + int(left * trained)
 
@@ -564,7 +567,7 @@ class _RunningArrays:
             str, list[float]
         ] = {}  # of those that run together, the first to end first
 
-    def room_for_one_more_from_s(self, job: Job) -> float:
+    def find_room_from_s(self, job: Job) -> float:
         """Return when one more job of the array may run, in seconds since 1970; minus infinity for
         now.
         """
@@ -583,7 +586,7 @@ class _RunningArrays:
         heappush(ends_s, end_s)
 
 
-def _duration_quantile(job: Job, sample_number: int) -> float:
+def _compute_duration_quantile(job: Job, sample_number: int) -> float:
     """Return which quantile (0 to 1) of its possible durations the job has in this sample.
 
     Over all samples, a job has each quantile once: a Latin hypercube (McKay, Beckman, Conover 1979,
@@ -595,7 +598,7 @@ def _duration_quantile(job: Job, sample_number: int) -> float:
     return ((sample_number * steps + offset) % SAMPLES + 0.5) / SAMPLES
 
 
-def _remaining_duration_quantile_s(
+def _compute_remaining_duration_quantile_s(
     expected_s: float, ran_s: float, log_spread: float, quantile: float
 ) -> float:
     """Return a quantile (0 to 1) of a job's total duration, given that it has already run for
@@ -609,7 +612,7 @@ def _remaining_duration_quantile_s(
     before = 0.0 if ran_s <= 0 else NORMAL.cdf(log(ran_s / expected_s) / log_spread)
     if before > LATE:
         return ran_s  # nothing is known of what takes so much longer than expected
-    return expected_s * exp(log_spread * _normal_quantile(before + quantile * (1 - before)))
+    return expected_s * exp(log_spread * _compute_normal_quantile(before + quantile * (1 - before)))
 
 
 NORMAL = NormalDist()
@@ -617,11 +620,11 @@ LATE = 1 - 1e-9
 
 
 @lru_cache(maxsize=4096)
-def _normal_quantile(share: float) -> float:
+def _compute_normal_quantile(share: float) -> float:
     return NORMAL.inv_cdf(share)
 
 
-def _second_and_last_but_one(values: Sequence[float]) -> tuple[float, float]:
+def _find_second_and_last_but_one(values: Sequence[float]) -> tuple[float, float]:
     """Return the second smallest and the second largest of the values, as a range."""
     ordered = sorted(values)
     return ordered[1], ordered[-2]

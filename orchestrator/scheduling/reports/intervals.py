@@ -18,19 +18,19 @@ REPEATS_MAX = 1 + len(STUDENT) // 2
 Interval = tuple[float, float]
 
 
-def geometric_mean_interval(values: Sequence[float]) -> Interval | None:
+def compute_geometric_mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the 95 % interval of the geometric mean of positive numbers, by Student's t.
 
     None for fewer than two numbers.
     """
     if len(values) < 2:
         return None
-    mean, square = _mean_and_squared_error_of_logs(values)
+    mean, square = _compute_mean_and_squared_error_of_logs(values)
     half = STUDENT[len(values) - 2] * sqrt(square)
     return exp(mean - half), exp(mean + half)
 
 
-def geometric_mean_ratio_interval(
+def compute_geometric_mean_ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float]
 ) -> Interval | None:
     """Return the 95 % interval of the ratio of two geometric means; None where either has fewer
@@ -41,8 +41,8 @@ def geometric_mean_ratio_interval(
     """
     if min(len(numerators), len(denominators)) < 2:
         return None
-    mean, square = _mean_and_squared_error_of_logs(numerators)
-    other_mean, other_square = _mean_and_squared_error_of_logs(denominators)
+    mean, square = _compute_mean_and_squared_error_of_logs(numerators)
+    other_mean, other_square = _compute_mean_and_squared_error_of_logs(denominators)
     total = square + other_square
     half = 0.0
     if total > 0:
@@ -53,7 +53,7 @@ def geometric_mean_ratio_interval(
     return exp(mean - other_mean - half), exp(mean - other_mean + half)
 
 
-def _mean_and_squared_error_of_logs(values: Sequence[float]) -> tuple[float, float]:
+def _compute_mean_and_squared_error_of_logs(values: Sequence[float]) -> tuple[float, float]:
     """Return (mean of the logarithms, square of its standard error)."""
     logs = [log(value) for value in values]
     return fmean(logs), variance(logs) / len(logs)

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
-from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.memory.calibration.correction import get_predicted_peak_bytes
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.reports.advice import advise_after_failure
-from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
+from orchestrator.scheduling.reports.cost import list_hourly_price_by_device, sum_job_cost
 from orchestrator.scheduling.reports.deadlines import describe_late_jobs
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -124,7 +124,7 @@ class MorningReport:
     spans: tuple[OccupiedSpan, ...] = ()
 
 
-def ended_at_s(job: Job) -> float:
+def get_ended_at_s(job: Job) -> float:
     """Return when the job's last attempt ended, in seconds since 1970; the time of submission where
     none did.
     """
@@ -147,7 +147,7 @@ def make_morning_report(
     """
     by_id = {job.id: job for job in (*ended_jobs, *state.jobs.values())}
     jobs = sorted(
-        (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s),
+        (job for job in by_id.values() if not job.status.ended or get_ended_at_s(job) >= since_s),
         key=lambda job: job.order,
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
@@ -227,13 +227,15 @@ def _describe_success(job: Job) -> str:
     if last is None:
         return _describe_reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
-    return f"{in_short(last.plan)} in {format_seconds(job.ran_s)}{tried}"
+    return f"{format_plan(last.plan)} in {format_seconds(job.ran_s)}{tried}"
 
 
 def _describe_progress(job: Job) -> str:
     last = job.last
     return (
-        _describe_reason(job) if last is None else f"attempt {last.number}: {in_short(last.plan)}"
+        _describe_reason(job)
+        if last is None
+        else f"attempt {last.number}: {format_plan(last.plan)}"
     )
 
 
@@ -284,7 +286,7 @@ def _make_lines_of_late_jobs(state: State, jobs: Iterable[Job]) -> ReportLines:
     for job in jobs:
         if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
             continue
-        late_s = ended_at_s(job) - job.deadline_s
+        late_s = get_ended_at_s(job) - job.deadline_s
         if late_s > 0:
             sentences[job.id] = f"ended {format_seconds(late_s)} after its deadline"
     return _make_report_lines(
@@ -302,13 +304,13 @@ def _list_memory_misses(jobs: Iterable[Job], since_s: float) -> Iterator[MemoryM
     misses = []
     for job in jobs:
         for attempt in job.attempts:
-            predicted = predicted_peak_bytes(attempt)
+            predicted = get_predicted_peak_bytes(attempt)
             measured = attempt.peak_bytes
             if predicted is None or not measured or attempt.end_or(since_s) < since_s:
                 continue
             miss = MemoryMiss(
                 attempt=attempt.name,
-                plan=in_short(attempt.plan),
+                plan=format_plan(attempt.plan),
                 predicted_bytes=predicted,
                 measured_bytes=measured,
                 ran_out=ran_out_of_memory(attempt),
@@ -345,7 +347,7 @@ def _describe_idle(job: Job) -> str:
     fills = []
     if plan.gradient_accumulation_steps > 1:
         fills.append(f"a micro-batch above {plan.micro_batch_size}, where memory allows it")
-    if facts_of(plan.engine).is_ours:
+    if get_engine_facts(plan.engine).is_ours:
         fills += ["`training.compile: true`"] * (not plan.compiled)
     else:
         fills.append("more workers of its data loader")
@@ -412,7 +414,7 @@ def _sum_device_time(
         cancelled_s=by_use["cancelled"],
         idle_s=max(0.0, capacity_s - sum(by_use.values())),
         saved_s=saved_s,
-        money=sum_job_cost(jobs, hourly_price_by_device(state), until_s, since_s).money,
+        money=sum_job_cost(jobs, list_hourly_price_by_device(state), until_s, since_s).money,
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orchestrator.scheduling.base.sentences import describe_status
-from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
+from orchestrator.scheduling.reports.cost import list_hourly_price_by_device, sum_job_cost
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
 
@@ -80,7 +80,7 @@ def make_sweep_report(
     ]
     best = min(done, key=lambda pair: pair[0])[1] if done else None
     live = sum(not job.status.ended for job in jobs)
-    cost = sum_job_cost(jobs, hourly_price_by_device(state), now_s)
+    cost = sum_job_cost(jobs, list_hourly_price_by_device(state), now_s)
     return SweepReport(
         id=sweep_id,
         name=jobs[0].spec.family_name,
@@ -116,7 +116,7 @@ def _make_trial_report(job: Job, metric_by_trial_number: Mapping[int, float | No
         ),
         status=STOPPED_EARLY if was_stopped_early(job) else job.status.value,
         reason=describe_status(job),
-        plan="" if job.last is None else in_short(job.last.plan),
+        plan="" if job.last is None else format_plan(job.last.plan),
         value=metric_by_trial_number.get(trial.number),
     )
 

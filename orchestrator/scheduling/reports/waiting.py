@@ -15,14 +15,14 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import list_active_suspensions
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.scheduling.base.sentences import (
     describe_status,
-    too_late_for_maintenance_clause,
-    waiting_sentence,
+    format_too_late_for_maintenance,
+    format_waiting_sentence,
 )
 from orchestrator.scheduling.base.shape import GangShape
-from orchestrator.scheduling.base.start_windows import start_window_facts
+from orchestrator.scheduling.base.start_windows import make_start_window_facts
 from orchestrator.scheduling.failures.places import (
     list_device_sets_to_avoid,
     must_avoid_last_devices,
@@ -43,7 +43,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
 )
 from orchestrator.scheduling.scheduling_pass.index import waits_for_devices
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
-from orchestrator.specs.attempt import Device, device_count, list_devices_of
+from orchestrator.specs.attempt import Device, count_devices, list_devices_of
 from orchestrator.specs.clock import format_local_time
 from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job
@@ -115,7 +115,7 @@ class WaitExplainer:
         self._index = make_index(replace(state, jobs=Jobs(holding)))
         self._index.reserve(state.reservations)
         self._nodes = {node.name: node for node in state.nodes}
-        self._holders = job_id_by_held_device(state)
+        self._holders = map_held_device_to_job_id(state)
         self._free = [
             [
                 (node.name, device)
@@ -148,26 +148,26 @@ class WaitExplainer:
         if not _waits_only_for_devices(job, state):
             return describe_status(job)
         if not state.nodes and job.pending is Pending.DEVICES:
-            return waiting_sentence(Pending.NODES_AWAY, ())
+            return format_waiting_sentence(Pending.NODES_AWAY, ())
         if not state.nodes:
             return describe_status(job)
         promised = Counter(
             {job.array: 1} if job.id in self._numbers else {}
         )  # what is promised to the job itself
         if limited := find_array_wait(index, job, self._arrays - promised):
-            return waiting_sentence(limited.code, limited.facts)
+            return format_waiting_sentence(limited.code, limited.facts)
         waiting, offers = self._list_options(job)
         if not offers:
             outcome = explain_wait(state, index, waiting)
             if isinstance(outcome, Wait):
-                return waiting_sentence(outcome.code, outcome.facts)
+                return format_waiting_sentence(outcome.code, outcome.facts)
             return describe_status(job)
         blocked = self._list_blocked_options(waiting, offers)
         if not blocked:
             return self._describe_lack_of_devices(waiting, offers)
         startable = [entry for entry in blocked if entry.can_start]
         return (
-            self._why_not_now(waiting, startable)
+            self._explain_unused_devices(waiting, startable)
             if startable
             else self._describe_obstacles(job, blocked[0])
         )
@@ -371,7 +371,7 @@ class WaitExplainer:
                 verb = "are" if "," in nodes else "is"
                 return f"{nodes} {verb} in maintenance until {self._format_time(until_s)}"
             case Obstacle.MAINTENANCE:
-                return too_late_for_maintenance_clause(
+                return format_too_late_for_maintenance(
                     make_maintenance_facts(blocked_option.offer.entry, nodes)
                 )
             case Obstacle.MEMORY:
@@ -394,7 +394,9 @@ class WaitExplainer:
         more = f", and for {join_first_words(others, NAMES_MAX)}" if others else ""
         return f"{first}, which starts about {self._format_time(start_s)}{more}"
 
-    def _why_not_now(self, waiting: WaitingJob, startable_options: Sequence[BlockedOption]) -> str:
+    def _explain_unused_devices(
+        self, waiting: WaitingJob, startable_options: Sequence[BlockedOption]
+    ) -> str:
         """Return why a job leaves free devices unused: its start window, the queue's order, or a
         better later start.
         """
@@ -409,9 +411,13 @@ class WaitExplainer:
         needed = blocked.offer.entry.devices
         device = blocked.offer.pool.group.hardware.device.name
         if start_s > at_s and spec.start_window is not None:
-            return waiting_sentence(Pending.START_WINDOW, start_window_facts(spec, start_s))
+            return format_waiting_sentence(
+                Pending.START_WINDOW, make_start_window_facts(spec, start_s)
+            )
         if start_s > at_s:
-            return waiting_sentence(Pending.DEVICES, (("devices", needed), ("device", device)))
+            return format_waiting_sentence(
+                Pending.DEVICES, (("devices", needed), ("device", device))
+            )
         if (
             self._index.policy.reservations_max == 0
             and (before := self._describe_earlier_job(waiting)) is not None
@@ -421,7 +427,7 @@ class WaitExplainer:
         if (number := self._numbers.get(waiting.job.id)) is None:
             return f"{begin} waits for more devices or faster ones, on which it ends sooner"
         reservation = state.reservations[number]
-        count = device_count(reservation.placement)
+        count = count_devices(reservation.placement)
         start = self._format_time(reservation.start_s)
         return f"{begin} takes {count} from about {start} on, with which it ends sooner"
 
@@ -433,7 +439,7 @@ class WaitExplainer:
         waits beside free devices.
         """
         if self._order is None:
-            jobs = [entry.job for entry, _ in make_index(self._state).policy.in_order()]
+            jobs = [entry.job for entry, _ in make_index(self._state).policy.iterate_in_order()]
             self._order = [
                 job.id for job in jobs if not find_array_wait(self._index, job, self._arrays)
             ]
@@ -483,9 +489,9 @@ class WaitExplainer:
         if not policy.has_quotas:
             return ""
         devices = count_devices_by_team(policy, self._index.running.values())
-        own_team = policy.team_of(job.user)
+        own_team = policy.find_team(job.user)
         waiting = {
-            policy.team_of(other.user).name
+            policy.find_team(other.user).name
             for other in state.jobs.values()
             if _waits_only_for_devices(other, state)
         }

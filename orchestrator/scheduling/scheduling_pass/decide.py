@@ -14,10 +14,14 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, rests_on_measurements
 from orchestrator.memory.calibration.correction import rests_on_facts
 from orchestrator.planning.explain import describe_rejected_fastest
-from orchestrator.planning.frontier import Candidate, fit_probability, needed_device_bytes
+from orchestrator.planning.frontier import (
+    Candidate,
+    estimate_candidate_fit_probability,
+    estimate_needed_device_bytes,
+)
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
-from orchestrator.scheduling.base.start_windows import make_start_hours, start_window_facts
+from orchestrator.scheduling.base.start_windows import make_start_hours, make_start_window_facts
 from orchestrator.scheduling.failures.places import (
     format_devices_or_nodes,
     list_device_sets_to_avoid,
@@ -28,9 +32,9 @@ from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
+    collect_measured_peak_bytes_by_plan,
     list_job_options,
     make_calibration_for_job,
-    measured_peak_bytes_by_plan,
 )
 from orchestrator.scheduling.placement.availability import AvailabilityProfile, StartSlot
 from orchestrator.scheduling.queue.demand import leaves_enough_headroom_from_s
@@ -111,7 +115,7 @@ class _FutureSlot(NamedTuple):
     free_s: float
 
 
-def price_of_device_second(index: SchedulerIndex) -> float:
+def compute_device_second_price(index: SchedulerIndex) -> float:
     """Return how many seconds of completion time a device-second is worth; more with more jobs per
     device.
     """
@@ -119,7 +123,7 @@ def price_of_device_second(index: SchedulerIndex) -> float:
     return index.tuning.price_alone + index.tuning.price * others / max(1, index.devices)
 
 
-def price_of_idle_device_second(index: SchedulerIndex) -> float:
+def compute_idle_device_second_price(index: SchedulerIndex) -> float:
     """Return how many seconds of completion time a device-second is worth that no job could use
     now.
 
@@ -327,12 +331,12 @@ def explain_wait(
     now_s = state.at_s
     lengths_s = (option.seconds for _, option in offers)
     fill_s = FILL_LAUNCHES * pool.launch_cost_s
-    start_s = make_start_hours(spec, lengths_s, now_s, least_left_s=fill_s).first_start_s(
+    start_s = make_start_hours(spec, lengths_s, now_s, least_left_s=fill_s).find_first_start_s(
         now_s, entry.seconds
     )
     if start_s == now_s:
         return _make_wait_for_devices(pool, entry, now_s)
-    return Wait(code=Pending.START_WINDOW, facts=start_window_facts(spec, start_s))
+    return Wait(code=Pending.START_WINDOW, facts=make_start_window_facts(spec, start_s))
 
 
 def price_options(
@@ -381,7 +385,7 @@ def make_earliest_start_function(
     devices that it must leave for shorter jobs.
     """
     spec = waiting.job.spec
-    wanted = index.average_devices_by_duration_class(now_s)
+    wanted = index.compute_average_devices_by_duration_class(now_s)
     fill_s = FILL_LAUNCHES * max(
         (offer.pool.launch_cost_s for offer in priced_options), default=0.0
     )
@@ -389,13 +393,13 @@ def make_earliest_start_function(
         spec, (offer.entry.seconds for offer in priced_options), now_s, end_by_s, fill_s
     )
     if spec.start_window is not None or not index.policy.must_leave_headroom(waiting, now_s):
-        return lambda offer, from_s: hours.first_start_s(from_s, offer.entry.seconds)
+        return lambda offer, from_s: hours.find_first_start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: PricedOption, from_s: float) -> float:
         room_s = leaves_enough_headroom_from_s(
             wanted, offer.pool, offer.entry.devices, offer.entry.seconds
         )
-        return hours.first_start_s(max(from_s, room_s), offer.entry.seconds)
+        return hours.find_first_start_s(max(from_s, room_s), offer.entry.seconds)
 
     return with_room
 
@@ -443,7 +447,7 @@ def _can_start_now(pool: AvailabilityProfile, option: SizeOption, now_s: float) 
         return False
     if pool.has_closed_nodes and option.open_s != option.seconds:
         return find_start_devices(pool, option, now_s) is not None
-    if now_s + option.seconds > pool.could_run_now_until_s(option.shape):
+    if now_s + option.seconds > pool.find_runnable_until_s(option.shape):
         return False
     return (
         pool.has_bytes_on_every_device(option.least_bytes)
@@ -506,7 +510,7 @@ def _make_wait_with_reservation(job: Job, future_slot: _FutureSlot, now_s: float
     if job.spec.start_window is not None:
         return Wait(
             code=Pending.START_WINDOW,
-            facts=start_window_facts(job.spec, future_slot.slot.start_s),
+            facts=make_start_window_facts(job.spec, future_slot.slot.start_s),
             reservation=reservation,
         )
     return Wait(
@@ -561,12 +565,12 @@ def _make_start_decision(
     device = pool.group.hardware.device.name
     candidate = entry.candidate
     calibrated = index.options.find_calibration(job, device)
-    judged = candidate.plan not in measured_peak_bytes_by_plan(job, device)
-    capacity_bytes = min(starmap(pool.free_bytes, list_devices_of(placement)))
-    correction = calibrated.activation_factor_of(candidate.plan, candidate.estimate)
+    judged = candidate.plan not in collect_measured_peak_bytes_by_plan(job, device)
+    capacity_bytes = min(starmap(pool.get_free_bytes, list_devices_of(placement)))
+    correction = calibrated.compute_activation_factor(candidate.plan, candidate.estimate)
     chance: float | None = None
     if judged and rests_on_facts(candidate.estimate, correction):
-        chance = fit_probability(candidate, capacity_bytes, calibrated)
+        chance = estimate_candidate_fit_probability(candidate, capacity_bytes, calibrated)
     # what a job file declares may raise a doubt; it is no proof before anything was measured
     if (
         chance is not None
@@ -579,7 +583,7 @@ def _make_start_decision(
         placement=placement,
         device=device,
         correction=correction,
-        needed_bytes=needed_device_bytes(candidate, calibrated) if judged else None,
+        needed_bytes=estimate_needed_device_bytes(candidate, calibrated) if judged else None,
         fit_probability=chance,
         probe=entry.probe,
         passed_over=None

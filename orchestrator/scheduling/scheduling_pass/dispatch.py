@@ -11,18 +11,18 @@ from orchestrator.planning.explain import describe_choice
 from orchestrator.planning.profiles import find_reference_settings
 from orchestrator.planning.request import read_plan_request
 from orchestrator.scheduling.base.credit import STOPS, spend_credit
-from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
+from orchestrator.scheduling.base.job_updates import archive_if_done, replace_job
 from orchestrator.scheduling.base.migration import (
     can_move,
+    get_placement_kept_for_next_attempt,
     make_migration,
-    placement_kept_for_next_attempt,
 )
 from orchestrator.scheduling.base.time_limits import stop_at_time_limit
 from orchestrator.scheduling.failures.observation import make_running_observation
-from orchestrator.scheduling.options.asks import Question, learning_rate_factor
+from orchestrator.scheduling.options.asks import Question, compute_learning_rate_factor
 from orchestrator.scheduling.options.climb import find_faster_option, may_move_to_faster_plan
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
-from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.options.probe import set_measured_memory
 from orchestrator.scheduling.queue.policy import JobStop
 from orchestrator.scheduling.queue.wait_queue import (
     WaitingJob,
@@ -33,10 +33,10 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
     Wait,
+    compute_device_second_price,
     decide_on_job,
     explain_wait,
     find_array_wait,
-    price_of_device_second,
     repeat_wait,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import (
@@ -47,14 +47,14 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaRound
 from orchestrator.specs.actions import Action, Launch, Record, Transition
-from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, device_count
+from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, count_devices
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import Change, changes
+from orchestrator.specs.settings import Change, list_changed_settings
 from orchestrator.specs.state import Reservation, State
 
 ASKS_S = 7 * 86_400.0  # over a weekend and a holiday
@@ -80,7 +80,7 @@ def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
             why = f"stopped for the maintenance of {nodes}"
         leaving, stop = make_migration(job, cause, why, state.at_s)
         index.update_job(job, leaving)
-        state = with_job(state, leaving)
+        state = replace_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
@@ -91,7 +91,7 @@ def stop_jobs_over_time_limit(state: State, index: SchedulerIndex) -> Transition
     for job_id in index.list_job_ids_over_time_limit(state.at_s):
         job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
-        state = with_job(state, job)
+        state = replace_job(state, job)
         stops.append(stop)
     return state, tuple(stops)
 
@@ -106,7 +106,7 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     if job is None or not may_move_to_faster_plan(job):
         return state, ()
     attempt = job.attempts[-1]
-    pool = index.pool_of(attempt)
+    pool = index.find_pool(attempt)
     observation = make_running_observation(job, attempt)
     if pool is None or observation is None:
         return state, ()
@@ -128,14 +128,14 @@ def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported
     if placement is None:
         return state, ()
     assert attempt.pace is not None, "it told what it measured"
-    changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
+    changed = ", ".join(map(str, list_changed_settings(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
     leaving, stop = make_migration(
         job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
     index.reserve_for_migration(leaving)
-    return with_job(state, leaving), (stop,)
+    return replace_job(state, leaving), (stop,)
 
 
 def fail_jobs_with_unanswered_questions(state: State, index: SchedulerIndex) -> Transition:
@@ -275,7 +275,7 @@ def _stop_jobs(state: State, index: SchedulerIndex, job_stops: Sequence[JobStop]
         index.update_job(move.job, leaving)
         if move.held_placement:
             index.reserve_for_migration(leaving)
-        state = with_job(state, leaving)
+        state = replace_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
@@ -298,7 +298,7 @@ def _decide_waiting_jobs(
     slots = find_reservations_to_keep(state, index)
     index.clear_reservations()
     index.reserve(slots.values())
-    price = price_of_device_second(index)
+    price = compute_device_second_price(index)
     of_array = Counter[str | None]()
     quota_pass = QuotaRound(index)
     for waiting, by_s, devices_max in quota_pass:
@@ -311,8 +311,8 @@ def _decide_waiting_jobs(
         if slot is not None:
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
-        if held_placement := placement_kept_for_next_attempt(waiting.job):
-            devices_max = device_count(held_placement)
+        if held_placement := get_placement_kept_for_next_attempt(waiting.job):
+            devices_max = count_devices(held_placement)
             job_price = index.tuning.price_idle
         else:
             job_price = price
@@ -346,7 +346,7 @@ def _decide_waiting_jobs(
         undecided.pop(waiting.job.id, None)
         state, done = _apply_decision(state, index, waiting, outcome)
         actions += done
-    look_s = index.policy.reevaluate_at_s()
+    look_s = index.policy.find_next_change_at_s()
     if look_s is not None:
         looks_s.append(look_s)
     state = replace(state, reservations=tuple(promised), reevaluate_at_s=min(looks_s, default=None))
@@ -375,7 +375,7 @@ def _apply_decision(
             index.update_job(job, left)
             job = replace(job, spec=spec, reason=text)
             index.update_job(left, job)
-            return with_job(state, job), (Record(job=job),)
+            return replace_job(state, job), (Record(job=job),)
         case Question(text=text, answer=answer):
             job = replace(
                 job, asks=text, answer=answer, asks_until_s=state.at_s + ASKS_S, reason=""
@@ -436,9 +436,11 @@ def _list_plan_changes(spec: JobSpec, earlier_plan: Plan, new_plan: Plan) -> tup
     """Return the settings that differ between two plans; also the learning rate if a smaller batch
     changed it.
     """
-    different = changes(earlier_plan, new_plan)
+    different = list_changed_settings(earlier_plan, new_plan)
     rate = spec.learning_rate
-    factor = learning_rate_factor(spec, new_plan.global_batch_size / earlier_plan.global_batch_size)
+    factor = compute_learning_rate_factor(
+        spec, new_plan.global_batch_size / earlier_plan.global_batch_size
+    )
     if rate is None or factor == 1:
         return different
     return (
@@ -455,7 +457,7 @@ def _find_script_settings_of_estimate(
     """
     if decision.candidate.estimate.source not in UNTIMED:
         return None
-    spec = with_measured_memory(job.spec, index.options.find_calibration(job, decision.device))
+    spec = set_measured_memory(job.spec, index.options.find_calibration(job, decision.device))
     return find_reference_settings(read_plan_request(spec))
 
 
@@ -466,7 +468,9 @@ def _describe_start(decision: StartDecision, earlier_attempt: Attempt | None) ->
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"
     if earlier_attempt is None or earlier_attempt.failure is None:
         return f"runs {describe_choice(decision.fit_probability, decision.passed_over)}"
-    changed = ", ".join(str(change) for change in changes(earlier_attempt.plan, candidate.plan))
+    changed = ", ".join(
+        str(change) for change in list_changed_settings(earlier_attempt.plan, candidate.plan)
+    )
     if earlier_attempt.failure.kind is FailureKind.MOVED:
         return f"goes on with {changed or 'the same plan'}: {earlier_attempt.failure.reason}"
     if earlier_attempt.plan == candidate.plan:

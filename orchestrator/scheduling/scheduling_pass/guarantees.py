@@ -14,7 +14,7 @@ maintenance only.
 from __future__ import annotations
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.sentences import waiting_sentence
+from orchestrator.scheduling.base.sentences import format_waiting_sentence
 from orchestrator.scheduling.options.asks import Question
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.queue.policy import Preemption
@@ -76,7 +76,7 @@ def apply_guarantee(
         or isinstance(decision, Infeasible | Question)
     ):
         return decision
-    reason = _why_beyond_quota(state, waiting)
+    reason = _find_quota_excess(state, waiting)
     if reason is None:
         match decision:
             case StartDecision():
@@ -88,7 +88,7 @@ def apply_guarantee(
             case Wait(reservation=Reservation(start_s=start_s)):
                 reason = f"could start only in {format_seconds(start_s - state.at_s)}"
             case Wait(code=code, facts=facts):
-                reason = waiting_sentence(code, facts)
+                reason = format_waiting_sentence(code, facts)
             case _:
                 reason = "nobody can tell when it could start"
     if reason is None:
@@ -99,19 +99,19 @@ def apply_guarantee(
     return Infeasible(why=lambda: f"{refused}; without `guarantee` it gets what is left")
 
 
-def _why_beyond_quota(state: State, waiting: WaitingJob) -> str | None:
+def _find_quota_excess(state: State, waiting: WaitingJob) -> str | None:
     """Return why the devices of the job's guarantee would exceed its team's quota, as text; None
     where they do not.
     """
     if not state.policy.has_quotas:
         return None
-    team = state.policy.team_of(waiting.job.user)
+    team = state.policy.find_team(waiting.job.user)
     promised = sum(
         job.spec.guaranteed_gpus
         for job in state.jobs.values()
         if job.starts_by_s is not None
         and not job.status.ended
-        and state.policy.team_of(job.user) == team
+        and state.policy.find_team(job.user) == team
     )
     if promised + waiting.job.spec.guaranteed_gpus <= team.quota:
         return None

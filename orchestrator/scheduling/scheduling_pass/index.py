@@ -16,34 +16,37 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import (
-    closed_windows_by_node,
-    leave_time_s_by_job_id,
-    next_closing_or_opening_s,
-    suspended_until_s_by_device,
+    find_next_closing_or_opening_s,
+    list_closed_windows_by_node,
+    list_leave_time_s_by_job_id,
+    list_suspended_until_s_by_device,
 )
 from orchestrator.scheduling.base.migration import (
     can_be_stopped,
     can_move,
+    get_placement_kept_for_next_attempt,
     is_elastic,
     may_move_to_more_devices,
-    placement_kept_for_next_attempt,
 )
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.base.start_windows import (
-    leave_for_window_close_at_s,
+    compute_window_leave_at_s,
+    find_next_window_opening_s,
     leaves_at_close,
-    next_window_opening_s,
 )
-from orchestrator.scheduling.base.time_limits import time_limit_end_s, time_limit_reached_at_s
+from orchestrator.scheduling.base.time_limits import (
+    compute_time_limit_end_s,
+    compute_time_limit_reached_at_s,
+)
 from orchestrator.scheduling.base.tuning import select_tuning
 from orchestrator.scheduling.options.job_options import predict_attempt_duration
 from orchestrator.scheduling.options.lengths import PredictedDuration
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
-from orchestrator.scheduling.queue.demand import average_devices_by_duration_class
+from orchestrator.scheduling.queue.demand import compute_average_devices_by_duration_class
 from orchestrator.scheduling.queue.fair_share import (
     FairSharePlace,
-    decayed_device_s_by_user,
-    equal_fair_share_key,
+    compute_decayed_device_s_by_user,
+    make_equal_fair_share_key,
     make_fair_tree,
 )
 from orchestrator.scheduling.queue.policy import QueuePolicy
@@ -118,7 +121,7 @@ class SchedulerIndex:
         )  # of what demand and when, and how much
         self._tree: tuple[object, Callable[[str], FairSharePlace]] = (
             None,
-            equal_fair_share_key,
+            make_equal_fair_share_key,
         )  # of when and what usage, and whose turn
         self._windowed: dict[str, Job] = {}  # those that leave when their hours end
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
@@ -142,20 +145,20 @@ class SchedulerIndex:
         """
         job = new_job or old_job
         assert job is not None
-        has_other_limit = _time_limit_s(old_job) != _time_limit_s(new_job)
-        held_before = _attempts_holding_devices(old_job)
-        held_after = _attempts_holding_devices(new_job)
+        has_other_limit = _get_time_limit_s(old_job) != _get_time_limit_s(new_job)
+        held_before = _list_attempts_holding_devices(old_job)
+        held_after = _list_attempts_holding_devices(new_job)
         if held_before != held_after or has_other_limit:
             self._update_occupied_devices(old_job, new_job, held_before, held_after)
         runs = bool(held_after)
-        for dependency in _dependencies_of(old_job):
+        for dependency in _list_dependencies(old_job):
             self._followers.get(dependency.job, set()).discard(job.id)
-        for dependency in _dependencies_of(new_job):
+        for dependency in _list_dependencies(new_job):
             self._followers.setdefault(dependency.job, set()).add(job.id)
         self._update_inherited_priorities(old_job, new_job)
         self._update_running_tables(job, runs)
         self._expiries_s.pop(job.id, None)
-        if new_job is not None and (expiry_s := time_limit_reached_at_s(new_job)) < inf:
+        if new_job is not None and (expiry_s := compute_time_limit_reached_at_s(new_job)) < inf:
             self._expiries_s[job.id] = expiry_s
         if new_job is None or new_job.status.ended or has_other_limit:
             self.options.forget_job(job.id)
@@ -195,20 +198,20 @@ class SchedulerIndex:
 
     def _update_inherited_priorities(self, old_job: Job | None, new_job: Job | None) -> None:
         """Give the job's priority to the jobs for which it waits, and to those for which they wait."""
-        changed = {dependency.job for dependency in _dependencies_of(old_job)}
-        changed |= {dependency.job for dependency in _dependencies_of(new_job)}
+        changed = {dependency.job for dependency in _list_dependencies(old_job)}
+        changed |= {dependency.job for dependency in _list_dependencies(new_job)}
         while changed:  # ends: a job waits only for earlier ones
             parent_id = changed.pop()
             urgent = [-inf]
             for job_id in self._followers.get(parent_id, ()):
                 job = new_job if new_job and job_id == new_job.id else self.state.jobs.get(job_id)
                 if job is not None and not job.held_by:
-                    urgent.append(self.priority_of(job))
+                    urgent.append(self.get_priority(job))
             if max(urgent) == self._lent.get(parent_id, -inf):
                 continue
             self._lent[parent_id] = max(urgent)
             parent = self.state.jobs.get(parent_id)
-            changed |= {dependency.job for dependency in _dependencies_of(parent)}
+            changed |= {dependency.job for dependency in _list_dependencies(parent)}
             if parent is not None and parent_id in self.waiting:
                 self._remove_from_queue(parent_id)
                 self.arrived = [entry for entry in self.arrived if entry.job.id != parent_id]
@@ -224,7 +227,7 @@ class SchedulerIndex:
             (self.running, is_running),
             (self.stoppable, is_running and can_be_stopped(job)),
             (self.growing, is_running and is_elastic(job) and may_move_to_more_devices(job)),
-            (self._claiming, is_running and bool(placement_kept_for_next_attempt(job))),
+            (self._claiming, is_running and bool(get_placement_kept_for_next_attempt(job))),
             (self._windowed, is_running and leaves_at_close(job.spec)),
         ):
             if belongs:
@@ -266,10 +269,10 @@ class SchedulerIndex:
 
     def update_closed_nodes(self, state: State) -> None:
         """Close nodes and devices to new attempts, or open them, as the state says."""
-        self._next_change_s = next_closing_or_opening_s(state)
+        self._next_change_s = find_next_closing_or_opening_s(state)
         self._has_maintenance = any(node.maintenance for node in state.nodes)
-        self._block_suspended_devices(suspended_until_s_by_device(state))
-        closed = closed_windows_by_node(state)
+        self._block_suspended_devices(list_suspended_until_s_by_device(state))
+        closed = list_closed_windows_by_node(state)
         if closed != self.closed:
             self.closed = closed
             for pool in self.pools:
@@ -297,7 +300,7 @@ class SchedulerIndex:
     def _update_expected_ends(self, is_affected: Callable[[Job], bool]) -> None:
         """Predict the ends of the running jobs for which `is_affected` returns true anew."""
         for job in filter(is_affected, self.running.values()):
-            for attempt in _attempts_holding_devices(job).values():
+            for attempt in _list_attempts_holding_devices(job).values():
                 self._occupy_devices(job, attempt)
 
     def set_expected_end(self, attempt: Attempt, end_s: float) -> None:
@@ -336,7 +339,7 @@ class SchedulerIndex:
             pool = self._pool_of.get(part.node)
             if (
                 pool is None
-                or pool.running_attempts_end_at_s(part.node, part.devices)
+                or pool.estimate_attempts_end_at_s(part.node, part.devices)
                 > reservation.start_s + delay_max_s
             ):
                 return False
@@ -358,7 +361,7 @@ class SchedulerIndex:
         """
         attempt = job.last
         assert attempt is not None, job.id
-        until_s = self.expected_end_s(job, replace(attempt, leaves_by_s=None))
+        until_s = self.estimate_end_s(job, replace(attempt, leaves_by_s=None))
         self.reserve(
             [
                 Reservation(
@@ -375,7 +378,7 @@ class SchedulerIndex:
             self.update_closed_nodes(self.state)
         while self._ends and self._ends[0][0] <= now_s:
             job = self.running[self._ends[0][1]]
-            for attempt in _attempts_holding_devices(job).values():
+            for attempt in _list_attempts_holding_devices(job).values():
                 self._occupy_devices(job, attempt)
         while self._asleep and self._asleep[0][0] <= now_s:
             _, job_id = heappop(self._asleep)
@@ -443,12 +446,12 @@ class SchedulerIndex:
         """
         running = self.running.values() if self._has_maintenance else ()
         for job_id, time_s in (
-            leave_time_s_by_job_id(self.state, running).items() if running else ()
+            list_leave_time_s_by_job_id(self.state, running).items() if running else ()
         ):
             yield LeavingJob(time_s, job_id, StopCause.MAINTENANCE)
         for job in self._windowed.values():
             if can_move(job):
-                ends_s = leave_for_window_close_at_s(job.spec, job.attempts[-1].launched_at_s)
+                ends_s = compute_window_leave_at_s(job.spec, job.attempts[-1].launched_at_s)
                 yield LeavingJob(ends_s, job.id, StopCause.WINDOW)
 
     def pop_unanswered_job_ids(self, now_s: float) -> Iterator[str]:
@@ -476,13 +479,13 @@ class SchedulerIndex:
         """Return the ids of the jobs that wait for the end of this job."""
         return sorted(self._followers.get(job_id, ()))
 
-    def average_devices_by_duration_class(self, now_s: float) -> Sequence[float]:
+    def compute_average_devices_by_duration_class(self, now_s: float) -> Sequence[float]:
         """Return how many devices recent jobs used on average: those shorter than 1 s, than 2 s, 4
         s, 8 s and so on.
         """
         key = (self.state.demand, now_s)
         if key != self._wanted[0]:
-            self._wanted = (key, average_devices_by_duration_class(*key))
+            self._wanted = (key, compute_average_devices_by_duration_class(*key))
         return self._wanted[1]
 
     def make_queue_entry(self, job: Job) -> WaitingJob:
@@ -490,23 +493,25 @@ class SchedulerIndex:
 
         Its rank is minus infinity, before all others, if devices are kept for the job.
         """
-        rank = -inf if placement_kept_for_next_attempt(job) else self.policy.rank(job)
+        rank = -inf if get_placement_kept_for_next_attempt(job) else self.policy.rank(job)
         size = self.options.find_remaining_work(job)
-        priority = self.priority_of(job)
-        return WaitingJob(job, rank, size.device_s, priority, self.policy.urgent_from_s(job))
+        priority = self.get_priority(job)
+        return WaitingJob(
+            job, rank, size.device_s, priority, self.policy.compute_urgent_from_s(job)
+        )
 
-    def priority_of(self, job: Job) -> int:
+    def get_priority(self, job: Job) -> int:
         """Return the highest priority of the job and of all jobs that wait for its end, directly or
         not.
         """
         return int(max(job.spec.priority, self._lent.get(job.id, -inf)))
 
-    def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
+    def find_pool(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Return the pool (group of equal nodes) of an attempt; None if one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
-    def expected_end_s(self, job: Job, attempt: Attempt) -> float:
+    def estimate_end_s(self, job: Job, attempt: Attempt) -> float:
         """Return when a running attempt is expected to end, in seconds since 1970.
 
         Infinity where its nodes are gone, or where the job's record cannot be read, so that only an
@@ -519,18 +524,18 @@ class SchedulerIndex:
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
         ends_s = min(
-            self.time_limit_end_s(job, attempt),
-            leave_for_window_close_at_s(job.spec, attempt.launched_at_s),
+            self.compute_time_limit_end_s(job, attempt),
+            compute_window_leave_at_s(job.spec, attempt.launched_at_s),
         )
         length_s = min(length_s, ends_s - attempt.launched_at_s)
-        return expected_end_beyond_s(attempt.launched_at_s, length_s, self.state.at_s)
+        return estimate_end_beyond_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     def predict_duration(self, job: Job, attempt: Attempt) -> PredictedDuration | None:
         """Return the predicted duration of an attempt, from its launch to its end.
 
         None where its nodes are gone, or where the job's record cannot be read.
         """
-        pool = self.pool_of(attempt)
+        pool = self.find_pool(attempt)
         if pool is None or job.unreadable:
             return None
         calibrated = self.options.find_calibration(job, attempt.device)
@@ -538,13 +543,13 @@ class SchedulerIndex:
             job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
         )
 
-    def time_limit_end_s(self, job: Job, attempt: Attempt) -> float:
+    def compute_time_limit_end_s(self, job: Job, attempt: Attempt) -> float:
         """Return when the job's time limit ends a running attempt, in seconds since 1970.
 
         Infinity without a limit, or where one of the attempt's nodes is gone.
         """
-        pool = self.pool_of(attempt)
-        return inf if pool is None else time_limit_end_s(job, attempt, pool.launch_cost_s)
+        pool = self.find_pool(attempt)
+        return inf if pool is None else compute_time_limit_end_s(job, attempt, pool.launch_cost_s)
 
     @contextmanager
     def hiding_devices(self, hidden_devices: Iterable[tuple[str, int]]) -> Iterator[None]:
@@ -556,7 +561,9 @@ class SchedulerIndex:
             for node, device in hidden_devices
             if (pool := self._pool_of.get(node)) is not None
         ]
-        until_s = [pool.running_attempts_end_at_s(node, (device,)) for pool, node, device in hidden]
+        until_s = [
+            pool.estimate_attempts_end_at_s(node, (device,)) for pool, node, device in hidden
+        ]
         for pool, node, device in hidden:
             pool.occupy(node, (device,), inf)
         try:
@@ -576,7 +583,7 @@ class SchedulerIndex:
         busy = {
             device
             for job in self.running.values()
-            for attempt in _attempts_holding_devices(job).values()
+            for attempt in _list_attempts_holding_devices(job).values()
             for device in list_devices_of(attempt.placement)
         }
         for node, device in self._suspended.keys() | until_s_by_device.keys():
@@ -617,7 +624,7 @@ class SchedulerIndex:
     def _schedule_window_opening(self, job: Job, after_s: float) -> None:
         """Record when the job's start window opens next after `after_s`, if it has one."""
         if job.spec.start_window is not None:
-            heappush(self._openings, (next_window_opening_s(job.spec, after_s), job.id))
+            heappush(self._openings, (find_next_window_opening_s(job.spec, after_s), job.id))
 
     def _add_to_queue(self, waiting: WaitingJob) -> None:
         """Add the entry to the queue of its priority and user."""
@@ -652,7 +659,7 @@ class SchedulerIndex:
     def make_fair_share_lookup(self) -> Callable[[str], FairSharePlace]:
         """Return a function from a user's name to the user's sort key in the fair-share order."""
         if not self._policy_spec.has_teams and len(self.waiting_users) < 2:
-            return equal_fair_share_key
+            return make_equal_fair_share_key
         now = (
             self.state.at_s,
             self.state.usage,
@@ -661,8 +668,9 @@ class SchedulerIndex:
             self._tree = (
                 now,
                 make_fair_tree(
-                    self._policy_spec, decayed_device_s_by_user(self.state, self.running.values())
-                ).fair_share_key_of_user,
+                    self._policy_spec,
+                    compute_decayed_device_s_by_user(self.state, self.running.values()),
+                ).compute_fair_share_key,
             )
         return self._tree[1]
 
@@ -670,7 +678,7 @@ class SchedulerIndex:
         """Mark the devices of the job's attempt as busy until its expected end, which is predicted
         anew.
         """
-        end_s = self.expected_end_s(job, attempt)
+        end_s = self.estimate_end_s(job, attempt)
         self._drop_expected_end(job.id)
         insort(self._ends, (end_s, job.id))
         self.ends_s[job.id] = end_s
@@ -698,7 +706,7 @@ class SchedulerIndex:
 OVERDUE = 1.25
 
 
-def expected_end_beyond_s(launched_s: float, duration_s: float, now_s: float) -> float:
+def estimate_end_beyond_s(launched_s: float, duration_s: float, now_s: float) -> float:
     """Return the expected end of an attempt, made later until it is after `now_s`, in seconds since
     1970.
 
@@ -713,7 +721,7 @@ def expected_end_beyond_s(launched_s: float, duration_s: float, now_s: float) ->
     return launched_s + duration_s
 
 
-def _time_limit_s(job: Job | None) -> float | None:
+def _get_time_limit_s(job: Job | None) -> float | None:
     return None if job is None else job.spec.time_limit
 
 
@@ -730,7 +738,7 @@ def _list_inputs_of_expected_end(job: Job, attempt: Attempt) -> tuple[object, ..
     )
 
 
-def _attempts_holding_devices(job: Job | None) -> dict[int, Attempt]:
+def _list_attempts_holding_devices(job: Job | None) -> dict[int, Attempt]:
     """Return {number: attempt} of the job's attempts whose devices were not reported free again; {}
     for None.
     """
@@ -748,7 +756,7 @@ def waits_for_devices(job: Job) -> bool:
     return may_start and all(attempt.released for attempt in job.attempts)
 
 
-def _dependencies_of(job: Job | None) -> Sequence[Dependency]:
+def _list_dependencies(job: Job | None) -> Sequence[Dependency]:
     """Return the dependencies for whose ends a queued job waits; () for any other job and for None."""
     return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 

@@ -10,24 +10,24 @@ from orchestrator.memory.calibration.calibrate import (
     UNMEASURED,
     Calibration,
     calibrate,
-    measured_overhead_of,
-    step_time_correction_of,
+    get_measured_overhead,
+    get_step_time_correction,
 )
 from orchestrator.memory.engines.overhead import MeasuredOverhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.base.time_limits import time_limit_left_s
+from orchestrator.scheduling.base.time_limits import compute_time_limit_left_s
 from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
+    compute_measured_step_time_factors,
     count_steps_left,
     has_unknown_step_time,
     list_job_options,
-    measured_step_time_factors,
 )
 from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, DurationHistory
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -68,7 +68,7 @@ class OptionCache:
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
-        self._overheads = self._measured_overheads()
+        self._overheads = self._collect_measured_overheads()
         self._overheads_version = 0
         self._menus: dict[object, tuple[int, OptionsByPool]] = {}  # of jobs never tried
         self._entries: dict[
@@ -91,7 +91,7 @@ class OptionCache:
             del self._calibrated[key]
         for family in families:
             self._versions[family] = self._versions.get(family, 0) + 1
-        overheads = self._measured_overheads()
+        overheads = self._collect_measured_overheads()
         if overheads != self._overheads:  # what counts for all families
             self._overheads = overheads
             self._overheads_version += 1
@@ -105,9 +105,9 @@ class OptionCache:
         self.lengths = DurationHistory(run_lengths)
         self._lengths_version += 1
 
-    def _measured_overheads(self) -> dict[str, MeasuredOverhead]:
+    def _collect_measured_overheads(self) -> dict[str, MeasuredOverhead]:
         devices = {pool.group.hardware.device.name for pool in self._pools}
-        return {device: measured_overhead_of(self._observations, device) for device in devices}
+        return {device: get_measured_overhead(self._observations, device) for device in devices}
 
     def _find_knowledge_version(self, job: Job) -> int:
         """Return a number that changes when more is known about the job's family or the devices."""
@@ -231,13 +231,13 @@ def _predict_duration_without_history_s(
     So its place in the queue does not change when other jobs end.
     """
     if steps_left is None:
-        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
+        return min(UNKNOWN_LENGTH_S, compute_time_limit_left_s(job))
     if not has_unknown_step_time(job, candidate.estimate.source):
         return steps_left * candidate.step_s
-    factors = measured_step_time_factors(job, group.hardware.device.name)
+    factors = compute_measured_step_time_factors(job, group.hardware.device.name)
     if not factors:
-        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
-    return steps_left * candidate.step_s * step_time_correction_of(candidate.plan, factors)
+        return min(UNKNOWN_LENGTH_S, compute_time_limit_left_s(job))
+    return steps_left * candidate.step_s * get_step_time_correction(candidate.plan, factors)
 
 
 def _list_candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:

@@ -13,15 +13,15 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.credit import STOPS, credit_suffices_at_s
+from orchestrator.scheduling.base.credit import STOPS, compute_credit_suffices_at_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
     can_move,
-    expected_lost_training_s,
-    last_moved_at_s,
+    estimate_lost_training_s,
+    find_last_moved_at_s,
 )
-from orchestrator.scheduling.base.time_limits import total_run_time_s
+from orchestrator.scheduling.base.time_limits import compute_total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import JobStop
@@ -30,9 +30,9 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitingWithDeadline,
     WaitingWithReservation,
 )
-from orchestrator.scheduling.scheduling_pass.decide import price_of_idle_device_second
+from orchestrator.scheduling.scheduling_pass.decide import compute_idle_device_second_price
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
+from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, count_devices
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
@@ -81,23 +81,26 @@ class MovableJob:
     def devices(self) -> int:
         return self.attempt.plan.world_size
 
-    def delay(self, away_s: float) -> float:
+    def compute_delay_ratio(self, away_s: float) -> float:
         """Return the seconds by which the job would end later if it is away for `away_s` seconds,
         over its duration.
         """
         return (away_s + SAVE_S + self.paid_s) / self.length_s
 
-    def slowdown(self, away_s: float) -> float:
+    def compute_slowdown(self, away_s: float) -> float:
         """Return the time from submission to end over the job's duration, if it is away for
         `away_s` seconds.
         """
         submitted_s = self.attempt.launched_at_s + self.ran_s - self.job.submitted_at_s
-        return (submitted_s + self.left_s) / self.length_s + self.delay(away_s)
+        return (submitted_s + self.left_s) / self.length_s + self.compute_delay_ratio(away_s)
 
     @property
     def length_s(self) -> float:
         return max(
-            1.0, total_run_time_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s
+            1.0,
+            compute_total_run_time_s(self.job, self.attempt.launched_at_s)
+            + self.ran_s
+            + self.left_s,
         )
 
     @property
@@ -113,7 +116,7 @@ def may_be_stopped_for_gain_from_s(index: SchedulerIndex, movable_job: MovableJo
     infinity for never.
     """
     rested_s = movable_job.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + movable_job.paid_s))
-    affordable_s = credit_suffices_at_s(
+    affordable_s = compute_credit_suffices_at_s(
         index.state, STOPS, index.devices, movable_job.cost_device_s
     )
     return max(movable_job.trained_s, rested_s, affordable_s)
@@ -139,7 +142,7 @@ def find_scale_up(index: SchedulerIndex, now_s: float) -> JobStop | None:
 
     It is the restart with the largest gain, which must exceed twice its cost.
     """
-    price = price_of_idle_device_second(index)
+    price = compute_idle_device_second_price(index)
     ways: list[tuple[float, MovableJob, SizeOption, float]] = []
     for moving in list_movable_jobs(index, index.growing, now_s):
         if not moving.pool.idle or moving.left_s <= 2 * moving.paid_s:
@@ -254,7 +257,7 @@ def find_jobs_to_stop_for_priority(
     # what they have by themselves, as a cheap test before a dear one
     if not any(job.spec.priority < highest for job in index.stoppable.values()):
         return ()
-    lowest = min(map(index.priority_of, index.stoppable.values()))
+    lowest = min(map(index.get_priority, index.stoppable.values()))
     urgent = [
         (waiting, promised, gain_s)
         for waiting, promised in jobs_with_reservations
@@ -267,7 +270,7 @@ def find_jobs_to_stop_for_priority(
             for moving in able
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
-        devices = device_count(promised.placement)
+        devices = count_devices(promised.placement)
         for pool, entry in list_pools_and_options_by_device_seconds(index, waiting):
             if entry.devices != devices:
                 continue
@@ -333,7 +336,7 @@ def _find_victims_with_least_delay(
 
     Every allowed way to spread the option over nodes is tried.
     """
-    delays = {moving.job.id: moving.delay(option.seconds) for moving in movable_jobs}
+    delays = {moving.job.id: moving.compute_delay_ratio(option.seconds) for moving in movable_jobs}
     ordered = sorted(movable_jobs, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
     best = list[MovableJob]()
     least = inf
@@ -437,7 +440,9 @@ def find_job_to_stop_for_waiting(
         now_s,
     ):
         ahead = _list_jobs_to_go_before(index, moving, jobs_with_reservations)
-        ways = [_gain_of_replacing(moving, ahead[first:], now_s) for first in range(len(ahead))]
+        ways = [
+            _compute_gain_of_replacing(moving, ahead[first:], now_s) for first in range(len(ahead))
+        ]
         if not any(way.exceeds_cost(index.tuning.worth) for way in ways):
             continue  # a cheap test before a dear one: no order of starts would be worth it
         starts = (
@@ -499,13 +504,15 @@ def _list_jobs_to_go_before(
             continue
         seconds = promised.end_s - promised.start_s
         slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
-        is_shorter = seconds < shorter_s and worth * movable_job.slowdown(seconds) < slowdown
+        is_shorter = (
+            seconds < shorter_s and worth * movable_job.compute_slowdown(seconds) < slowdown
+        )
         if is_shorter and waiting.job.user != movable_job.job.user:
             if holds_twice is None:
                 holds_twice = _uses_twice_an_equal_share(index, movable_job.job.user)
             is_shorter = holds_twice
         if priority > movable_job.priority or is_shorter:
-            wide = device_count(promised.placement)
+            wide = count_devices(promised.placement)
             entry = (
                 _find_option_with_devices(index, waiting, movable_job.pool, wide)
                 if wide <= room
@@ -537,7 +544,7 @@ def _queue_sort_key(
     return -priority, not is_due, job.order if is_due else aging_limit_s
 
 
-def _gain_of_replacing(
+def _compute_gain_of_replacing(
     movable_job: MovableJob,
     replacing_jobs: Sequence[tuple[WaitingJob, Reservation, SizeOption]],
     now_s: float,
@@ -603,13 +610,13 @@ def list_movable_jobs(
         job = index.running[job_id]
         attempt = job.last
         pool = (
-            index.pool_of(attempt)
+            index.find_pool(attempt)
             if attempt is not None and can_move(job) and not attempt.probe
             else None
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             trained_s = attempt.launched_at_s + (1 + min_trained_launches) * pool.launch_cost_s
-            stopped_s = last_moved_at_s(job) if len(job.attempts) > 1 else -inf
+            stopped_s = find_last_moved_at_s(job) if len(job.attempts) > 1 else -inf
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield MovableJob(
                 job,
@@ -618,9 +625,9 @@ def list_movable_jobs(
                 index.ends_s[job_id] - now_s,
                 trained_s,
                 max(trained_s, stopped_s + between_s),
-                index.priority_of(job),
+                index.get_priority(job),
                 inf if slack_s < 0 else slack_s,
-                expected_lost_training_s(job, now_s),
+                estimate_lost_training_s(job, now_s),
                 stopped_s,
                 now_s - attempt.launched_at_s,
             )

@@ -14,7 +14,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     fits_no_idle_devices,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import device_count
+from orchestrator.specs.attempt import count_devices
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 
@@ -23,9 +23,9 @@ def count_devices_by_team(policy: PolicySpec, running_jobs: Iterable[Job]) -> Co
     """Return {team: number of devices that its running jobs occupy}."""
     devices: Counter[str] = Counter()
     for job in running_jobs:
-        team = policy.team_of(job.user).name
+        team = policy.find_team(job.user).name
         devices[team] += sum(
-            device_count(attempt.placement) for attempt in job.attempts if not attempt.released
+            count_devices(attempt.placement) for attempt in job.attempts if not attempt.released
         )
     return devices
 
@@ -53,7 +53,7 @@ class QuotaRound:
         self._promised = index.list_guaranteed_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_name_of, index.waiting_users))
+        teams = set(map(self._get_team_name, index.waiting_users))
         if len(teams) > 1:
             devices = count_devices_by_team(self._policy, index.running.values())
             self._without = {team for team in teams if not devices[team]}
@@ -112,12 +112,12 @@ class QuotaRound:
         for waiting, by_s in self._list_undecided() if self._without else ():
             if (
                 waiting.rank <= self._index.state.at_s
-                and self._team_name_of(waiting.job.user) in self._without
+                and self._get_team_name(waiting.job.user) in self._without
             ):
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._list_undecided():
-                left = self._left.get(self._team_name_of(waiting.job.user), 0)
+                left = self._left.get(self._get_team_name(waiting.job.user), 0)
                 if waiting.job.spec.gpus.min <= left:
                     yield waiting, by_s, left
         for waiting, by_s in self._list_undecided():
@@ -129,7 +129,7 @@ class QuotaRound:
         """
         return (
             (waiting, by_s)
-            for waiting, by_s in self._index.policy.in_order()
+            for waiting, by_s in self._index.policy.iterate_in_order()
             if waiting.job.id not in self._decided_ids
         )
 
@@ -149,10 +149,10 @@ class QuotaRound:
                 placement = decision.reservation.placement
             case _:  # who waits for its hours keeps no device from others of its team
                 return
-        team = self._team_name_of(waiting.job.user)
+        team = self._get_team_name(waiting.job.user)
         self._without.discard(team)
         if team in self._left:
-            self._left[team] -= device_count(placement)
+            self._left[team] -= count_devices(placement)
 
-    def _team_name_of(self, user: str) -> str:
-        return self._policy.team_of(user).name
+    def _get_team_name(self, user: str) -> str:
+        return self._policy.find_team(user).name

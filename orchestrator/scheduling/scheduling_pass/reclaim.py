@@ -20,7 +20,7 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
     make_job_stops,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
-from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
+from orchestrator.specs.attempt import AttemptStatus, StopCause, count_devices
 
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
 
@@ -49,8 +49,8 @@ def find_jobs_to_stop_for_owner(
     tried = 0
     claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in jobs_with_reservations:
-        team = policy.team_of(waiting.job.user).name
-        devices = device_count(promised.placement)
+        team = policy.find_team(waiting.job.user).name
+        devices = count_devices(promised.placement)
         claimed[team] += devices
         if claimed[team] > owned.get(team, 0) or promised.start_s - now_s <= PATIENCE_S:
             continue
@@ -60,7 +60,7 @@ def find_jobs_to_stop_for_owner(
         above = {name: count - owned.get(name, 0) for name, count in used.items()}
         able: list[MovableJob] = []
         for moving in list_movable_jobs(index, index.list_stoppable_job_ids_latest_first(), now_s):
-            borrower = policy.team_of(moving.job.user).name
+            borrower = policy.find_team(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
             if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
                 may_leave = may_leave and turn(waiting.job.user)[0] < turn(moving.job.user)[0]
@@ -90,7 +90,7 @@ def _count_owned_devices_by_team(index: SchedulerIndex) -> dict[str, int]:
     if policy.has_quotas:
         return {team.name: team.quota for team in policy.teams}
     users = index.waiting_users | {job.user for job in index.running.values()}
-    shares = {team.name: team.shares for team in map(policy.team_of, users)}
+    shares = {team.name: team.shares for team in map(policy.find_team, users)}
     return {name: index.devices * share // sum(shares.values()) for name, share in shares.items()}
 
 

@@ -63,7 +63,7 @@ class Client:
             # a pinned certificate need not sign itself
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         else:
-            url = _local_url(service)
+            url = _read_local_url(service)
             token = _read_token(service)
             context = None
         self._http = httpx.Client(
@@ -123,11 +123,11 @@ class Client:
 
     def set_user(self, user_name: str, role: str) -> None:
         """Add a user, or change the role of an existing one."""
-        self._request_json("PUT", _route_path("users", user_name), {"role": role})
+        self._request_json("PUT", _make_route_path("users", user_name), {"role": role})
 
     def remove_user(self, user_name: str) -> None:
         """Remove a user with all tokens."""
-        self._request_json("DELETE", _route_path("users", user_name))
+        self._request_json("DELETE", _make_route_path("users", user_name))
 
     def list_tokens(self) -> list[JsonObject]:
         """Return every token's record: user, creation, expiry and last use."""
@@ -152,7 +152,7 @@ class Client:
 
     def delete_unreadable_row(self, table_name: str, row_key: str) -> None:
         """Delete a row of the journal that cannot be read, for good."""
-        self._request_json("DELETE", _route_path("journal", "unreadable", table_name, row_key))
+        self._request_json("DELETE", _make_route_path("journal", "unreadable", table_name, row_key))
 
     def list_jobs(self, ended_max: int = ENDED_SHOWN) -> list[JobView]:
         """Return every live job, in queue order, and at most `ended_max` jobs that ended last."""
@@ -212,7 +212,7 @@ class Client:
                 "exists already", source=str(target_folder), hint="name another folder with `--to`"
             )
         try:
-            with self._http.stream("GET", _route_path("jobs", job_id, "output")) as answer:
+            with self._http.stream("GET", _make_route_path("jobs", job_id, "output")) as answer:
                 if not answer.is_success:
                     answer.read()
                     _raise_for_error(answer)
@@ -242,11 +242,11 @@ class Client:
 
     def fetch_explanation(self, job_id: str) -> ExplanationView:
         """Return a job's predictions and measurements, and the corrections learned from them."""
-        return self._request_json("GET", _route_path("jobs", job_id, "explanation"))
+        return self._request_json("GET", _make_route_path("jobs", job_id, "explanation"))
 
     def fetch_comparison(self, job_id: str) -> ComparisonView:
         """Return the comparison of strategies to which this job belongs."""
-        return self._request_json("GET", _route_path("jobs", job_id, "comparison"))
+        return self._request_json("GET", _make_route_path("jobs", job_id, "comparison"))
 
     def list_sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
@@ -260,7 +260,7 @@ class Client:
         """Return a sweep with its trials."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
-        answer = self._request_json("GET", _route_path("sweeps", sweep_id))
+        answer = self._request_json("GET", _make_route_path("sweeps", sweep_id))
         return parse_answer(SweepReport, answer)
 
     def send_test_notices(self, target_names: Sequence[str]) -> dict[str, str | None]:
@@ -320,7 +320,7 @@ class Client:
             "learning_rate": learning_rate,
             "settings": dict(new_values),
         }
-        return self._post_submission(_route_path("jobs", job_id, "retry"), body)
+        return self._post_submission(_make_route_path("jobs", job_id, "retry"), body)
 
     def change_jobs(self, verb: str, job_ids: Sequence[str]) -> list[str]:
         """Apply a verb (hold, release, suspend or resume) to jobs; return the ids of the jobs that
@@ -334,7 +334,7 @@ class Client:
         """
         body = {"settings": dict(new_values)}
         return bool(
-            self._request_json("POST", _route_path("jobs", job_id, "update"), body)["changed"]
+            self._request_json("POST", _make_route_path("jobs", job_id, "update"), body)["changed"]
         )
 
     def purge_files(self, *, dry_run: bool) -> JsonObject:
@@ -347,7 +347,7 @@ class Client:
         """Let a node take no new jobs (a drain); with `undo`, let it take jobs again. Returns once
         the request is durable.
         """
-        self._request_json("POST", _route_path("nodes", node_name, "drain"), {"undo": undo})
+        self._request_json("POST", _make_route_path("nodes", node_name, "drain"), {"undo": undo})
 
     def fetch_join_information(self) -> JsonObject:
         """Return what a joining machine needs: Ray's address, and the versions and settings that
@@ -363,7 +363,7 @@ class Client:
 
     def remove_node(self, node_name: str) -> None:
         """Remove a node whose machine has left from the service's list of nodes."""
-        self._request_json("DELETE", _route_path("nodes", node_name))
+        self._request_json("DELETE", _make_route_path("nodes", node_name))
 
     def read_log_and_offset(
         self, job_id: str, attempt_number: int, rank: int, offset: int
@@ -389,7 +389,7 @@ class Client:
                     _raise_for_error(answer)
                 yield from answer.iter_raw()
         except httpx.HTTPError as error:
-            raise _no_answer_error(error) from None
+            raise _make_no_answer_error(error) from None
 
     def list_teams(self) -> list[TeamView]:
         """Return the teams and users of a shared cluster, the next in turn first; [] where the
@@ -427,7 +427,7 @@ class Client:
         return (
             job_data
             if job_data.get("user") or self._home is None
-            else {**job_data, "user": user_name()}
+            else {**job_data, "user": get_user_name()}
         )
 
     def _post_submission(self, path: str, body: JsonObject) -> Any:
@@ -444,13 +444,13 @@ class Client:
                 answer = self._http.post(path, json=body, headers={KEY: key})
             except (httpx.HTTPError, ServiceError) as error:
                 if not why and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    raise _no_answer_error(error) from None  # it was not sent
+                    raise _make_no_answer_error(error) from None  # it was not sent
                 why = str(error)
                 continue
             if "retry-after" in answer.headers or (
                 why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
             ):
-                why = _error_text(answer)
+                why = _format_error(answer)
                 continue
             _raise_for_error(answer)
             return answer.json()
@@ -463,7 +463,7 @@ class Client:
         Raises ServiceError.
         """
         if self._home is not None:
-            self._http.base_url = _local_url(self._home)
+            self._http.base_url = _read_local_url(self._home)
 
     def _request_json(
         self,
@@ -492,7 +492,7 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
-            raise _no_answer_error(error) from None
+            raise _make_no_answer_error(error) from None
         _raise_for_error(answer)
         return answer
 
@@ -513,7 +513,7 @@ class _Reader:
         return read
 
 
-def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
+def _make_no_answer_error(error: httpx.HTTPError) -> ServiceError:
     """Return the error for a service that did not answer the request."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return ServiceError(
@@ -527,18 +527,18 @@ def _raise_for_error(answer: httpx.Response) -> None:
     """Raise SpecError or ServiceError if the answer is an error."""
     if answer.is_success:
         return
-    message = _error_text(answer)
+    message = _format_error(answer)
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
         raise SpecError(message)
     raise ServiceError(message)
 
 
-def _route_path(*parts: str) -> str:
+def _make_route_path(*parts: str) -> str:
     """Return the URL path made of these parts, each quoted."""
     return "".join(f"/{quote(part, safe='')}" for part in parts)
 
 
-def _local_url(home: Path) -> str:
+def _read_local_url(home: Path) -> str:
     return f"http://127.0.0.1:{read_service_file(home)['port']}"
 
 
@@ -584,7 +584,7 @@ def process_is_alive(pid: int) -> bool:
         return False
 
 
-def user_name() -> str:
+def get_user_name() -> str:
     """Return the operating system's name of this process's user, or the user id if it has no name."""
     number = os.getuid()
     try:
@@ -615,7 +615,7 @@ def parse_answer(answer_type: type[Noun], answer: object) -> Noun:
         ) from None
 
 
-def _error_text(answer: httpx.Response) -> str:
+def _format_error(answer: httpx.Response) -> str:
     """Return the reason in a service's error answer, as text."""
     try:
         return str(answer.json()["error"])

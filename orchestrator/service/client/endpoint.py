@@ -37,7 +37,7 @@ class Endpoint:
     ] = ()  # names that a Host header may give besides this machine's own
     trusts_users: bool = False  # whose jobs may do all that the service's user may
 
-    def allowed_host_names(self) -> frozenset[str]:
+    def list_allowed_host_names(self) -> frozenset[str]:
         """Return every host name that a request may use: loopback, this machine, the bound address,
         and allowed hosts.
         """
@@ -48,12 +48,12 @@ class Endpoint:
             *(name.lower() for name in self.allowed_hosts),
         }
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """The SHA-256 of the endpoint's certificate, as `orc login --fingerprint` expects it."""
-        return fingerprint_of_certificate(Path(self.certificate).read_text())
+        return compute_certificate_fingerprint(Path(self.certificate).read_text())
 
 
-def fingerprint_of_certificate(certificate_pem: str) -> str:
+def compute_certificate_fingerprint(certificate_pem: str) -> str:
     """Return `sha256:` and the digest of the first certificate in a PEM text. Raises ValueError without one."""
     first = (
         certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
@@ -85,7 +85,7 @@ def find_reachable_address(host: str) -> str:
     """
     if host in ANY:
         try:
-            return local_address_towards(DOCUMENTATION, 9)
+            return find_local_address_towards(DOCUMENTATION, 9)
         except OSError:
             hint = "this machine has no default route: name its address, such as 10.0.0.1:8443"
             raise SpecError(
@@ -97,7 +97,7 @@ def find_reachable_address(host: str) -> str:
         return "127.0.0.1"  # an IPv6 address: Ray stays on the loopback
 
 
-def local_address_towards(host: str, port: int) -> str:
+def find_local_address_towards(host: str, port: int) -> str:
     """Return the address that this machine has on its route to `host`. Sends nothing. Raises
     OSError without a route.
     """
@@ -150,7 +150,7 @@ def make_endpoint(
     )
 
 
-def endpoint_text(endpoint: Endpoint) -> str:
+def format_endpoint(endpoint: Endpoint) -> str:
     """Return the endpoint as text, as it is stored in the home folder."""
     return json.dumps(asdict(endpoint), sort_keys=True)
 
@@ -185,7 +185,8 @@ def _make_certificate(certificate: Path, private_key: Path, host_names: set[str]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
     now = datetime.now(UTC)
     alternatives = [
-        _alternative_name(name) for name in sorted({*host_names, *LOOPBACK, socket.gethostname()})
+        _make_alternative_name(name)
+        for name in sorted({*host_names, *LOOPBACK, socket.gethostname()})
     ]
     signed_certificate = (
         x509.CertificateBuilder()
@@ -211,7 +212,7 @@ def _make_certificate(certificate: Path, private_key: Path, host_names: set[str]
     certificate.chmod(PEM_MODE)
 
 
-def _alternative_name(name: str):  # type: ignore[no-untyped-def]  # cryptography's GeneralName, imported late
+def _make_alternative_name(name: str):  # type: ignore[no-untyped-def]  # cryptography's GeneralName, imported late
     from cryptography import x509
 
     try:

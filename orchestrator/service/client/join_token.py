@@ -22,7 +22,7 @@ def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> s
     """
     secret = "" if renew else read_join_secret(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
-    token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
+    token = f"{secret}.{endpoint.compute_fingerprint().removeprefix('sha256:')}"
     write_durably(home / FILE, token, PRIVATE)
     return token
 

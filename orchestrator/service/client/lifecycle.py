@@ -27,10 +27,10 @@ from orchestrator.service.client.client import (
     read_service_file,
 )
 from orchestrator.service.client.endpoint import FILE as ENDPOINT_FILE
-from orchestrator.service.client.endpoint import Endpoint, endpoint_text
+from orchestrator.service.client.endpoint import Endpoint, format_endpoint
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
 from orchestrator.service.intake.cluster_file import format_cluster, load_cluster
-from orchestrator.service.intake.detection import detect_machine, local_node_name
+from orchestrator.service.intake.detection import detect_machine, make_local_node_name
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import ServiceError
@@ -83,9 +83,9 @@ def exec_service(
     with _hold_start_lock(home):
         if _store_settings_and_detect(home, cluster_file, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
-    command = [*_daemon_command(home), "--standby"]
+    command = [*_make_daemon_command(home), "--standby"]
     if endpoint is not None:  # another service of this home may have noted its own since
-        command += ["--endpoint", endpoint_text(endpoint)]
+        command += ["--endpoint", format_endpoint(endpoint)]
     os.execv(command[0], command)
 
 
@@ -98,7 +98,7 @@ def _store_settings_and_detect(
     Returns None where the service already runs with the same settings. Raises ServiceError where it
     runs with others.
     """
-    listen = None if endpoint is None else endpoint_text(endpoint)
+    listen = None if endpoint is None else format_endpoint(endpoint)
     named = {
         "ray_address": ray_address,
         "journal_url": os.environ.get("ORC_JOURNAL"),
@@ -215,7 +215,7 @@ def _list_service_process_ids(home: Path) -> list[int]:
     They are found by their command lines, since `service.json` may be missing.
     """
     pids = []
-    command = "\0".join(_daemon_command(home)[1:]).encode()
+    command = "\0".join(_make_daemon_command(home)[1:]).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
             if command + b"\0" in (entry / "cmdline").read_bytes():
@@ -263,7 +263,7 @@ def find_cluster_and_notes(home: Path) -> tuple[ClusterSpec, Notes]:
     """
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return load_cluster(home), ()
-    machine = detect_machine(local_node_name())
+    machine = detect_machine(make_local_node_name())
     return (
         load_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
     ), machine.notes
@@ -296,7 +296,7 @@ def _spawn_service(home: Path) -> subprocess.Popen[bytes]:
     descriptor = os.open(home / "service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         return subprocess.Popen(
-            _daemon_command(home),
+            _make_daemon_command(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -304,7 +304,7 @@ def _spawn_service(home: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _daemon_command(home: Path) -> list[str]:
+def _make_daemon_command(home: Path) -> list[str]:
     return [sys.executable, "-m", "orchestrator.service.process", "--home", str(home.resolve())]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
-from orchestrator.service.client.endpoint import fingerprint_of_certificate
+from orchestrator.service.client.endpoint import compute_certificate_fingerprint
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
@@ -28,7 +28,7 @@ class Login:
     certificate: str | None
 
 
-def logins_file() -> Path:
+def get_logins_file() -> Path:
     """Return the path of the file with stored logins, below XDG_CONFIG_HOME or ~/.config."""
     return (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
@@ -97,26 +97,27 @@ def fetch_pinned_certificate(url: str, fingerprint: str) -> str:
         shown = ssl.get_server_certificate((parts.hostname, parts.port or 443), timeout=CONNECT_S)
     except OSError as error:
         raise ServiceError(f"{url} does not answer under TLS: {error}") from None
-    if fingerprint_of_certificate(shown) != fingerprint.lower():
+    if compute_certificate_fingerprint(shown) != fingerprint.lower():
         raise ServiceError(
-            f"{url} shows the certificate {fingerprint_of_certificate(shown)}, not {fingerprint}. "
-            "`orc up` prints the right one; another one may mean that somebody stands between"
+            f"{url} shows the certificate {compute_certificate_fingerprint(shown)}, "
+            f"not {fingerprint}. `orc up` prints the right one; "
+            "another one may mean that somebody stands between"
         )
     return shown
 
 
 def _read_logins() -> dict[str, JsonObject]:
     try:
-        return dict(json.loads(logins_file().read_text(encoding="utf-8")))
+        return dict(json.loads(get_logins_file().read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ServiceError(
-            f"{logins_file()} cannot be read ({error}). Remove it and log in again"
+            f"{get_logins_file()} cannot be read ({error}). Remove it and log in again"
         ) from None
 
 
 def _write_logins(logins: dict[str, JsonObject]) -> None:
-    path = logins_file()
+    path = get_logins_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_durably(path, json.dumps(logins, indent=1), PRIVATE)

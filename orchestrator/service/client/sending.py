@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.logins import Login, logins_file
+from orchestrator.service.client.logins import Login, get_logins_file
 from orchestrator.service.intake.intake import (
     JobSource,
     ReadJob,
@@ -66,7 +66,7 @@ def upload_files(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
         root: _list_files_to_upload(root)
         for root in dict.fromkeys(root for job in jobs for root in _list_upload_roots(job))
     }
-    digests = {root: _listing_digest(listing) for root, listing in uploads.items()}
+    digests = {root: _compute_listing_digest(listing) for root, listing in uploads.items()}
     missing = set(client.list_missing_uploads(sorted(set(digests.values())))) if digests else set()
     for digest, listing in {
         digests[root]: uploads[root] for root in uploads if digests[root] in missing
@@ -91,7 +91,7 @@ def _list_upload_roots(job: ReadJob) -> Iterator[Path]:
 
 def _list_files_to_upload(root: Path) -> Listing:
     is_ignored = make_ignore_check(root) if root.is_dir() else (lambda _: False)
-    tokens = logins_file()
+    tokens = get_logins_file()
     try:
         listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)
     except OSError as error:
@@ -108,9 +108,9 @@ def _list_files_to_upload(root: Path) -> Listing:
     return listing
 
 
-def _listing_digest(listing: Listing) -> str:
+def _compute_listing_digest(listing: Listing) -> str:
     try:
-        return listing.digest()
+        return listing.compute_digest()
     except OSError as error:
         raise SpecError(f"cannot be read: {error}", source=str(listing.root)) from None
 

@@ -98,7 +98,7 @@ def write_backup(home: Path, archive: Path) -> JsonObject:
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "home": str(home.resolve()),
             "files": {
-                name: {"sha256": _file_digest(path), "bytes": path.stat().st_size}
+                name: {"sha256": _compute_file_digest(path), "bytes": path.stat().st_size}
                 for name, path in files.items()
             },
         }
@@ -140,7 +140,9 @@ def restore_backup(archive: Path, home: Path) -> Restored:
         for name, entry in manifest["files"].items():
             _unpack_file(archive_file, name, entry, new_home / name, archive)
         if read_schema(new_home / JOURNAL) != manifest["schema"]:
-            raise _damage_error(archive, "its manifest names another schema than its journal has")
+            raise _make_damage_error(
+                archive, "its manifest names another schema than its journal has"
+            )
         # older archives do not name it
         restored = _restore_running_jobs(
             new_home, Path(str(manifest.get("home", "unknown"))), manifest
@@ -215,7 +217,7 @@ def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(archive)) from None
     except DAMAGES as error:  # a folder, and a file that may not be read, too
-        raise _damage_error(archive, str(error)) from None
+        raise _make_damage_error(archive, str(error)) from None
     with archive_file:
         yield archive_file
 
@@ -233,9 +235,9 @@ def _iterate_chunks(
                 left_bytes -= len(chunk)
                 yield chunk
     except KeyError:
-        raise _damage_error(archive, f"{entry_name} is missing") from None
+        raise _make_damage_error(archive, f"{entry_name} is missing") from None
     except DAMAGES as error:
-        raise _damage_error(archive, f"{entry_name}: {error}") from None
+        raise _make_damage_error(archive, f"{entry_name}: {error}") from None
 
 
 def _read_manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
@@ -259,7 +261,7 @@ def _read_manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise _damage_error(archive, "it has no manifest of ours")
+        raise _make_damage_error(archive, "it has no manifest of ours")
     if form != FORMAT or schema > SCHEMA:
         got = f"format {form}, schema {schema}, of version {manifest['version']}"
         allowed = f"format {FORMAT}, schema {SCHEMA} at most"
@@ -279,13 +281,13 @@ def _unpack_file(
             digest.update(chunk)
             target.write(chunk)
     if size_bytes != entry["bytes"] or digest.hexdigest() != entry["sha256"]:
-        raise _damage_error(archive, f"{entry_name} is not what the manifest says")
+        raise _make_damage_error(archive, f"{entry_name} is not what the manifest says")
 
 
-def _file_digest(path: Path) -> str:
+def _compute_file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damage_error(archive: Path, reason: str) -> SpecError:
+def _make_damage_error(archive: Path, reason: str) -> SpecError:
     return SpecError("not a whole backup", source=str(archive), got=reason, hint="take another one")

@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier, list_plans
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
-from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.options.probe import set_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, MicroBatchChoice
 from orchestrator.specs.cluster import Node
@@ -69,7 +69,7 @@ def choose_strategies(
             allowed=f"at most {most}",
         )
     calibrated = calibrate(observations, device=group.hardware.device.name, family=spec.family_name)
-    spec = with_measured_memory(spec, calibrated)
+    spec = set_measured_memory(spec, calibrated)
     if strategies_option == "frontier":
         candidates = find_frontier(read_plan_request(spec), group.hardware, calibrated).candidates
         exact = [
@@ -80,7 +80,7 @@ def choose_strategies(
             for candidate in exact
             if not any(_is_better_plan(other, candidate) for other in exact)
         ]
-        pins_of_strategies = [_pins_of_plan(spec, candidate.plan) for candidate in best]
+        pins_of_strategies = [_list_plan_pins(spec, candidate.plan) for candidate in best]
     else:
         partial = (
             _iterate_strategies(spec, group)
@@ -188,7 +188,7 @@ def make_comparison_jobs(
     return jobs
 
 
-def _pins_of_plan(spec: JobSpec, plan: Plan) -> Pins:
+def _list_plan_pins(spec: JobSpec, plan: Plan) -> Pins:
     return make_pins(plan, spec.knobs if spec.is_script else None)
 
 
@@ -270,7 +270,7 @@ def _iterate_strategies(spec: JobSpec, device_group: NodeGroup) -> Iterator[Pins
         "offload_target",
     )
     for plan in list_plans(read_plan_request(spec), device_group.hardware):
-        yield tuple(pin for pin in _pins_of_plan(spec, plan) if pin[0] in names)
+        yield tuple(pin for pin in _list_plan_pins(spec, plan) if pin[0] in names)
 
 
 def _read_strategies(spec: JobSpec, strategies_option: str) -> Iterator[Pins]:
@@ -346,4 +346,4 @@ def _complete_pins(
     candidate = find_fastest_fitting_or_lightest(
         candidates, device_group.hardware.device.memory, calibration
     )
-    return pins if candidate is None else _pins_of_plan(spec, candidate.plan)
+    return pins if candidate is None else _list_plan_pins(spec, candidate.plan)

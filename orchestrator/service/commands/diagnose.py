@@ -127,7 +127,7 @@ def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evide
         kind=failure.kind.value,
         reason=failure.reason,
         file=str(logs[index]) if has_log else None,
-        line_number=_line_number(paths[index], offset) if has_log else None,
+        line_number=_count_line_number(paths[index], offset) if has_log else None,
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_describe_next_action(failure),
@@ -279,7 +279,7 @@ def _find_offset_and_last_line(log_path: Path, text: str) -> tuple[int, str]:
     return chosen
 
 
-def _line_number(log_path: Path, offset: int) -> int:
+def _count_line_number(log_path: Path, offset: int) -> int:
     number = 1
     with log_path.open("rb") as file:
         while offset > 0 and (chunk := file.read(min(CHUNK_BYTES, offset))):

@@ -203,9 +203,9 @@ def _check_nvme(home: Path) -> Result | None:
         )
         return WARN, unwritable, to_do
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
-        from orchestrator.training.engines.deepspeed_nvme import why_no_nvme_offload
+        from orchestrator.training.engines.deepspeed_nvme import find_nvme_obstacle
 
-        problem = why_no_nvme_offload((home / "torch_extensions").absolute())
+        problem = find_nvme_obstacle((home / "torch_extensions").absolute())
     if problem:
         what, _, to_do = problem.partition(": ")
         return WARN, what, to_do

@@ -28,7 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import in_short, settings_as_text
+from orchestrator.specs.settings import format_plan, format_settings
 
 DEEPSPEED = "deepspeed.json"
 ACCELERATE = "accelerate.yaml"
@@ -49,7 +49,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     (folder / "output").mkdir(parents=True)
     nodes = -(-plan.world_size // devices_per_node)
     devices = tuple(range(plan.world_size // nodes))
-    config_path = _path_of_config_copy(spec, folder)
+    config_path = _get_config_copy_path(spec, folder)
     rendered = render_script_command(
         read_script_request(spec),
         plan,
@@ -91,7 +91,7 @@ def _check_exportable(spec: JobSpec, workdir: Path, folder: Path) -> None:
 
 def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     """Write the plan's settings, and the files that DeepSpeed and accelerate read."""
-    (folder / "plan.json").write_text(json.dumps(settings_as_text(plan), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(format_settings(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
     if spec.knobs.deepspeed_config is not None or (
         spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
@@ -107,7 +107,7 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
         (folder / ACCELERATE).write_text(yaml.safe_dump(content))
 
 
-def _path_of_config_copy(spec: JobSpec, folder: Path) -> Path | None:
+def _get_config_copy_path(spec: JobSpec, folder: Path) -> Path | None:
     """Return the path for the copy of the script's config file: in the export's folder, or in a
     folder of links.
 
@@ -178,7 +178,7 @@ def _run_script_text(spec: JobSpec, plan: Plan, env: Env, workdir: str, argv: Se
     needed = [f': "${{{name}:?is a secret of the job}}"' for name in spec.secrets]
     lines = [
         "#!/usr/bin/env bash",
-        f"# {spec.name}: {in_short(plan)}. Made by `orc plan --export`; it runs without orc.",
+        f"# {spec.name}: {format_plan(plan)}. Made by `orc plan --export`; it runs without orc.",
         "set -euo pipefail",
         f"cd {shlex.quote(workdir)}",
         *exports,

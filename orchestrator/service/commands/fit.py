@@ -10,14 +10,14 @@ from typing import TypedDict
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.profiles import is_memory_known
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, list_fitting, needed_device_bytes
+from orchestrator.planning.frontier import Candidate, estimate_needed_device_bytes, list_fitting
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.job_options import make_choice_rule
 from orchestrator.service.commands.cards import parse_cards
-from orchestrator.service.commands.plan import placeholder_job
+from orchestrator.service.commands.plan import make_placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.choices import Offload
@@ -32,7 +32,7 @@ from orchestrator.specs.parse import Override
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 
 COUNTS = (1, 2, 4, 8)  # of one machine's cards
 ADAPTER_RANK = 16
@@ -63,14 +63,14 @@ class FitRow(TypedDict):
     why: str | None  # why there is no plan
 
 
-def model_job_data(model_name: str) -> JsonObject:
+def make_model_job_data(model_name: str) -> JsonObject:
     """Return job-file data of a job that trains all weights of this transformers model, a folder or
     a hub name.
     """
     return {"name": "fit", "gpus": 1, "model": {"hf": model_name}, **ASSUMED}
 
 
-def model_script_data(model_name: str) -> JsonObject:
+def make_model_script_data(model_name: str) -> JsonObject:
     """Return job-file data of a script that trains all weights of a model on its own samples.
 
     It is for model heads that take no text, since a job of our engines would need their data.
@@ -111,11 +111,11 @@ def read_job_and_fit_rows(
         trace_scope=_trace_on_cuda,
     )
     try:
-        spec = read(job if isinstance(job, Path | Mapping) else model_job_data(str(name)))
+        spec = read(job if isinstance(job, Path | Mapping) else make_model_job_data(str(name)))
     except SpecError as error:
         if name is None or error.allowed != "data.tensors":
             raise
-        spec = read(model_script_data(name))
+        spec = read(make_model_script_data(name))
     ways = []
     for way, changed in list_jobs_by_training_way(spec):
         if changed is not spec and not is_memory_known(changed):
@@ -149,13 +149,13 @@ def iterate_fit_rows(jobs_by_way: Sequence[tuple[str, JobSpec]]) -> Iterator[Fit
     """Yield a row per GPU model and way to train, smallest GPU first. The job's own `gpus` is
     ignored.
     """
-    for name in sorted(load_devices(), key=lambda name: _card_hardware(name, 1).device.memory):
+    for name in sorted(load_devices(), key=lambda name: _make_card_hardware(name, 1).device.memory):
         for way, spec in jobs_by_way:
             yield _make_fit_row(way, spec, name)
 
 
 def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
-    device = _card_hardware(card_name, 1).device
+    device = _make_card_hardware(card_name, 1).device
     row = FitRow(
         way=way,
         device=card_name,
@@ -177,7 +177,7 @@ def _make_fit_row(way: str, spec: JobSpec, card_name: str) -> FitRow:
         try:
             best = _find_best_plan(
                 spec.model_copy(update={"gpus": GpuRange(min=count, max=count)}),
-                _card_hardware(card_name, count),
+                _make_card_hardware(card_name, count),
             )
         except SpecError as error:
             if count == 1:
@@ -193,8 +193,8 @@ def _add_plan(row: FitRow, best: Candidate) -> None:
     """Write the plan of the fewest devices into the row."""
     plan = best.plan
     row["devices"] = plan.world_size
-    row["plan"] = in_short(plan)
-    row["needed_bytes"] = needed_device_bytes(best, UNMEASURED)
+    row["plan"] = format_plan(plan)
+    row["needed_bytes"] = estimate_needed_device_bytes(best, UNMEASURED)
     row["host_bytes"] = best.host_bytes
     row["offloads"] = plan.offload is not Offload.NONE or plan.activation_offload
     row["degradation"] = best.degradation.name.lower()
@@ -204,7 +204,7 @@ def _add_plan(row: FitRow, best: Candidate) -> None:
 
 
 @cache
-def _card_hardware(card_name: str, card_count: int) -> Hardware:
+def _make_card_hardware(card_name: str, card_count: int) -> Hardware:
     (group,) = group_equal_nodes(make_idle_nodes(parse_cards(f"{card_count}x{card_name}")))
     return group.hardware
 
@@ -220,10 +220,10 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
         return None
     mildest = candidates[0].degradation
     alike = [candidate for candidate in candidates if candidate.degradation is mildest]
-    rule = make_choice_rule(placeholder_job(spec), "", UNMEASURED, alike[0])
+    rule = make_choice_rule(make_placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
-        fill = needed_device_bytes(candidate, UNMEASURED) / memory_bytes
+        fill = estimate_needed_device_bytes(candidate, UNMEASURED) / memory_bytes
         choices.append(Choice(candidate.plan, candidate.step_s, fill))
     return alike[rule.choose_plan_index(choices)]
 

@@ -41,11 +41,11 @@ def select_nodes_and_observations(
             add_cached_rates(read_cluster(cluster_file) if cluster_file else load_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client
-    from orchestrator.service.views.records import node_from_view, observations_from_view
+    from orchestrator.service.views.records import parse_node_view, parse_observations_view
 
     with closing(Client(service)) as client:
         live = client.fetch_cluster()
-    return [node_from_view(node) for node in live["nodes"]], observations_from_view(
+    return [parse_node_view(node) for node in live["nodes"]], parse_observations_view(
         live["observations"]
     )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, make_trace
-from orchestrator.service.intake.intake import local_time_zone, read_jobs, read_text
+from orchestrator.service.intake.intake import find_local_time_zone, read_jobs, read_text
 from orchestrator.service.server.sweeps.trials import list_remaining_trials
 from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
@@ -60,7 +60,9 @@ def read_job_list(list_file: Path, home: Path) -> Trace:
     begins_s = (
         None
         if listed.begins is None
-        else replace(listed.begins, zone=listed.begins.zone or local_time_zone()).due_s(0.0)
+        else replace(
+            listed.begins, zone=listed.begins.zone or find_local_time_zone()
+        ).compute_due_s(0.0)
     )
     submissions = [
         (entry.at_s, spec, f"{source}: jobs.{index}")
@@ -111,12 +113,12 @@ def _make_arrival(
     between = (
         None
         if spec.start_window is None
-        else spec.start_window.shifted_to_start_at(list_begins_s + first_submitted_at_s)
+        else spec.start_window.shift_to_start_at(list_begins_s + first_submitted_at_s)
     )
     deadline_s = (
         None
         if spec.deadline is None
-        else spec.deadline.due_s(list_begins_s + submitted_at_s) - list_begins_s
+        else spec.deadline.compute_due_s(list_begins_s + submitted_at_s) - list_begins_s
     )
     if deadline_s is not None and deadline_s <= submitted_at_s:
         raise SpecError(

@@ -10,8 +10,8 @@ from pathlib import Path
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.endpoint import (
+    find_local_address_towards,
     load_endpoint,
-    local_address_towards,
     parse_host_and_port,
 )
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
@@ -53,7 +53,7 @@ def join_service(
         )
         machine_here = detect_machine(node_name)
         was_in = embedded_ray.is_running(home, node_name)
-        address = local_address_towards(host, port)
+        address = find_local_address_towards(host, port)
         client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
             embedded_ray.join_embedded(

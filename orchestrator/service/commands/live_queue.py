@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.job_updates import replace_job
 from orchestrator.scheduling.base.migration import can_be_stopped, make_migration
 from orchestrator.scheduling.policies.registry import make_index
 from orchestrator.scheduling.reports.forecast import (
@@ -20,8 +20,8 @@ from orchestrator.scheduling.reports.forecast import (
 from orchestrator.service.commands.simulate import (
     Outcome,
     Simulated,
+    compute_training_time_alone_s,
     make_report,
-    training_time_alone_s,
 )
 from orchestrator.service.server.submissions import (
     SubmissionRequest,
@@ -122,7 +122,7 @@ def move_state_and_find_saved_steps(
         }
         if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
-        end_s = index.expected_end_s(job, attempt)
+        end_s = index.estimate_end_s(job, attempt)
         saved[job.id] = (
             estimate_saved_step(index, job, attempt, end_s, state.at_s)
             if can_be_stopped(job)
@@ -131,7 +131,7 @@ def move_state_and_find_saved_steps(
         if attempt.status is not AttemptStatus.STOPPING:
             why = "moved to the other cluster"
             job, _ = make_migration(job, StopCause.MAINTENANCE, why, state.at_s)
-            state = with_job(state, job)
+            state = replace_job(state, job)
     policy = cluster.policy
     return replace(
         state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()
@@ -188,7 +188,7 @@ class FutureSubmissions:
                 spec = rest.popleft()
                 if (
                     spec.deadline is not None
-                    and spec.deadline.due_s(scheduler_state.at_s) <= scheduler_state.at_s
+                    and spec.deadline.compute_due_s(scheduler_state.at_s) <= scheduler_state.at_s
                 ):
                     rest.clear()
                     break
@@ -211,7 +211,7 @@ class FutureSubmissions:
             order=event.order,
             submitted_at_s=event.at_s,
             array=event.array,
-            deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None,
+            deadline_s=spec.deadline.compute_due_s(event.at_s) if spec.deadline else None,
         )
         self.jobs.append(job)
         return event
@@ -251,7 +251,7 @@ def _find_job_outcome(
         submitted_at_s=max(0.0, job.submitted_at_s - now_s),
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
-        alone_s=launch_cost_s + training_time_alone_s(arrival, device_count, attempts),
+        alone_s=launch_cost_s + compute_training_time_alone_s(arrival, device_count, attempts),
         deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
         attempts=attempts,
         guaranteed=job.spec.guarantee is not None,

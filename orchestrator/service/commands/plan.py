@@ -11,27 +11,27 @@ from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     Calibration,
     calibrate,
-    likely_needed_bytes_range,
-    reported_fit_probability,
+    estimate_needed_bytes_range,
+    estimate_reported_fit_probability,
+    get_step_time_correction,
     rests_on_measurements,
-    step_time_correction_of,
 )
-from orchestrator.memory.calibration.correction import corrected_device_bytes, rests_on_facts
+from orchestrator.memory.calibration.correction import correct_device_bytes, rests_on_facts
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import Hardware, busy_share, predict_step_s
-from orchestrator.planning.explain import describe_rejected_fastest, why_nothing_fits
+from orchestrator.planning.cost import Hardware, estimate_busy_share, predict_step_s
+from orchestrator.planning.explain import describe_rejected_fastest, explain_unfit_job
 from orchestrator.planning.families import list_requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
     CandidateRoom,
+    estimate_candidate_fit_probability,
+    estimate_needed_device_bytes,
+    estimate_node_host_bytes,
     find_likeliest_fitting,
-    fit_probability,
+    find_rejection_reason,
     fits_device,
-    needed_device_bytes,
-    node_host_bytes,
-    why_rejected,
 )
-from orchestrator.planning.layouts import count_splittable_layers, why_no_expert_parallelism
+from orchestrator.planning.layouts import count_splittable_layers, find_expert_parallel_obstacle
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_plan_request
 from orchestrator.planning.search import find_frontier
@@ -46,7 +46,7 @@ from orchestrator.planning.ways_out import (
 )
 from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.job_options import make_choice_rule
-from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
+from orchestrator.scheduling.options.probe import find_probe_plan, set_measured_memory
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, make_estimate_view
@@ -80,7 +80,7 @@ from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short, settings_as_text, strongest_degradation
+from orchestrator.specs.settings import find_strongest_degradation, format_plan, format_settings
 from orchestrator.specs.stages import list_stage_layer_ranges
 from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
@@ -269,9 +269,9 @@ def _choose_likeliest_plan(kind_plans: _KindPlans) -> JobPlans:
     if candidate is None:
         return kind_plans.answer
     chosen = kind_plans.candidates.index(candidate)
-    least_bytes = corrected_device_bytes(
+    least_bytes = correct_device_bytes(
         candidate.estimate,
-        kind_plans.calibrated.activation_factor_of(candidate.plan, candidate.estimate),
+        kind_plans.calibrated.compute_activation_factor(candidate.plan, candidate.estimate),
     )
     return {
         **kind_plans.answer,
@@ -290,7 +290,7 @@ def _plan_on_kind(
     hardware = device_group.hardware
     free_bytes = _list_free_bytes(device_group.nodes)
     calibrated = calibrate(observations, device=hardware.device.name, family=spec.family_name)
-    spec = with_measured_memory(spec, calibrated)
+    spec = set_measured_memory(spec, calibrated)
     request = read_plan_request(spec)
     candidates = find_frontier(request, hardware, calibrated).candidates
     views = [_view_candidate(candidate, free_bytes, calibrated) for candidate in candidates]
@@ -311,8 +311,8 @@ def _plan_on_kind(
                 *list_adapter_changes(case, trace_model),
                 *list_smaller_models(case, trace_model),
             )
-        nothing = why_nothing_fits(case, ways_out=ways)
-    job = placeholder_job(spec)
+        nothing = explain_unfit_job(case, ways_out=ways)
+    job = make_placeholder_job(spec)
     first = candidates[0].plan
     probe = find_probe_plan(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
@@ -346,7 +346,7 @@ def _plan_on_kind(
 def _view_way_out(way_out: WayOut) -> WayOutView:
     return WayOutView(
         label=way_out.label,
-        plan=None if way_out.plan is None else in_short(way_out.plan),
+        plan=None if way_out.plan is None else format_plan(way_out.plan),
         needed_bytes=way_out.needed_bytes,
         degradation=way_out.degradation.name.lower(),
         settings=dict(way_out.settings),
@@ -374,7 +374,7 @@ def make_job_file_of_way_out(plans: JobPlans, way_out_number: int) -> str:
     return head + as_yaml(way["job"])
 
 
-def placeholder_job(spec: JobSpec) -> Job:
+def make_placeholder_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
@@ -401,7 +401,7 @@ def _choose_plans(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return _ChosenPlans([], None, None)
-    rule = make_choice_rule(placeholder_job(spec), "", calibration, candidates[fitting[0]])
+    rule = make_choice_rule(make_placeholder_job(spec), "", calibration, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting
@@ -491,30 +491,34 @@ def _view_candidate(
     plan = candidate.plan
     estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    factor = step_time_correction_of(plan, calibration.step_factors)
-    correction = calibration.activation_factor_of(plan, estimate)
+    factor = get_step_time_correction(plan, calibration.step_factors)
+    correction = calibration.compute_activation_factor(plan, estimate)
     is_memory_known = rests_on_facts(estimate, correction)
     measured = rests_on_measurements(plan, estimate, calibration)
-    chance = fit_probability(candidate, capacity_bytes, calibration) if is_memory_known else None
+    chance = (
+        estimate_candidate_fit_probability(candidate, capacity_bytes, calibration)
+        if is_memory_known
+        else None
+    )
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
     return CandidateView(
-        plan=in_short(plan),
-        settings=settings_as_text(plan),
+        plan=format_plan(plan),
+        settings=format_settings(plan),
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s * factor,
         step_factor=factor,
         busy_share=candidate.busy_share,
         estimate=make_estimate_view(estimate, correction),
         correction=correction,
-        needed_bytes=needed_device_bytes(candidate, calibration),
+        needed_bytes=estimate_needed_device_bytes(candidate, calibration),
         capacity_bytes=capacity_bytes,
         fit_probability=chance,
-        band_bytes=None if measured else likely_needed_bytes_range(plan, estimate, calibration),
-        reported_fit_probability=reported_fit_probability(
+        band_bytes=None if measured else estimate_needed_bytes_range(plan, estimate, calibration),
+        reported_fit_probability=estimate_reported_fit_probability(
             plan, estimate, calibration, capacity_bytes
         ),
-        rejected=why_rejected(candidate, capacity_bytes, calibration),
+        rejected=find_rejection_reason(candidate, capacity_bytes, calibration),
     )
 
 
@@ -532,7 +536,7 @@ def _list_free_bytes(nodes: Iterable[Node]) -> list[int]:
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
-def trace_scope(
+def make_trace_scope(
     nodes: Sequence[Node], spec: JobSpec, plan_settings: Sequence[Override] | None = None
 ) -> TraceScope:
     """Return which plans a trace of the model must cover.
@@ -579,9 +583,7 @@ def estimate_plan(
     free_bytes = _list_free_bytes(group.nodes)
     hardware = group.hardware
     calibrated = calibrate(observations, device=hardware.device.name, family=spec.family_name)
-    profile = find_profile(
-        read_plan_request(with_measured_memory(spec, calibrated)), hardware, plan
-    )
+    profile = find_profile(read_plan_request(set_measured_memory(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
     requested = list_requested_settings(read_plan_request(spec))
     if spec.is_script:  # whose sequence length is unknown
@@ -590,9 +592,9 @@ def estimate_plan(
         plan=plan,
         estimate=memory,
         step_s=predict_step_s(profile, plan, hardware),
-        degradation=strongest_degradation(requested, plan),
-        busy_share=busy_share(profile, plan, hardware),
-        host_bytes=node_host_bytes(plan, memory, hardware),
+        degradation=find_strongest_degradation(requested, plan),
+        busy_share=estimate_busy_share(profile, plan, hardware),
+        host_bytes=estimate_node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
     )
     return _view_candidate(candidate, free_bytes, calibrated)
@@ -613,7 +615,7 @@ def _check_pipeline_and_expert_degrees(spec: JobSpec, plan: Plan) -> None:
                 "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
             ) from None
     if experts > 1 and (
-        why := why_no_expert_parallelism(read_plan_request(spec), plan.layout.dp, experts)
+        why := find_expert_parallel_obstacle(read_plan_request(spec), plan.layout.dp, experts)
     ):
         raise SpecError(why, source="--set", path="expert_parallel", got=experts)
 

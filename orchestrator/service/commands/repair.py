@@ -48,7 +48,7 @@ def repair_journal(home: Path, row_keys_to_delete: Sequence[str]) -> list[JsonOb
         return [asdict(row) for row in journal.set_aside.list_rows()]
 
 
-def unreadable_rows_table(unreadable_rows: Sequence[JsonObject]) -> Table | str:
+def make_unreadable_rows_table(unreadable_rows: Sequence[JsonObject]) -> Table | str:
     """Return a table of the unreadable rows with reason, first bytes and advice; a sentence where
     there are none.
     """

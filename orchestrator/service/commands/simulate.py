@@ -20,7 +20,7 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.attempt import Device
-from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.clock import make_deadline
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
@@ -170,7 +170,7 @@ class NullJournal:
     def list_ended_jobs(self, jobs_max: int, before_job_id: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
-    def first_event_at_s(self) -> float | None:
+    def read_first_event_at_s(self) -> float | None:
         return None
 
     def count_rows(self) -> Totals:
@@ -216,7 +216,10 @@ def simulate_on(
     """
     taken_s: list[float] = []
     controller = Controller(
-        NullJournal(), backend, backend.current_time_s, lambda state: TimedScheduler(state, taken_s)
+        NullJournal(),
+        backend,
+        backend.current_time_s,
+        lambda state: TimedScheduler(state, taken_s),
     )
     controller.run_once(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
@@ -249,7 +252,7 @@ def simulate_on(
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = list_outcomes(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=make_report(submitted_trace, cluster, outcomes, backend.physical_card),
+        report=make_report(submitted_trace, cluster, outcomes, backend.find_physical_card),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
@@ -314,7 +317,7 @@ def _add_deadline(arrival: Arrival) -> JobSpec:
     """Return the arrival's job with its deadline as a part of its spec."""
     if arrival.deadline_s is None:
         return arrival.spec
-    return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
+    return arrival.spec.model_copy(update={"deadline": make_deadline(arrival.deadline_s)})
 
 
 def list_outcomes(
@@ -342,11 +345,11 @@ def _find_job_outcome(
         submitted_at_s=arrival.at_s,
         started_at_s=attempts[0].launched_at_s if attempts else None,
         ended_at_s=done.ended_at_s if done else None,
-        alone_s=launch_cost_s + training_time_alone_s(arrival, devices, attempts),
+        alone_s=launch_cost_s + compute_training_time_alone_s(arrival, devices, attempts),
         deadline_s=arrival.deadline_s,
         attempts=attempts,
         guaranteed=arrival.spec.guarantee is not None,
-        request_step_s=_step_time_on_requested_devices_s(arrival),
+        request_step_s=_find_step_time_on_requested_devices_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
         trial=None
         if arrival.spec.trial is None
@@ -354,14 +357,14 @@ def _find_job_outcome(
     )
 
 
-def _step_time_on_requested_devices_s(arrival: Arrival) -> float | None:
+def _find_step_time_on_requested_devices_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
     return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
-def training_time_alone_s(
+def compute_training_time_alone_s(
     arrival: Arrival, device_count: int, attempts: Sequence[SimulatedProcess] = ()
 ) -> float:
     """Return the seconds that the job trains if it is alone, on the best number of at most
@@ -394,7 +397,7 @@ def make_report(
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    occupied_s = _occupied_device_s_by_node(outcomes, card_of_device)
+    occupied_s = _sum_occupied_device_s_by_node(outcomes, card_of_device)
     held_s = sum(occupied_s.values())
     return Report(
         trace=trace.name,
@@ -406,9 +409,9 @@ def make_report(
         finished=len(finished),
         mean_completion_s=fmean(completions),
         median_completion_s=median(completions),
-        p99_completion_s=quantile(completions, 0.99),
+        p99_completion_s=compute_quantile(completions, 0.99),
         makespan_s=makespan_s,
-        p99_slowdown=quantile(slowdowns, 0.99),
+        p99_slowdown=compute_quantile(slowdowns, 0.99),
         worst_slowdown=slowdowns[-1],
         gpu_hours=held_s / 3600,
         cost=_price_of_device_seconds(cluster, occupied_s),
@@ -425,7 +428,7 @@ def make_report(
     )
 
 
-def _occupied_device_s_by_node(
+def _sum_occupied_device_s_by_node(
     outcomes: Sequence[Outcome], card_of_device: Callable[[Device], Device]
 ) -> Mapping[str, float]:
     """Return {node: seconds in which jobs occupied its cards, summed over the cards}."""
@@ -466,7 +469,7 @@ def _price_of_device_seconds(
     return cost if device_s_by_node else None
 
 
-def quantile(sorted_values: Sequence[float], fraction: float) -> float:
+def compute_quantile(sorted_values: Sequence[float], fraction: float) -> float:
     """Return the smallest of the values such that this fraction (0 to 1) of all values is no larger
     (nearest-rank quantile).
     """

@@ -100,7 +100,7 @@ def compare_queues(
         late_then=_count_late(then.outcomes),
         fates=tuple(
             Fate(
-                name=live[index].id if index < len(live) else _outcome_name(other_outcome),
+                name=live[index].id if index < len(live) else _get_outcome_name(other_outcome),
                 is_submitted=index < len(live),
                 now=present_outcome,
                 then=other_outcome,
@@ -117,7 +117,7 @@ def compare_queues(
     )
 
 
-def _outcome_name(outcome: Outcome) -> str:
+def _get_outcome_name(outcome: Outcome) -> str:
     return outcome.name if outcome.trial is None else f"{outcome.name}, trial {outcome.trial[1]}"
 
 

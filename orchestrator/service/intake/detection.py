@@ -58,7 +58,7 @@ class DetectedMachine:
         return ClusterSpec(name=f"found-on-{self.node.name.lower()}"[:63], nodes=(self.node,))
 
 
-def local_node_name() -> str:
+def make_local_node_name() -> str:
     """Return the first part of this machine's host name, in the form allowed in a cluster file."""
     name = re.sub(r"[^a-zA-Z0-9._-]", "-", socket.gethostname().partition(".")[0]).lstrip("._-")
     return name or "node"

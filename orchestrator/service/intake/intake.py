@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from orchestrator.backends.attempts.program import find_start_problem
-from orchestrator.backends.environment import base_variables
+from orchestrator.backends.environment import make_base_variables
 from orchestrator.memory.profiles import is_memory_known
 from orchestrator.service.intake.git import read_code_source
 from orchestrator.service.intake.hub import CONFIG, load_hub_config, make_hint_for_unknown_model
@@ -366,9 +366,9 @@ def _make_paths_absolute(spec: JobSpec, folder: Path) -> JobSpec:
     tokenizer = _resolve_if_folder(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.start_window is not None and spec.start_window.zone is None:
-        changed["start_window"] = replace(spec.start_window, zone=local_time_zone())
+        changed["start_window"] = replace(spec.start_window, zone=find_local_time_zone())
     if spec.deadline is not None and spec.deadline.zone is None:
-        changed["deadline"] = replace(spec.deadline, zone=local_time_zone())
+        changed["deadline"] = replace(spec.deadline, zone=find_local_time_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_make_absolute(folder, spec.workdir or "."))
     if spec.python is not None and spec.command is not None:
@@ -433,11 +433,11 @@ def _add_time_zone(key: str, value: str) -> str:
     return (
         value
         if moment is None or moment.zone is not None
-        else str(replace(moment, zone=local_time_zone()))
+        else str(replace(moment, zone=find_local_time_zone()))
     )
 
 
-def local_time_zone() -> str:
+def find_local_time_zone() -> str:
     """Return the name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
     link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
@@ -550,7 +550,7 @@ def _iterate_errors_of_missing_programs(spec: JobSpec, job_source: str) -> Itera
     service's own.
     """
     assert spec.command is not None, "only a script has programs"
-    env = {**base_variables(), **dict(spec.env)}
+    env = {**make_base_variables(), **dict(spec.env)}
     key = "command" if spec.python is None else "python"
     programs = {key: spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():

@@ -189,7 +189,7 @@ def _trace_digest(spec: JobSpec, request: JsonObject) -> str:
 
 def _read_profiles(file: Path) -> Profiles | None:
     try:
-        return _profiles_adapter().validate_json(file.read_bytes())
+        return _make_profiles_adapter().validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -238,20 +238,23 @@ def _run_trace(
         raise SpecError(source=job_source, **{**error, "path": path, "hint": error["hint"] or HINT})
     if child.returncode:
         stderr = child.stderr.decode(errors="replace")
-        what = f"there is no closed form of its memory, and tracing it failed: {_last_error_line(child)}"
+        what = (
+            "there is no closed form of its memory, and tracing it failed: "
+            f"{_find_last_error_line(child)}"
+        )
         place = _find_transformers_line(stderr)
         hint = HINT
         if place is not None:
             what += f" ({place})"
             hint = f"see whether transformers alone trains this configuration, or write a `factory`; else {HINT}"
         raise SpecError(what, source=job_source, path=key, hint=hint)
-    return _profiles_adapter().validate_json(child.stdout)
+    return _make_profiles_adapter().validate_json(child.stdout)
 
 
 def _write_profiles(file: Path, profiles: Profiles) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(_profiles_adapter().dump_json(profiles))
+    temporary.write_bytes(_make_profiles_adapter().dump_json(profiles))
     temporary.replace(file)
 
 
@@ -271,7 +274,7 @@ def _find_transformers_line(stderr: str) -> str | None:
     return None
 
 
-def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
+def _find_last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
     """Return the line of the exception that ended the process, or its last output."""
     lines = [
         line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()
@@ -281,5 +284,5 @@ def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
 
 
 @cache
-def _profiles_adapter() -> TypeAdapter[Profiles]:
+def _make_profiles_adapter() -> TypeAdapter[Profiles]:
     return TypeAdapter(Profiles)

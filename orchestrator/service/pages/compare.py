@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from orchestrator.service.pages.frame import safe_web_address
+from orchestrator.service.pages.frame import check_web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, load_attempt_curves
 from orchestrator.service.pages.svg import Line, draw_curves, draw_frontier
 from orchestrator.service.pages.template_data import TemplateData
@@ -14,7 +14,7 @@ from orchestrator.service.views.comparison import (
     list_row_numbers_and_failure_reasons,
     make_table_cells,
 )
-from orchestrator.service.views.records import picture_from_view
+from orchestrator.service.views.records import parse_picture_view
 from orchestrator.specs.job_record import Job
 
 MAIN = (
@@ -76,11 +76,11 @@ def make_comparison_data(comparison: ComparisonView, home: Path) -> TemplateData
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "most_bytes": max(filter(None, peaks), default=1),
         "reasons": list_row_numbers_and_failure_reasons(rows),
-        "picture": draw_frontier(picture_from_view(picture), "Memory against step time", "")
+        "picture": draw_frontier(parse_picture_view(picture), "Memory against step time", "")
         if picture
         else "",
         "curves": drawn,
         "repeats": max((len(row["seeds"]) for row in rows), default=1),
         "losses": draw_curves("Losses", named),
-        "mlflow": safe_web_address(comparison["mlflow"]),
+        "mlflow": check_web_address(comparison["mlflow"]),
     }

@@ -12,7 +12,7 @@ from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.init.shell_text import split_first_command
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.job.spec import make_job_json_schema
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import Path, format_key_path, read_document, read_value
@@ -65,11 +65,11 @@ class Section:
 
 
 @cache
-def form_sections() -> tuple[Section, ...]:
+def list_form_sections() -> tuple[Section, ...]:
     """Return all keys of a job file by section: the top level, then each mapping, followed by the
     mappings inside it.
     """
-    schema = job_json_schema()
+    schema = make_job_json_schema()
     return tuple(_iterate_sections((), schema, schema["$defs"]))
 
 
@@ -80,7 +80,7 @@ def _iterate_sections(
     keys = []
     inner = []
     for name, schema_of_key in schema["properties"].items():
-        section = _mapping_schema(schema_of_key, definitions)
+        section = _find_mapping_schema(schema_of_key, definitions)
         if section is None:
             keys.append(
                 _make_key((*path, name), schema_of_key, definitions, is_required=name in required)
@@ -95,13 +95,13 @@ def _iterate_sections(
         yield from _iterate_sections(below, section, definitions)
 
 
-def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonObject | None:
+def _find_mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonObject | None:
     """Return the JSON schema of the mapping that a job file's key holds; None if it holds anything
     else.
 
     It is also None where the mapping may contain itself.
     """
-    (kind, *others) = _value_schemas(schema)
+    (kind, *others) = _list_value_schemas(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")
     if (
         others
@@ -112,10 +112,10 @@ def _mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> JsonOb
     return dict(definitions[noun])
 
 
-def _value_schemas(schema: Schema) -> list[Schema]:
+def _list_value_schemas(schema: Schema) -> list[Schema]:
     """Return the JSON schemas of the values that a key may have, except null."""
     if "anyOf" in schema:
-        return [kind for choice in schema["anyOf"] for kind in _value_schemas(choice)]
+        return [kind for choice in schema["anyOf"] for kind in _list_value_schemas(choice)]
     return [] if schema.get("type") == "null" else [schema]
 
 
@@ -124,7 +124,7 @@ def _make_key(
 ) -> FormKey:
     kinds = [
         definitions[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind
-        for kind in _value_schemas(schema)
+        for kind in _list_value_schemas(schema)
     ]
     is_flag = [kind.get("type") for kind in kinds] == ["boolean"]
     has_numbers = any(
@@ -162,7 +162,7 @@ def propose_job_file_for_form(command: str, folder: str) -> str:
     return propose_job_file(split_first_command(command), FilePath(folder), {})
 
 
-def field_values(job_text: str) -> dict[str, str]:
+def read_field_values(job_text: str) -> dict[str, str]:
     """Return {form field's name: text} of a job file; {} where the file cannot be read."""
     try:
         data = read_document(job_text, SOURCE).data
@@ -183,7 +183,7 @@ def write_job_file(form: Form) -> str:
     The text is unchanged where no field changed; otherwise it is rewritten, without comments.
     """
     text = form.get("text", "")
-    before = field_values(form.get(WRITTEN, ""))
+    before = read_field_values(form.get(WRITTEN, ""))
     changed = [
         key
         for key in _iterate_keys()
@@ -194,12 +194,12 @@ def write_job_file(form: Form) -> str:
     data = read_document(text, SOURCE).data if text.strip() else {}
     for key in changed:
         typed = form.get(key.name, "").strip()
-        data = _with_value(data, key.path, key.parse_value(typed) if typed else None)
+        data = _set_value(data, key.path, key.parse_value(typed) if typed else None)
     return as_yaml(data)
 
 
 def _iterate_keys() -> Iterator[FormKey]:
-    return (key for section in form_sections() for key in section.keys)
+    return (key for section in list_form_sections() for key in section.keys)
 
 
 def _get_value_at(data: Any, key_path: Path) -> Any:
@@ -208,7 +208,7 @@ def _get_value_at(data: Any, key_path: Path) -> Any:
     return data
 
 
-def _with_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
+def _set_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
     """Return the mapping with this value at the path. None removes the key, and each mapping that
     becomes empty.
     """
@@ -218,7 +218,7 @@ def _with_value(data: JsonObject, key_path: Path, value: Any) -> JsonObject:
         if not isinstance(inner, dict):
             what = "there is nothing to set inside a value"
             raise SpecError(what, source=SOURCE, path=str(name), got=str(inner))
-        value = _with_value(inner, tuple(rest), value) or None
+        value = _set_value(inner, tuple(rest), value) or None
     return {
         key: entry
         for key, entry in {**data, str(name): value}.items()

@@ -144,7 +144,7 @@ def format_size(size_bytes: float | None) -> str:
     return "–" if size_bytes is None else format_bytes(size_bytes)
 
 
-def safe_web_address(address: str | None) -> str | None:
+def check_web_address(address: str | None) -> str | None:
     """Return the address if it is an http(s) URL, else None. Operators name the tracker's address,
     and pages link to it.
     """
@@ -161,7 +161,7 @@ def mark_commands(text: str) -> Markup:
     return Markup("").join(marked) if len(parts) % 2 else escape(text)
 
 
-def colour_class(word: str) -> str:
+def get_colour_class(word: str) -> str:
     """Return the CSS class for the colour of a status or an outcome."""
     return TONES.get(word, "bad")
 
@@ -180,7 +180,7 @@ def _make_environment() -> Environment:
         "duration": format_duration,
         "size": format_size,
         "memory": lambda text: format_bytes(parse_bytes(text)),
-        "tone": colour_class,
+        "tone": get_colour_class,
         "commands": mark_commands,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),

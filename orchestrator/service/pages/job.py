@@ -20,7 +20,7 @@ from orchestrator.service.views.records import (
     AttemptView,
     ExplanationView,
     JobView,
-    picture_from_view,
+    parse_picture_view,
 )
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.frozen import frozen
@@ -229,5 +229,7 @@ def draw_job_frontier(explanation: ExplanationView) -> Markup:
     """
     view = explanation["picture"]
     return (
-        Markup("") if view is None or not view["points"] else draw_frontier(picture_from_view(view))
+        Markup("")
+        if view is None or not view["points"]
+        else draw_frontier(parse_picture_view(view))
     )

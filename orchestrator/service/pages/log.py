@@ -16,7 +16,7 @@ TEXT_MAX = 200  # characters of a searched text
 Read = Callable[[int], bytes]  # what a log has from an offset on, as far as one response goes
 
 
-def log_size_bytes(home: Path, job_id: str, attempt_number: int, rank: int) -> int:
+def get_log_size_bytes(home: Path, job_id: str, attempt_number: int, rank: int) -> int:
     """Return the size of a rank's log in bytes; 0 where there is none."""
     try:
         return JobFolder(home, job_id).attempt(attempt_number).log(rank).stat().st_size

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.morning import ended_at_s, make_morning_report
+from orchestrator.scheduling.reports.morning import get_ended_at_s, make_morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.pages.frame import colour_class
+from orchestrator.service.pages.frame import get_colour_class
 from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, draw_gantt
 from orchestrator.service.pages.template_data import TemplateData
@@ -45,7 +45,7 @@ def make_night_data(
         for job in all_jobs.values()
         if any(attempt.end_or(now_s) >= from_s for attempt in job.attempts)
     ]
-    ended = [job for job in all_jobs.values() if job.status.ended and ended_at_s(job) >= from_s]
+    ended = [job for job in all_jobs.values() if job.status.ended and get_ended_at_s(job) >= from_s]
     return {
         "hours": chart_hours,
         "choices": HOURS,
@@ -64,18 +64,18 @@ def make_night_data(
             ),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
-        "rows": [_ending_data(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
+        "rows": [_make_ending_data(job) for job in sorted(ended, key=get_ended_at_s, reverse=True)],
         "report": report,
         "summary": report.summary,
         "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
     }
 
 
-def _ending_data(job: Job) -> TemplateData:
+def _make_ending_data(job: Job) -> TemplateData:
     last = job.last
     return {
         "job": job,
-        "ended_at_s": ended_at_s(job),
+        "ended_at_s": get_ended_at_s(job),
         "why": (
             last.failure.reason
             if last and last.failure and job.status is JobStatus.FAILED
@@ -106,8 +106,8 @@ def draw_past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: flo
             lane=lanes[device],
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
-            tone=colour_class(attempt.outcome),
-            tooltip=_attempt_tooltip(attempt, now_s),
+            tone=get_colour_class(attempt.outcome),
+            tooltip=_format_attempt_tooltip(attempt, now_s),
             label=job.id,
         )
         for job in jobs
@@ -206,6 +206,6 @@ def _format_time(at_s: float) -> str:
     return time.strftime("%H:%M", time.localtime(at_s))
 
 
-def _attempt_tooltip(attempt: Attempt, now_s: float) -> str:
+def _format_attempt_tooltip(attempt: Attempt, now_s: float) -> str:
     lasted_s = attempt.end_or(now_s) - attempt.launched_at_s
     return f"{attempt.name}: {attempt.outcome}, {format_seconds(lasted_s)}"

@@ -52,7 +52,7 @@ class OidcSignIn:
         if self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
             return self._refuse(request, "too many wrong answers", 429)
         try:
-            begun = self._provider.begin_sign_in(_callback_url(request))
+            begun = self._provider.begin_sign_in(_make_callback_url(request))
         except SignInError as error:
             return self._refuse(request, str(error), 502)
         sign_in = {
@@ -65,7 +65,7 @@ class OidcSignIn:
         text = json.dumps(sign_in).encode()
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
-            _cookie_name(request),
+            _get_cookie_name(request),
             self._gate.sessions.sign_text(base64.urlsafe_b64encode(text).decode()),
             max_age=int(BEGUN_S),
             path=OIDC,
@@ -91,9 +91,9 @@ class OidcSignIn:
             if "error" in query or not query.get("code"):
                 raise SignInError("the provider sent no code")
             claims = self._provider.fetch_claims(
-                _callback_url(request), query["code"], begun["nonce"], begun["verifier"]
+                _make_callback_url(request), query["code"], begun["nonce"], begun["verifier"]
             )
-            user = self._provider.spec.user_name(claims)
+            user = self._provider.spec.get_user_name(claims)
             role = self._find_role(user, claims)
         except SignInError as error:
             self._gate.has_sent_too_many_wrong_tokens(request)
@@ -103,13 +103,13 @@ class OidcSignIn:
         # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
         # leads on
         answer = render_page(request, "signed_in", came_from=begun["next"])
-        answer.delete_cookie(_cookie_name(request), path=OIDC)
+        answer.delete_cookie(_get_cookie_name(request), path=OIDC)
         set_cookie(request, answer, cookie)
         return answer
 
     def _read_pending_sign_in(self, request: Request) -> JsonObject:
         text = self._gate.sessions.find_verified_text(
-            request.cookies.get(_cookie_name(request), "")
+            request.cookies.get(_get_cookie_name(request), "")
         )
         if text is None:
             raise SignInError("the browser has begun no sign in")
@@ -132,7 +132,7 @@ class OidcSignIn:
         return begun
 
     def _find_role(self, user: str, claims: Mapping[str, Any]) -> Role:
-        role_by_claims = self._provider.spec.highest_role(claims)
+        role_by_claims = self._provider.spec.find_highest_role(claims)
         role_by_account = next(
             (account.role for account in self._accounts.list_users() if account.name == user), None
         )
@@ -156,12 +156,12 @@ class OidcSignIn:
         )
 
 
-def _callback_url(request: Request) -> str:
+def _make_callback_url(request: Request) -> str:
     """Return the URL to which the provider leads the browser back. The gate has checked the
     request's Host.
     """
     return f"{request.url.scheme}://{request.headers['host']}{OIDC_BACK}"
 
 
-def _cookie_name(request: Request) -> str:
+def _get_cookie_name(request: Request) -> str:
     return f"orc-oidc-{request.url.port or 443}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.scheduling.reports.morning import ended_at_s
+from orchestrator.scheduling.reports.morning import get_ended_at_s
 from orchestrator.service.pages.night import draw_past_chart
 from orchestrator.service.pages.queue import Rows, Views, group_jobs, has_running_job
 from orchestrator.service.pages.template_data import TemplateData
@@ -37,11 +37,13 @@ def make_overview_data(
     live = sort_jobs_for_display(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     bad = [
-        job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S
+        job
+        for job in jobs.values()
+        if job.status in BAD and get_ended_at_s(job) >= now_s - FAILURES_S
     ]
     retried = {job.retry_of for job in jobs.values()}
     groups = group_jobs(
-        sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True),
+        sorted((job for job in bad if job.id not in retried), key=get_ended_at_s, reverse=True),
         _find_failure_kind,
     )
     rows = Rows(state, views, forecast_by_job_id, waiting)
@@ -72,7 +74,7 @@ def make_overview_data(
             "waiting": len(waiting),
             "failed": len(bad),
             "succeeded": sum(
-                job.status is JobStatus.SUCCEEDED and ended_at_s(job) >= now_s - FAILURES_S
+                job.status is JobStatus.SUCCEEDED and get_ended_at_s(job) >= now_s - FAILURES_S
                 for job in jobs.values()
             ),
         },
@@ -104,5 +106,5 @@ def _make_failure_row(failed_jobs: Sequence[Job], views: Views) -> TemplateData:
         "kind": _find_failure_kind(job),
         "reason": reason,
         "line": "" if line in reason else line,
-        "ended_at_s": ended_at_s(job),
+        "ended_at_s": get_ended_at_s(job),
     }

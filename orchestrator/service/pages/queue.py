@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
-from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
+from orchestrator.scheduling.base.pending import get_pending_code
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, sort_jobs_for_display
@@ -44,14 +44,16 @@ class Filter:
         return (
             (not self.status or job.status.value == self.status)
             and (not self.user or job.user == self.user)
-            and (not self.team or (policy.has_teams and policy.team_of(job.user).name == self.team))
+            and (
+                not self.team or (policy.has_teams and policy.find_team(job.user).name == self.team)
+            )
             and (not self.name or self.name in job.id)
             and (not self.array or job.array == self.array)
             and (
                 not self.why
                 or (
                     job.status is JobStatus.QUEUED
-                    and pending_code(job, state.at_s).value == self.why
+                    and get_pending_code(job, state.at_s).value == self.why
                 )
             )
         )
@@ -93,7 +95,7 @@ def make_queue_data(
         "counts": {
             "running": len(live) - len(waiting),
             "waiting": len(waiting),
-            "busy": len(job_id_by_held_device(state)),
+            "busy": len(map_held_device_to_job_id(state)),
             "devices": sum(node.devices for node in state.nodes),
         },
         "matches": sum(not job.status.ended for job in matches),
@@ -137,7 +139,7 @@ class Rows:
         self._expected = expected
         self._positions = {job.id: position for position, job in enumerate(waiting_jobs, 1)}
         self._devices: dict[str, dict[str, list[str]]] = {}
-        for (node, index), job_id in sorted(job_id_by_held_device(state).items()):
+        for (node, index), job_id in sorted(map_held_device_to_job_id(state).items()):
             self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
 
     def make_rows(self, groups: Iterable[Sequence[Job]]) -> list[TemplateData]:
@@ -145,25 +147,25 @@ class Rows:
         of its members.
         """
         return [
-            self._job_row(group[0]) if len(group) == 1 else self._array_row(group)
+            self._make_job_row(group[0]) if len(group) == 1 else self._make_array_row(group)
             for group in groups
         ]
 
-    def _job_row(self, job: Job) -> TemplateData:
+    def _make_job_row(self, job: Job) -> TemplateData:
         state = self._state
         devices = self._devices.get(job.id, {}).items()
         return {
             **self._view(job),
             "members": (),
             "position": self._positions.get(job.id),
-            "pending": pending_code(job, state.at_s).value
+            "pending": get_pending_code(job, state.at_s).value
             if job.status is JobStatus.QUEUED
             else "",
             "devices": ", ".join(f"{node}[{','.join(indices)}]" for node, indices in devices),
             "expected": self._expected.get(job.id),
         }
 
-    def _array_row(self, group: Sequence[Job]) -> TemplateData:
+    def _make_array_row(self, group: Sequence[Job]) -> TemplateData:
         first = group[0]
         member = first.spec.member
         trial = first.spec.trial
@@ -175,6 +177,6 @@ class Rows:
             "counts": [(status.value, counts[status]) for status in JobStatus if counts[status]],
             "ended": sum(job.status.ended for job in group),
             "jobs": max(len(group), trial.sweep.trials if trial else member.of if member else 0),
-            "members": [self._job_row(job) for job in group[:MEMBERS_MAX]],
+            "members": [self._make_job_row(job) for job in group[:MEMBERS_MAX]],
             "more": len(group) - MEMBERS_MAX,
         }

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.backends.mlflow.tracker import find_job_url
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.service.commands.live_queue import advance_to_now
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, compare_queues
@@ -31,17 +31,17 @@ from orchestrator.service.pages.compare import make_comparison_data, make_compar
 from orchestrator.service.pages.form import (
     SOURCE,
     Form,
-    field_values,
-    form_sections,
+    list_form_sections,
     propose_job_file_for_form,
+    read_field_values,
     write_job_file,
 )
 from orchestrator.service.pages.frame import (
     HEADERS,
+    check_web_address,
     compile_templates,
     render_page,
     render_refusal,
-    safe_web_address,
 )
 from orchestrator.service.pages.job import (
     add_failure_memory,
@@ -59,7 +59,7 @@ from orchestrator.service.pages.log import (
     TEXT_MAX,
     WINDOW_BYTES,
     find_line_offsets_and_texts,
-    log_size_bytes,
+    get_log_size_bytes,
     read_text_from,
 )
 from orchestrator.service.pages.night import make_night_data
@@ -91,7 +91,7 @@ from orchestrator.service.server.routes.dependencies import (
 )
 from orchestrator.service.server.routes.links import MlflowLinks
 from orchestrator.service.server.routes.waits import Waits
-from orchestrator.service.views.records import JobView, node_from_view
+from orchestrator.service.views.records import JobView, parse_node_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import list_paths
@@ -175,10 +175,10 @@ class _Pages:
 
     def sign_in(self, request: Request) -> Response:
         if request.state.principal is not None:
-            return RedirectResponse(_safe_path(request.query_params.get("next", "")), 303)
+            return RedirectResponse(_check_path(request.query_params.get("next", "")), 303)
         # SameSite=Strict: a link on another site leads here without the session
         is_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
-        came_from = _safe_path(request.query_params.get("next", ""))
+        came_from = _check_path(request.query_params.get("next", ""))
         return self._sign_in_page(request, came_from, is_from_elsewhere=is_from_elsewhere)
 
     def _sign_in_page(
@@ -201,7 +201,7 @@ class _Pages:
 
     def redirect_to_provider(self, request: Request) -> Response:
         assert self.oidc is not None, "a route that was not added"
-        return self.oidc.begin_sign_in(request, _safe_path(request.query_params.get("next", "")))
+        return self.oidc.begin_sign_in(request, _check_path(request.query_params.get("next", "")))
 
     def sign_out(self, request: Request) -> Response:
         self._gate.sessions.close_session(request)
@@ -211,7 +211,7 @@ class _Pages:
 
     async def sign_in_by_token(self, request: Request) -> Response:
         form = await _read_form(request)
-        came_from = _safe_path(form.get("next", ""))
+        came_from = _check_path(form.get("next", ""))
         cookie = await run_in_threadpool(
             self._gate.sessions.make_session_cookie, form.get("token", "").strip()
         )
@@ -232,7 +232,7 @@ class _Pages:
         """Sign the browser in by a link of `orc open`, and return a redirect to the page that the
         link names.
         """
-        came_from = _safe_path(request.query_params.get("next", ""))
+        came_from = _check_path(request.query_params.get("next", ""))
         cookie = None
         if not self._gate.has_sent_too_many_wrong_tokens(request, adds_wrong_token=False):
             cookie = self._gate.links.claim_session_cookie(request.path_params["code"])
@@ -288,7 +288,7 @@ class _Pages:
             self._make_view,
             self._forecasts.find_newest_forecast(),
             criteria,
-            _query_number(query, "page", 1),
+            _parse_query_number(query, "page", 1),
         )
         return self._render(request, "queue", **data)
 
@@ -304,13 +304,13 @@ class _Pages:
             rows=make_differing_settings_rows(job),
             charts=draw_charts(
                 curves,
-                self._capacity_by_device().get(
+                self._list_capacity_by_device().get(
                     job["attempts"][-1]["device"] if job["attempts"] else ""
                 ),
             ),
             curves=curves,
             facts=list_job_facts(last) if last else {},
-            memory=make_memory_rows(job, self._capacity_by_device()),
+            memory=make_memory_rows(job, self._list_capacity_by_device()),
             expected=self._forecasts.find_newest_forecast().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.is_compared else None,
@@ -325,7 +325,7 @@ class _Pages:
         """
         if self._mlflow is None or job is None or not job.attempts:
             return None
-        return safe_web_address(
+        return check_web_address(
             make_address_for_sender(
                 request, self._links.find_cached_url(self._mlflow, job.key, 1) or ""
             )
@@ -335,9 +335,9 @@ class _Pages:
         explanation = self._get_from_api(
             "/jobs/{job_id}/explanation", job_id=request.path_params["job_id"]
         )
-        capacities = self._capacity_by_device()
+        capacities = self._list_capacity_by_device()
         attempts = explanation["job"]["attempts"]
-        number = _query_number(request.query_params, "attempt", 0)
+        number = _parse_query_number(request.query_params, "attempt", 0)
         number = number if 1 <= number <= len(attempts) else len(attempts)
         chosen = attempts[number - 1] if attempts else None
         return self._render(
@@ -357,8 +357,8 @@ class _Pages:
         job = self._view_job(request.path_params["job_id"])
         query = request.query_params
         attempts = job["attempts"]
-        number = _query_number(query, "attempt", len(attempts))
-        rank = _query_number(query, "rank", 0)
+        number = _parse_query_number(query, "attempt", len(attempts))
+        rank = _parse_query_number(query, "rank", 0)
         text = query.get("find", "")[:TEXT_MAX]
         data = {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": [], "refusal": ""}
         if attempts:
@@ -373,8 +373,8 @@ class _Pages:
             def read(offset: int) -> bytes:
                 return bytes(self._get_from_api(path, **of_log, offset=offset).body)
 
-            size = log_size_bytes(self._home, job["id"], number, rank)
-            start = min(size, _query_number(query, "from", max(0, size - WINDOW_BYTES)))
+            size = get_log_size_bytes(self._home, job["id"], number, rank)
+            start = min(size, _parse_query_number(query, "from", max(0, size - WINDOW_BYTES)))
             try:
                 data |= {"text": read_text_from(read, start), "size": size, "start": start}
                 data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
@@ -394,10 +394,12 @@ class _Pages:
         data = self._get_from_api("/cluster", request=request) | {
             "uses": make_device_use_data(jobs, self._home, now_s)
         }
-        return self._render(request, "cluster", **data, holders=job_id_by_held_device(state))
+        return self._render(request, "cluster", **data, holders=map_held_device_to_job_id(state))
 
     def night(self, request: Request) -> Response:
-        looked_back = min(float(_query_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
+        looked_back = min(
+            float(_parse_query_number(request.query_params, "hours", 0) or 12), 24.0 * 366
+        )
         now_s = time.time()
         data = make_night_data(
             self._controller.state,
@@ -405,7 +407,7 @@ class _Pages:
             self._forecasts.find_newest_forecast(),
             self._sweeper.make_reports(),
             looked_back,
-            self._controller.report_start_s(now_s - looked_back * 3600),
+            self._controller.limit_report_start_s(now_s - looked_back * 3600),
             now_s,
         )
         return self._render(request, "night", **data)
@@ -432,7 +434,7 @@ class _Pages:
         return self._render(request, "teams", **self._get_from_api("/teams"))
 
     def submit(self, request: Request) -> Response:
-        return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
+        return self._submit_page(request, EXAMPLE, read_field_values(EXAMPLE))
 
     def _submit_page(
         self, request: Request, text: str, field_values: Form, **results: Any
@@ -443,7 +445,7 @@ class _Pages:
             "submit",
             text=text,
             fields=field_values,
-            sections=form_sections(),
+            sections=list_form_sections(),
             **nothing | results,
         )
 
@@ -463,15 +465,15 @@ class _Pages:
             return self._submit_page(request, form.get("text", EXAMPLE), form, error=str(refused))
         try:
             specs = _parse_jobs(text)
-            nodes = [node_from_view(node) for node in cluster["nodes"]]
+            nodes = [parse_node_view(node) for node in cluster["nodes"]]
             state = self._controller.state
             forecasts = [plan_job(spec, nodes, state.observations) for spec in specs[:1]]
         except OrchestratorError as refused:
-            return self._submit_page(request, text, field_values(text), error=str(refused))
+            return self._submit_page(request, text, read_field_values(text), error=str(refused))
         trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
         return self._submit_page(
-            request, text, field_values(text), specs=dumped, forecasts=forecasts, trials=trials
+            request, text, read_field_values(text), specs=dumped, forecasts=forecasts, trials=trials
         )
 
     def what_if(self, request: Request) -> Response:
@@ -513,7 +515,7 @@ class _Pages:
             more = present.nodes[0].model_copy(update=changes)
             other = present.model_copy(update={"nodes": (*present.nodes, more)})
         if form["order"] in list(Order):
-            other = other.with_order(Order(form["order"]))
+            other = other.replace_order(Order(form["order"]))
         jobs = _parse_jobs(form["job"]) if form["job"].strip() else []
         return compare_queues(
             advance_to_now(state),
@@ -525,11 +527,11 @@ class _Pages:
         )
 
     def audit(self, request: Request) -> Response:
-        number = _query_number(request.query_params, "before", 0) or None
+        number = _parse_query_number(request.query_params, "before", 0) or None
         rows = self._get_from_api("/audit", limit=AUDIT_ROWS, before=number)["rows"]
         return self._render(request, "audit", rows=[*map(asdict, rows)], limit=AUDIT_ROWS)
 
-    def _capacity_by_device(self) -> dict[str, int]:
+    def _list_capacity_by_device(self) -> dict[str, int]:
         """Return {kind of device: its memory in bytes}."""
         state = self._controller.state
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
@@ -596,7 +598,7 @@ def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
 PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=render_refusal, add=_add_pages)
 
 
-def _query_number(query: QueryParams, name: str, default: int) -> int:
+def _parse_query_number(query: QueryParams, name: str, default: int) -> int:
     """Return the whole number in this parameter of the query; the default if it is missing, or is
     no number up to 18 digits.
     """
@@ -609,7 +611,7 @@ async def _read_form(request: Request) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(body).items()}
 
 
-def _safe_path(path: str) -> str:
+def _check_path(path: str) -> str:
     """Return the path if it is a page of this service, else the overview's path."""
     parts = urlsplit(path)
     is_own = (

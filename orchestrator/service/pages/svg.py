@@ -81,7 +81,7 @@ class _Scale:
     end: float
     is_log: bool = False
 
-    def position_of(self, value: float) -> float:
+    def compute_position(self, value: float) -> float:
         low, high = (
             (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
         )
@@ -118,7 +118,7 @@ def draw_curves(
     step_ticks = _choose_values_and_labels(across.low, across.high, is_whole=True)
     paths = [
         " ".join(
-            f"{across.position_of(step)},{max(TOP, up.position_of(value))}"
+            f"{across.compute_position(step)},{max(TOP, up.compute_position(value))}"
             for step, value in curve.points
         )
         for curve in curves
@@ -192,7 +192,7 @@ def draw_gantt(
     width = 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
     spans = Markup("").join(_draw_bar(bar, across, from_s, until_s) for bar in bars)
-    now_x = across.position_of(now_s) if from_s <= now_s <= until_s else None
+    now_x = across.compute_position(now_s) if from_s <= now_s <= until_s else None
     drawn = _SHAPES.gantt(lanes, spans, ticks, now_x, across, height - BOTTOM)
     return _wrap_svg(
         title,
@@ -210,7 +210,8 @@ def _draw_bar(bar: Bar, scale: _Scale, from_s: float, until_s: float) -> Markup:
     """
     y = TOP + bar.lane * (LANE + GAP)
     start, end = (
-        scale.position_of(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s)
+        scale.compute_position(min(until_s, max(from_s, at_s)))
+        for at_s in (bar.from_s, bar.until_s)
     )
     width = max(2.0, round(end - start, 1))
     shape = (
@@ -221,7 +222,8 @@ def _draw_bar(bar: Bar, scale: _Scale, from_s: float, until_s: float) -> Markup:
         shape += f'<text class="inside" x="{start + 5}" y="{y + 13}">{escape(bar.label)}</text>'
     if bar.early_s is not None and bar.late_s is not None:
         early, late = (
-            scale.position_of(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
+            scale.compute_position(min(until_s, max(from_s, at_s)))
+            for at_s in (bar.early_s, bar.late_s)
         )
         top = y + LANE / 2 - 4
         middle = y + LANE / 2
@@ -237,7 +239,7 @@ def draw_sparkline(title: str, curves: Sequence[Line], from_s: float, until_s: f
     up = _Scale(0, 100, 24, 0)
     paths = [
         " ".join(
-            f"{across.position_of(at_s)},{up.position_of(value)}"
+            f"{across.compute_position(at_s)},{up.compute_position(value)}"
             for at_s, value in _thin_points(curve.points)
         )
         for curve in curves

@@ -126,7 +126,7 @@ class Controller:
         # the journal may know what this process does not
         self._uncertain: UncertainError | None = None
         self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
-        self._began_at_s = journal.first_event_at_s()
+        self._began_at_s = journal.read_first_event_at_s()
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -156,7 +156,7 @@ class Controller:
         """Number of changes of the state since the service started; read it before the state."""
         return self._version
 
-    def now_s(self) -> float:
+    def get_now_s(self) -> float:
         """Return the current time of the service's clock, in seconds since 1970."""
         return self._clock()
 
@@ -210,12 +210,12 @@ class Controller:
         """
         return self._journal.list_ended_jobs(jobs_max, before_job_id)
 
-    def report_start_s(self, requested_s: float) -> float:
+    def limit_report_start_s(self, requested_s: float) -> float:
         """Return when a report may begin, in seconds since 1970: at `requested_s`, but not before
         the journal's first event.
         """
         if self._began_at_s is None:
-            self._began_at_s = self._journal.first_event_at_s()
+            self._began_at_s = self._journal.read_first_event_at_s()
         return requested_s if self._began_at_s is None else max(requested_s, self._began_at_s)
 
     def read_figures(self) -> Figures:
@@ -224,7 +224,7 @@ class Controller:
         """
         with self._changed:
             totals = self._journal.count_rows()
-            ends_s = self._scheduler.expected_end_s_by_job_id()
+            ends_s = self._scheduler.list_expected_end_s_by_job_id()
             at_s = self._clock()
             tally = deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
@@ -455,7 +455,7 @@ class Controller:
 
     def _read_events(self, wait_s: float) -> Sequence[Event]:
         try:
-            events = map(self._read_back_as_stored, self._backend.events(wait_s))
+            events = map(self._read_back_as_stored, self._backend.await_events(wait_s))
             return [event for event in events if event is not None]
         except Exception:  # a backend's fault: the queue goes on
             log.exception("backend failed to return events")

@@ -46,7 +46,7 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.client.client import user_name
+from orchestrator.service.client.client import get_user_name
 from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.client.lifecycle import find_journal_url, prepare_home, write_service_file
 from orchestrator.service.intake.cluster_file import (
@@ -56,7 +56,7 @@ from orchestrator.service.intake.cluster_file import (
     load_joined_nodes,
     select_nodes_of_this_machine,
 )
-from orchestrator.service.intake.detection import local_node_name
+from orchestrator.service.intake.detection import make_local_node_name
 from orchestrator.service.intake.rates import add_cached_rates, add_measured_rates
 from orchestrator.service.server.connections import (
     BoundedConnection,
@@ -193,7 +193,7 @@ def run_service(
         own_ray = None if named_ray else _make_own_ray(home, declared, endpoint)
         if own_ray is not None:
             stack.callback(_end_if_needed, own_ray.stop, must_end)
-        locate = own_ray.address if own_ray is not None else lambda: named_ray
+        locate = own_ray.start_and_get_address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(
             closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
         )
@@ -234,7 +234,7 @@ def run_service(
             cluster=cluster.name,
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
-            hosts=endpoint.allowed_host_names() if endpoint else LOOPBACK,
+            hosts=endpoint.list_allowed_host_names() if endpoint else LOOPBACK,
             members=_make_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
@@ -276,7 +276,7 @@ def _make_controller(
     exit_stack.callback(first.close)
     controller = Controller(journal, backend, time.time, check_job=first.check_job)
     controller.health.register_source(lambda: backend.problem)
-    controller.health.register_source(FAULTS.problem)
+    controller.health.register_source(FAULTS.describe_faults)
     _run_disk_watch(home, controller.health, stop)
     _start_thread(
         _log_problem_changes,
@@ -380,11 +380,12 @@ def _separate_users_and_make_check(
         open_home(home)
 
     def refuse(name: str) -> None:
-        if endpoint is None or endpoint.trusts_users or cluster.users or name == user_name():
+        if endpoint is None or endpoint.trusts_users or cluster.users or name == get_user_name():
             return
         raise ServiceError(
-            f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
-            "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
+            f"jobs of {name} would run as {get_user_name()}, who can read and change this home and "
+            "everybody's files: give each user a user id by `users` of the cluster file, "
+            "or say `orc up --listen HOST:PORT --trust-users`"
         )
 
     for user in accounts.list_users():
@@ -421,7 +422,7 @@ def _make_own_ray(
     """Return the object that starts the service's own Ray on this machine; no process is started
     yet.
     """
-    here = select_nodes_of_this_machine(cluster, load_joined_nodes(home), local_node_name())
+    here = select_nodes_of_this_machine(cluster, load_joined_nodes(home), make_local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
@@ -440,8 +441,8 @@ def _make_members(
     return Members(
         home,
         declared_cluster,
-        own_ray.known_address,
-        backend.address_by_node,
+        own_ray.get_known_address,
+        backend.get_address_by_node,
         lambda cluster: backend.set_cluster(add_cached_rates(cluster)),
     )
 

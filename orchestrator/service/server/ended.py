@@ -6,7 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, make_morning_report
+from orchestrator.scheduling.reports.morning import (
+    MorningReport,
+    get_ended_at_s,
+    make_morning_report,
+)
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.job_record import Job
@@ -49,7 +53,7 @@ def make_report(
 
     It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
-    since_s = controller.report_start_s(since_s)
+    since_s = controller.limit_report_start_s(since_s)
     ended = _iterate_ended_since(controller, since_s)
     return make_morning_report(controller.state, ended, since_s, until_s, sweeps)
 
@@ -63,6 +67,6 @@ def _iterate_ended_since(controller: Controller, since_s: float) -> Iterator[Job
     for _ in range(REPORTED_MAX // PAGE):
         page = controller.list_ended_jobs(PAGE, before)
         yield from page
-        if len(page) < PAGE or all(ended_at_s(job) < since_s for job in page):
+        if len(page) < PAGE or all(get_ended_at_s(job) < since_s for job in page):
             return
         before = page[-1].id

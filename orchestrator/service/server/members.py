@@ -39,7 +39,7 @@ def read_machine_properties(home: Path) -> MachineProperties:
     """Return the properties of this machine."""
     return MachineProperties(
         home=str(home.resolve()),
-        home_mark=_digest_of_home(home),
+        home_mark=_compute_home_digest(home),
         python=f"{sys.version_info[0]}.{sys.version_info[1]}",
         interpreter=sys.executable,
         ray=importlib.metadata.version("ray"),
@@ -117,7 +117,7 @@ class Members:
         self._tell = set_cluster
         self._lock = threading.Lock()
 
-    def ray_address_for_joining(self) -> str:
+    def get_ray_address_for_joining(self) -> str:
         """Return the address of Ray for machines that join. Raises ServiceError where none can
         join.
         """
@@ -134,7 +134,7 @@ class Members:
 
         Raises ServiceError where another machine has its name, or its devices changed.
         """
-        self.ray_address_for_joining()
+        self.get_ray_address_for_joining()
         with self._lock:
             joined = {member.name: member for member in load_joined_nodes(self._home)}
             live = self._addresses()
@@ -193,7 +193,7 @@ class Members:
         self._tell(add_joined_nodes(self._cluster, nodes))
 
 
-def _digest_of_home(home: Path) -> str:
+def _compute_home_digest(home: Path) -> str:
     """Return a digest of something that only this home has; "" where there is no home."""
     try:
         return hashlib.sha256(b"orc home " + (home / "token").read_bytes()).hexdigest()

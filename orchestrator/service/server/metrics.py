@@ -21,10 +21,10 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from orchestrator.memory.calibration.correction import predicted_peak_bytes
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
-from orchestrator.scheduling.base.pending import pending_code
-from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
+from orchestrator.memory.calibration.correction import get_predicted_peak_bytes
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
+from orchestrator.scheduling.base.pending import get_pending_code
+from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, compute_device_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.frozen import frozen
@@ -147,7 +147,7 @@ def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
         "status",
     )
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
-    reasons = Counter(pending_code(job, figures.at_s) for job in queued)
+    reasons = Counter(get_pending_code(job, figures.at_s) for job in queued)
     by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
     yield _make_gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
@@ -187,7 +187,7 @@ def _iterate_running_metrics(
     }
     for running in attempts:
         row = (
-            predicted_peak_bytes(running.attempt),
+            get_predicted_peak_bytes(running.attempt),
             running.peak_bytes,
             None if running.attempt.estimate.source in WITHOUT_SECONDS else running.attempt.step_s,
             running.step_s,
@@ -203,7 +203,7 @@ def _iterate_running_metrics(
 
 
 def _iterate_device_metrics(state: State) -> Iterator[Metric]:
-    job_ids = job_id_by_held_device(state)
+    job_ids = map_held_device_to_job_id(state)
     held_devices = Counter(node for node, _ in job_ids)
     unreadable_devices = Counter(
         node.name
@@ -242,10 +242,10 @@ def _iterate_metrics_since_start(
         preempted,
         "by",
     )
-    names = {team.name for team in policy.teams} | {policy.team_of("").name} | set(tally.device_s)
+    names = {team.name for team in policy.teams} | {policy.find_team("").name} | set(tally.device_s)
     used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
     for running in attempts:
-        used[(policy.team_of(running.job.user).name,)] += device_seconds(
+        used[(policy.find_team(running.job.user).name,)] += compute_device_s(
             running.attempt, figures.at_s
         )
     yield _make_counter(

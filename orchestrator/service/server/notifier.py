@@ -53,7 +53,7 @@ class Notifier:
         self._clock = clock
         self._sweeps = list_sweeps
         if spec.report_at is not None and not notices.was_kind_sent(NoticeKind.REPORT):
-            due_s = self._last_report_due_s(clock())
+            due_s = self._compute_last_report_due_s(clock())
             notices.mark_sent(make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
@@ -119,7 +119,7 @@ class Notifier:
     def _make_report_notices(self, now_s: float) -> list[Notice]:
         if self._spec.report_at is None:
             return []
-        due_s = self._last_report_due_s(now_s)
+        due_s = self._compute_last_report_due_s(now_s)
         if self._notices.find_sent(
             [make_notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]
         ):
@@ -169,11 +169,11 @@ class Notifier:
                 notices.append(make_notice(NoticeKind.DRIVER, key, now_s, title, text, data))
         return notices
 
-    def _last_report_due_s(self, now_s: float) -> float:
+    def _compute_last_report_due_s(self, now_s: float) -> float:
         """Return when a report was last due, in seconds since 1970."""
         assert self._spec.report_at is not None
-        first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
-        next_s = self._spec.report_at.due_s(first_s)
+        first_s = self._spec.report_at.compute_due_s(now_s - DAY_S - SHIFT_S)
+        next_s = self._spec.report_at.compute_due_s(first_s)
         return next_s if next_s <= now_s else first_s
 
 

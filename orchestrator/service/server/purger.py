@@ -20,8 +20,8 @@ from orchestrator.backends.attempts.ended_files import (
     Removal,
     empty_trash_and_list_errors,
     list_removable_parts,
+    measure_size_bytes,
     move_to_trash,
-    size_bytes,
 )
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
@@ -145,7 +145,7 @@ class Purger:
 
     def _purge_if_due(self, stop: threading.Event) -> None:
         self._left = empty_trash_and_list_errors(self._home, TRASH_PARTS)
-        now_s = self._controller.now_s()
+        now_s = self._controller.get_now_s()
         if self._keep != UNLIMITED and now_s >= self._next_s:
             self._next_s = now_s + PASS_S
             purge = self.purge(SERVICE, "", is_dry=False, pause=lambda: stop.wait(PAUSE_S))
@@ -155,7 +155,7 @@ class Purger:
     def _plan_purge(self, pause: Callable[[], object]) -> Purge:
         self._check_may_purge()
         # before the live jobs: what has ended by then has ended for good
-        ends = self._journal.status_and_end_by_job()
+        ends = self._journal.read_status_and_end_by_job()
         needed = self._find_reasons_to_keep(ends.keys())
         purge = Purge()
         spare = list[Part]()
@@ -169,10 +169,10 @@ class Purger:
 
         for path in sorted(self._home.iterdir()):
             if path.name not in ("jobs", TRASH):
-                purge.home_bytes += size_bytes(path, tick)
+                purge.home_bytes += measure_size_bytes(path, tick)
         jobs = self._home / "jobs"
         for path in sorted(jobs.iterdir()) if jobs.is_dir() else ():
-            total_bytes = size_bytes(path, tick)
+            total_bytes = measure_size_bytes(path, tick)
             purge.home_bytes += total_bytes
             if path.is_symlink() or jobs.is_symlink():
                 purge.count_staying("its folder is behind a link", total_bytes)
@@ -194,7 +194,7 @@ class Purger:
         Their age decides, then the home's budget of bytes.
         """
         keep = self._keep
-        now_s = self._controller.now_s()
+        now_s = self._controller.get_now_s()
         young = list[Part]()
 
         def is_due(part: Part) -> bool:
@@ -264,7 +264,7 @@ class Purger:
                 purge.count_staying(needed[part.job], part.size_bytes)
                 continue
             removal = Removal(
-                at_s=self._controller.now_s(),
+                at_s=self._controller.get_now_s(),
                 why=why,
                 by=principal.name,
                 size_bytes=part.size_bytes,

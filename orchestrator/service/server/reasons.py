@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from orchestrator.scheduling.reports.waiting import WaitExplainer
-from orchestrator.service.intake.intake import local_time_zone
+from orchestrator.service.intake.intake import find_local_time_zone
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -16,7 +16,7 @@ class Reasons:
     """Explains why jobs wait, by the newest state. Thread-safe."""
 
     def __init__(self, read_state: Callable[[], State]) -> None:
-        self._state, self._lock, self._zone = read_state, threading.Lock(), local_time_zone()
+        self._state, self._lock, self._zone = read_state, threading.Lock(), find_local_time_zone()
         self._of: State | None = None
         self._waits = WaitExplainer(State(), self._zone)
         self._reasons: dict[str, str] = {}  # by job, of that state

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.backends.ports import EventLog, Submission
-from orchestrator.scheduling.base.time_limits import with_team_limit
+from orchestrator.scheduling.base.time_limits import apply_team_limit
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import RequestKey, Submitted
@@ -203,11 +203,11 @@ def make_submission_events_of_request(
     together: dict[str, list[str]] = {}  # ids by name
     array: str | None = None
     for order, (draft, fault) in enumerate(request.jobs, start=submitted_count + 1):
-        if draft.deadline is not None and draft.deadline.due_s(at_s) <= at_s:
+        if draft.deadline is not None and draft.deadline.compute_due_s(at_s) <= at_s:
             raise SpecError(
                 "the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline)
             )
-        limited = with_team_limit(draft, state.policy.team_of(draft.user or ""))
+        limited = apply_team_limit(draft, state.policy.find_team(draft.user or ""))
         spec, satisfied = (
             resolve_dependencies(limited, together, find_job) if draft.depends_on else (limited, ())
         )

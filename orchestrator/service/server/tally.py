@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.backends.ports import Totals
-from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.memory.calibration.correction import get_predicted_peak_bytes
 from orchestrator.specs.actions import Action, Launch, Record
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, device_count
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, count_devices
 from orchestrator.specs.events import Event, Finished
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
@@ -76,8 +76,10 @@ class Tally:
         assert attempt.status is AttemptStatus.ENDED, attempt.name
         assert attempt.ended_at_s is not None, attempt.name
         self.outcomes[attempt.failure.kind.value if attempt.failure else SUCCEEDED] += 1
-        self.device_s[policy.team_of(job.user).name] += device_seconds(attempt, attempt.ended_at_s)
-        predicted = predicted_peak_bytes(attempt)
+        self.device_s[policy.find_team(job.user).name] += compute_device_s(
+            attempt, attempt.ended_at_s
+        )
+        predicted = get_predicted_peak_bytes(attempt)
         measured = attempt.peak_bytes
         if predicted and measured:
             self.peak_ratio.count_value(measured / predicted)
@@ -96,9 +98,9 @@ class Figures:
     tally: Tally
 
 
-def device_seconds(attempt: Attempt, until_s: float) -> float:
+def compute_device_s(attempt: Attempt, until_s: float) -> float:
     """Return the attempt's device-seconds: its devices times the seconds from its launch to its
     release, at most `until_s`.
     """
-    devices = device_count(attempt.placement)
+    devices = count_devices(attempt.placement)
     return devices * max(0.0, until_s - attempt.launched_at_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from orchestrator.scheduling.base.time_limits import total_run_time_s, with_team_limit
+from orchestrator.scheduling.base.time_limits import apply_team_limit, compute_total_run_time_s
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
@@ -85,18 +85,18 @@ def make_update_change(new_settings: Sequence[Override], policy: PolicySpec) -> 
             )
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
-        spec = with_team_limit(
-            apply_overrides(job.spec, new_settings, job.id), policy.team_of(job.user)
+        spec = apply_team_limit(
+            apply_overrides(job.spec, new_settings, job.id), policy.find_team(job.user)
         )
         if (
             spec.deadline is not None
             and spec.deadline != job.spec.deadline
-            and spec.deadline.due_s(at_s) <= at_s
+            and spec.deadline.compute_due_s(at_s) <= at_s
         ):
             raise SpecError(
                 "the deadline is over", source=job.id, path="deadline", got=str(spec.deadline)
             )
-        ran_s = total_run_time_s(job, at_s)
+        ran_s = compute_total_run_time_s(job, at_s)
         if (
             spec.time_limit is not None
             and spec.time_limit != job.spec.time_limit

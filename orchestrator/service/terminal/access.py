@@ -51,7 +51,7 @@ def login(
     from orchestrator.service.client.logins import (
         Login,
         fetch_pinned_certificate,
-        logins_file,
+        get_logins_file,
         normalise_url,
         store_login,
     )
@@ -67,7 +67,7 @@ def login(
         who = client.whoami()
     store_login(new_login)
     text = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
-    print_answer({"server": url, **who, "kept_in": str(logins_file())}, as_json, text)
+    print_answer({"server": url, **who, "kept_in": str(get_logins_file())}, as_json, text)
 
 
 def logout(url: Url, as_json: AsJson = False) -> None:

@@ -261,7 +261,7 @@ def write_picture_or_explain(view: ComparisonView, file: Path) -> None:
     import matplotlib
 
     from orchestrator.backends.mlflow.frontier_png import draw_figure
-    from orchestrator.service.views.records import picture_from_view
+    from orchestrator.service.views.records import parse_picture_view
 
     if view["picture"] is None:
         why = "no plan of the comparison has a predicted step time and memory"
@@ -271,5 +271,5 @@ def write_picture_or_explain(view: ComparisonView, file: Path) -> None:
             {"pdf.fonttype": 42}
         ):  # TrueType: many publishers refuse matplotlib's Type 3
             draw_figure(
-                f"Strategies of {view['name']}", picture_from_view(view["picture"]), ""
+                f"Strategies of {view['name']}", parse_picture_view(view["picture"]), ""
             ).savefig(file)

@@ -92,7 +92,7 @@ def format_csv(view: ComparisonView) -> str:
             [
                 *(_get_value_at_path(row, PARTS.get(name, (name,))) for name in CSV),
                 deviation,
-                *map(_cell_text, setup.values()),
+                *map(_format_cell, setup.values()),
             ]
         )
     return text.getvalue()
@@ -102,10 +102,10 @@ def _get_value_at_path(row: Row, path: Sequence[str | int]) -> Any:
     value: Any = row
     for key in path:
         value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
-    return _cell_text(value)
+    return _format_cell(value)
 
 
-def _cell_text(value: Any) -> Any:
+def _format_cell(value: Any) -> Any:
     # a sheet would run what begins so: OWASP, "CSV Injection"
     text = _join_lines(value) if isinstance(value, str) else ""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text or value
@@ -166,7 +166,7 @@ def _make_headings_and_cells(view: ComparisonView) -> tuple[list[str], list[list
             for row in rows
         ],
         "Precision": precisions if len({*filter(None, precisions)}) > 1 else [],
-        "Step (s)": [_step_text(row) for row in rows],
+        "Step (s)": [_format_step(row) for row in rows],
         f"Peak ({unit})": [
             _format_significant(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows
         ],
@@ -174,7 +174,7 @@ def _make_headings_and_cells(view: ComparisonView) -> tuple[list[str], list[list
             _format_significant(row[rate], 4) for row in rows
         ],
         "MFU (%)": [_format_significant(row["mfu"] and 100 * row["mfu"]) for row in rows],
-        "Loss": [_loss_text(row) for row in rows],
+        "Loss": [_format_loss(row) for row in rows],
         "Device-s": [_format_significant(row["device_s"]) for row in rows],
     }
     if any(columns["Precision"]):
@@ -201,7 +201,7 @@ def _shorten_strategy_names(names: Sequence[str]) -> list[str]:
     return [name.rpartition(" on ")[0] if len(ends) == 1 else name for name in names]
 
 
-def _step_text(row: Row) -> str:
+def _format_step(row: Row) -> str:
     step_s = row["step_s"]
     within_s = row["step_within_s"]
     if row["outcome"] != "finished":
@@ -214,7 +214,7 @@ def _step_text(row: Row) -> str:
     return f"{_format_significant(step_s)} [{_format_significant(within_s[0])}, {_format_significant(within_s[1])}]"
 
 
-def _loss_text(row: Row) -> str:
+def _format_loss(row: Row) -> str:
     losses = row["losses"] if row["loss"] is not None else ()
     return (
         format_with_error(row["loss"], stdev(losses))

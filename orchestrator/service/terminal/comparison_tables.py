@@ -15,7 +15,7 @@ from orchestrator.service.views.comparison import (
     list_row_numbers_and_failure_reasons,
     make_table_cells,
 )
-from orchestrator.service.views.records import picture_from_view
+from orchestrator.service.views.records import parse_picture_view
 from orchestrator.specs.json_object import JsonObject
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def make_comparison_panel(view: ComparisonView) -> RenderableType:
     for columns in make_table_cells(rows):
         parts += [part for table in _split_into_tables(rows, columns) for part in (table, Text())]
     if view["picture"] is not None:
-        parts += [colour_picture(picture_from_view(view["picture"])), Text()]
+        parts += [colour_picture(parse_picture_view(view["picture"])), Text()]
     sentences = [
         f"{number}  " + "\n   ".join(lines)
         for number, lines in list_row_numbers_and_failure_reasons(rows)

@@ -46,10 +46,10 @@ def diagnose(
     from orchestrator.service.commands import diagnose as work
 
     diagnosis = work.diagnose_training([Path(log) for log in logs], exit_codes or (), oom_kills)
-    print_answer(asdict(diagnosis), as_json, _diagnosis_table(diagnosis))
+    print_answer(asdict(diagnosis), as_json, _make_diagnosis_table(diagnosis))
 
 
-def _diagnosis_table(diagnosis: Diagnosis) -> Table:
+def _make_diagnosis_table(diagnosis: Diagnosis) -> Table:
     from rich.text import Text
 
     from orchestrator.service.terminal.plain_tables import make_plain_grid

@@ -46,9 +46,12 @@ def schema(
     name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = SchemaName.JOB,
 ) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
-    from orchestrator.specs.cluster import cluster_json_schema
-    from orchestrator.specs.job.spec import job_json_schema
+    from orchestrator.specs.cluster import make_cluster_json_schema
+    from orchestrator.specs.job.spec import make_job_json_schema
 
     print(
-        json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2)
+        json.dumps(
+            make_job_json_schema() if name is SchemaName.JOB else make_cluster_json_schema(),
+            indent=2,
+        )
     )

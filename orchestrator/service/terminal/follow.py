@@ -21,7 +21,7 @@ from orchestrator.service.terminal.tables import (
     format_time_left,
     make_attempts_table,
 )
-from orchestrator.service.views.records import AttemptView, JobView, failure_excerpt
+from orchestrator.service.views.records import AttemptView, JobView, get_failure_excerpt
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
@@ -59,7 +59,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
     print_answer(dict(job), as_json, make_attempts_table([job], make_console(sys.stdout).width))
-    excerpt = failure_excerpt(job)
+    excerpt = get_failure_excerpt(job)
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
     return 0 if job["status"] == "succeeded" else 1

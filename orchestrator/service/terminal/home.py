@@ -105,7 +105,7 @@ def up(
         answer["listen"] = {
             "host": served.host,
             "port": served.port,
-            "fingerprint": served.fingerprint(),
+            "fingerprint": served.compute_fingerprint(),
         }
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
@@ -152,10 +152,10 @@ def doctor(
     from dataclasses import asdict
 
     if repair_rows or remove:
-        from orchestrator.service.commands.repair import repair_journal, unreadable_rows_table
+        from orchestrator.service.commands.repair import make_unreadable_rows_table, repair_journal
 
         rows = repair_journal(home.expanduser(), remove or [])
-        print_answer({"rows": rows}, as_json, unreadable_rows_table(rows))
+        print_answer({"rows": rows}, as_json, make_unreadable_rows_table(rows))
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, make_findings_table, run_checks
 

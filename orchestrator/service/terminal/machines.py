@@ -61,9 +61,9 @@ def join(
 ) -> None:
     """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
     from orchestrator.service.commands.join import join_service as join_service
-    from orchestrator.service.intake.detection import local_node_name
+    from orchestrator.service.intake.detection import make_local_node_name
 
-    answer = join_service(home.expanduser(), service, name or local_node_name(), token_file)
+    answer = join_service(home.expanduser(), service, name or make_local_node_name(), token_file)
     text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
     notes = "".join(f"{note}\n" for note in answer["notes"])
     print_answer(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
@@ -87,13 +87,13 @@ def leave(
 ) -> None:
     """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
     from orchestrator.service.commands.join import leave_service as leave_service
-    from orchestrator.service.intake.detection import local_node_name
+    from orchestrator.service.intake.detection import make_local_node_name
 
     try:
         timeout_s = parse_seconds(timeout)
     except ValueError as error:
         raise SpecError(str(error), source="--timeout", got=timeout) from None
-    name = node or local_node_name()
+    name = node or make_local_node_name()
     was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
     print_answer(
         {"node": name, "left": was_in},

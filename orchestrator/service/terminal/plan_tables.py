@@ -20,7 +20,7 @@ from orchestrator.service.terminal.tables import (
     make_causes_table,
     make_peaks_table,
 )
-from orchestrator.service.views.records import picture_from_view
+from orchestrator.service.views.records import parse_picture_view
 from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.job.trainer import PROBED_BY
 from orchestrator.specs.profile import WITHOUT_SECONDS
@@ -194,7 +194,7 @@ def make_explanation_panel(explanation: ExplanationView) -> RenderableType:
             ]
         parts.append(_make_sentences_table(lessons))
     if explanation["picture"] is not None:
-        picture = picture_from_view(explanation["picture"])
+        picture = parse_picture_view(explanation["picture"])
         title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
         parts += [Text(), Text(title, style="bold"), colour_picture(picture)]
     return Group(*parts)

@@ -72,15 +72,15 @@ def plan(
     from orchestrator.service.commands.plan import (
         export_job,
         make_job_file_of_way_out,
+        make_trace_scope,
         plan_job,
-        trace_scope,
     )
     from orchestrator.service.intake.intake import read_job, read_options
     from orchestrator.service.terminal.plan_tables import make_plan_panel
 
     overrides = read_options(settings, pins)
     nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
-    plans = partial(trace_scope, nodes)
+    plans = partial(make_trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
             file,
@@ -118,13 +118,13 @@ def estimate(
 ) -> None:
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
     from orchestrator.service.commands.hardware import select_nodes_and_observations
-    from orchestrator.service.commands.plan import estimate_plan, trace_scope
+    from orchestrator.service.commands.plan import estimate_plan, make_trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.plan_tables import make_candidate_panel
 
     overrides = read_overrides(settings)
     nodes, observations = select_nodes_and_observations(select_login_or_home(home), cluster, cards)
-    plans = partial(trace_scope, nodes, plan_settings=overrides)
+    plans = partial(make_trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
             file,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.replay import ReplayedDecision
-from orchestrator.service.commands.simulate import Simulated, quantile
+from orchestrator.service.commands.simulate import Simulated, compute_quantile
 from orchestrator.service.terminal.plain_tables import make_plain_table
 
 
@@ -24,7 +24,7 @@ def make_simulated_table(simulated: Simulated) -> Table:
         report=simulated.report,
         taken_s=taken_s,
         mean_s=fmean(taken_s or [0.0]),
-        most_s=quantile(taken_s or [0.0], 0.99),
+        most_s=compute_quantile(taken_s or [0.0], 0.99),
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for line in text.splitlines():

@@ -79,16 +79,16 @@ def _draw_screen(
         Text(title, style="bold"),
         *problems,
         Text(),
-        _nodes_table(cluster["nodes"]),
+        _make_nodes_table(cluster["nodes"]),
         Text(),
     ]
-    parts.append(_jobs_table(shown) if shown else Text("The queue is empty."))
+    parts.append(_make_jobs_table(shown) if shown else Text("The queue is empty."))
     if len(shown) < len(ordered):
         parts.append(Text(f"... {len(ordered) - len(shown)} more: `orc queue`", style="dim"))
     return Group(*parts)
 
 
-def _nodes_table(nodes: Sequence[NodeView]) -> RenderableType:
+def _make_nodes_table(nodes: Sequence[NodeView]) -> RenderableType:
     from orchestrator.service.terminal.tables import draw_table
     from orchestrator.service.views.columns import select_columns
 
@@ -114,7 +114,7 @@ def _describe_node(node: NodeView) -> str | Text:
     return ", ".join(node["jobs"])
 
 
-def _jobs_table(jobs: Sequence[JobView]) -> RenderableType:
+def _make_jobs_table(jobs: Sequence[JobView]) -> RenderableType:
     from orchestrator.service.terminal.expected import colour_status
     from orchestrator.service.terminal.tables import draw_table, format_time_left
     from orchestrator.service.views.columns import select_columns

@@ -74,20 +74,20 @@ class Listing:
         """Bytes of the files' content."""
         return sum(entry.size for entry in self.entries)
 
-    def manifest(self) -> bytes:
+    def make_manifest(self) -> bytes:
         """Return the JSON line with which the archive begins; it lists the entries."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
     def iterate_bytes(self) -> Iterator[bytes]:
         """Yield the archive's bytes. Raises OSError where a file shrank or is no longer a file."""
-        yield self.manifest()
+        yield self.make_manifest()
         with closing(_Folder(self.root)) as root:
             for entry in self.entries:
                 if entry.size:
                     yield from root.iterate_content(entry)
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the SHA-256 of the archive in hexadecimal digits."""
         digest = hashlib.sha256()
         for chunk in self.iterate_bytes():
@@ -103,7 +103,7 @@ def list_files(root: Path, limits: Limits, is_left_out: Skipped = lambda _: Fals
     read.
     """
     if root.is_file():
-        single = [Entry(path=root.name, kind=_file_kind(root.stat()), size=root.stat().st_size)]
+        single = [Entry(path=root.name, kind=_get_file_kind(root.stat()), size=root.stat().st_size)]
         _check_size(root, single, limits)
         return Listing(root=root.parent, entries=single)
     entries = list[Entry]()
@@ -216,7 +216,7 @@ def _make_entry(path: str, name: str, folder_descriptor: int) -> Entry | None:
     """
     status = os.stat(name, dir_fd=folder_descriptor, follow_symlinks=False)
     if stat.S_ISREG(status.st_mode):
-        return Entry(path=path, kind=_file_kind(status), size=status.st_size)
+        return Entry(path=path, kind=_get_file_kind(status), size=status.st_size)
     if not stat.S_ISLNK(status.st_mode):
         return None
     target = os.readlink(name, dir_fd=folder_descriptor)
@@ -227,7 +227,7 @@ def _make_entry(path: str, name: str, folder_descriptor: int) -> Entry | None:
     )
 
 
-def _file_kind(status: os.stat_result) -> Kind:
+def _get_file_kind(status: os.stat_result) -> Kind:
     return Kind.PROGRAM if status.st_mode & stat.S_IXUSR else Kind.FILE
 
 
@@ -273,7 +273,7 @@ class _Source:
         while b"\n" not in self._rest:
             chunk = self._read(CHUNK_BYTES)
             if not chunk or len(self._rest) > MANIFEST_BYTES_MAX:
-                raise _bad_archive_error("it has no manifest")
+                raise _make_bad_archive_error("it has no manifest")
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         self.digest.update(line + b"\n")
@@ -298,15 +298,17 @@ def _parse_manifest(manifest_line: bytes, limits: Limits) -> list[Entry]:
             for path, kind, size, target in rows
         ]
     except (ValueError, TypeError, RecursionError):
-        raise _bad_archive_error("its manifest cannot be read") from None
+        raise _make_bad_archive_error("its manifest cannot be read") from None
     if len(entries) > limits.entries:
-        raise _bad_archive_error(f"it has {len(entries)} entries; {limits.entries} are allowed")
+        raise _make_bad_archive_error(
+            f"it has {len(entries)} entries; {limits.entries} are allowed"
+        )
     for entry in entries:
         _check_entry(entry)
     if len({entry.path for entry in entries}) < len(entries):
-        raise _bad_archive_error("it names a path twice")
+        raise _make_bad_archive_error("it names a path twice")
     if sum(entry.size for entry in entries) > limits.total_bytes:
-        raise _bad_archive_error(f"it unpacks to more than {limits.total_bytes} bytes")
+        raise _make_bad_archive_error(f"it unpacks to more than {limits.total_bytes} bytes")
     return entries
 
 
@@ -318,20 +320,20 @@ def _check_entry(entry: Entry) -> None:
         names = [name.encode() for name in entry.path.split("/")]
         entry.target.encode()
     except (UnicodeEncodeError, AttributeError):
-        raise _bad_archive_error(f"a name is not UTF-8 text: {entry.path!r}") from None
+        raise _make_bad_archive_error(f"a name is not UTF-8 text: {entry.path!r}") from None
     if any(
         name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names
     ):
-        raise _bad_archive_error(
+        raise _make_bad_archive_error(
             f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}"
         )
     if len(entry.path.encode()) > PATH_BYTES_MAX:
-        raise _bad_archive_error(f"a path is longer than {PATH_BYTES_MAX} bytes")
+        raise _make_bad_archive_error(f"a path is longer than {PATH_BYTES_MAX} bytes")
     is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
     if type(entry.size) is not int or entry.size < 0 or (entry.size and not is_file):
-        raise _bad_archive_error(f"no size: {entry.size!r}")
+        raise _make_bad_archive_error(f"no size: {entry.size!r}")
     if entry.kind is Kind.LINK and not _link_stays_inside(entry.path, entry.target):
-        raise _bad_archive_error(f"a link leaves its folder: {entry.path!r}")
+        raise _make_bad_archive_error(f"a link leaves its folder: {entry.path!r}")
 
 
 def _link_stays_inside(link_path: str, link_target: str) -> bool:
@@ -365,14 +367,14 @@ def _write_entries(
             if set_modified_at_s is not None:
                 os.utime(path, (set_modified_at_s, set_modified_at_s))
     if source.read_chunk(1):
-        raise _bad_archive_error("it goes on behind its last file")
+        raise _make_bad_archive_error("it goes on behind its last file")
     for path, target in links:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)
     inside = f"{os.path.realpath(root)}/"
     for path, _ in links:  # links that lead through links
         if not f"{os.path.realpath(path)}/".startswith(inside):
-            raise _bad_archive_error(f"a link leaves its folder: {path.relative_to(root)}")
+            raise _make_bad_archive_error(f"a link leaves its folder: {path.relative_to(root)}")
 
 
 def _write_file(source: _Source, entry: Entry, target: Path) -> None:
@@ -383,10 +385,10 @@ def _write_file(source: _Source, entry: Entry, target: Path) -> None:
         while left_bytes:
             chunk = source.read_chunk(min(CHUNK_BYTES, left_bytes))
             if not chunk:
-                raise _bad_archive_error(f"it ends within {entry.path}")
+                raise _make_bad_archive_error(f"it ends within {entry.path}")
             file.write(chunk)
             left_bytes -= len(chunk)
 
 
-def _bad_archive_error(problem: str) -> SpecError:
+def _make_bad_archive_error(problem: str) -> SpecError:
     return SpecError(problem, source="archive")

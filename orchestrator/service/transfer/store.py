@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.service.transfer.archive import Limits, unpack_and_hash_archive
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.run import UPLOADED_AT_S, uploads_folder
+from orchestrator.specs.run import UPLOADED_AT_S, get_uploads_folder
 
 LIMITS = Limits(entries=20_000, total_bytes=2**29)  # of one upload
 BODY_BYTES_MAX = LIMITS.total_bytes + 2**25  # of the compressed archive: noise does not shrink
@@ -41,7 +41,7 @@ class Uploads:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Make the store; `list_used_digests` returns the digests of the uploads that live jobs name."""
-        self._folder = uploads_folder(home)
+        self._folder = get_uploads_folder(home)
         self._used = list_used_digests
         self._clock = clock
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.units import format_bytes, format_seconds
 
 Row = Mapping[str, Any]  # of a table, as JSON has it
@@ -54,15 +54,15 @@ def format_second(at_s: float) -> str:
 
 
 def _plan_text(job: Job) -> str | None:
-    return in_short(job.last.plan) if job.last else None
+    return format_plan(job.last.plan) if job.last else None
 
 
-def _last_loss(job: Job) -> float | None:
+def _find_last_loss(job: Job) -> float | None:
     beats = job.last.heartbeats if job.last else ()
     return next((beat.loss for beat in beats if beat.loss is not None), None)
 
 
-def _device_uuids(attempt: Attempt) -> list[str]:
+def _list_device_uuids(attempt: Attempt) -> list[str]:
     return [beat.device_uuid for beat in attempt.heartbeats if beat.device_uuid]
 
 
@@ -90,7 +90,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "loss",
             "Loss",
             "ended",
-            value_of=_last_loss,
+            value_of=_find_last_loss,
             text_of="{:.4g}".format,
             is_number=True,
         ),
@@ -118,7 +118,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "device_uuids",
             "Device UUIDs",
             "sides",
-            value_of=_device_uuids,
+            value_of=_list_device_uuids,
             text_of=lambda uuids: ", ".join(uuids) or "–",
         ),
         Column("launched_at_s", "Launched", "sides"),

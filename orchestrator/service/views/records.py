@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from orchestrator.memory.calibration.correction import correct_estimate, predicted_peak_bytes
+from orchestrator.memory.calibration.correction import correct_estimate, get_predicted_peak_bytes
 from orchestrator.planning.explain import list_highest_moments
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
@@ -31,7 +31,7 @@ from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
 
@@ -246,7 +246,7 @@ def make_job_view(
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
-        team=policy.team_of(job.user).name if policy.has_teams else None,
+        team=policy.find_team(job.user).name if policy.has_teams else None,
         order=job.order,
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,
@@ -260,7 +260,7 @@ def make_job_view(
         retry_of=job.retry_of,
         continues_from=job.continues_from,
         attempts=[make_attempt_view(job.spec, attempt) for attempt in job.attempts],
-        progress=_progress_view(job, heartbeats) if heartbeats else None,
+        progress=_make_progress_view(job, heartbeats) if heartbeats else None,
         provenance={},
         removed=[],
     )
@@ -283,7 +283,7 @@ def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         number=attempt.number,
         status=attempt.status.value,
         outcome=attempt.outcome,
-        plan=in_short(attempt.plan),
+        plan=format_plan(attempt.plan),
         settings=list_recorded_settings(spec, attempt.plan),
         placement=_format_placement(attempt.placement),
         device=attempt.device,
@@ -292,7 +292,7 @@ def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         or ("a probe: it measures memory, and ends" if attempt.probe else ""),
         estimate=make_estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
-        predicted_bytes=predicted_peak_bytes(attempt),
+        predicted_bytes=get_predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
         fit_probability=attempt.fit_probability,
         predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
@@ -355,20 +355,20 @@ def make_picture_view(picture: Picture) -> PictureView:
     return cast(PictureView, asdict(picture))
 
 
-def picture_from_view(view: PictureView) -> Picture:
+def parse_picture_view(view: PictureView) -> Picture:
     """Return the chart of a job's plans from its JSON."""
     return TypeAdapter(Picture).validate_python(view)
 
 
 def make_observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
     """Return the observations as JSON."""
-    return _observations_adapter().dump_python(tuple(observations), mode="json")
+    return _make_observations_adapter().dump_python(tuple(observations), mode="json")
 
 
-def observations_from_view(view: object) -> tuple[Observation, ...]:
+def parse_observations_view(view: object) -> tuple[Observation, ...]:
     """Return the observations from their JSON. Raises SpecError if it is malformed."""
     try:
-        return _observations_adapter().validate_python(view)
+        return _make_observations_adapter().validate_python(view)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
@@ -402,7 +402,7 @@ def make_node_view(
     return cast(NodeView, view | make_column_values(node))
 
 
-def node_from_view(view: NodeView) -> Node:
+def parse_node_view(view: NodeView) -> Node:
     """Return the node for planning, from its JSON. Busy and unreadable devices count as free: a job
     may wait for them.
     """
@@ -423,7 +423,7 @@ def node_from_view(view: NodeView) -> Node:
     )
 
 
-def failure_excerpt(job: JobView) -> str:
+def get_failure_excerpt(job: JobView) -> str:
     """Return the log lines of the job's last failure; "" without one."""
     failures = [attempt["failure"] for attempt in job["attempts"] if attempt["failure"]]
     return failures[-1]["excerpt"] if failures else ""
@@ -433,10 +433,10 @@ def sort_jobs_for_display(jobs: Iterable[Job]) -> list[Job]:
     """Return the jobs in the order of display: ended ones, running ones, then waiting ones by
     priority; newest last.
     """
-    return sorted(jobs, key=display_sort_key)
+    return sorted(jobs, key=make_display_sort_key)
 
 
-def display_sort_key(job: Job) -> tuple[int, int, int]:
+def make_display_sort_key(job: Job) -> tuple[int, int, int]:
     """Return the key by which jobs are sorted for display: ended, running, then waiting by
     priority.
     """
@@ -452,7 +452,7 @@ def _format_placement(placement: Placement) -> str:
 
 
 @cache
-def _observations_adapter() -> TypeAdapter[tuple[Observation, ...]]:
+def _make_observations_adapter() -> TypeAdapter[tuple[Observation, ...]]:
     return TypeAdapter(tuple[Observation, ...])
 
 
@@ -460,7 +460,7 @@ def _format_span(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _progress_view(job: Job, heartbeats: Sequence[Heartbeat]) -> ProgressView:
+def _make_progress_view(job: Job, heartbeats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(heartbeats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in heartbeats if beat.step_s]
     left = count_steps_left(job, job.last) if job.spec.is_script else None

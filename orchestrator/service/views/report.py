@@ -129,10 +129,10 @@ def draw_gantt(report: MorningReport) -> str:
 def format_markdown(report: MorningReport) -> str:
     """Return the report as Markdown. Names that users chose are escaped as code."""
     template = _load_template("report.md", line=_clean_line, code=_escape_code)
-    return f"{template.render(_template_data(report)).rstrip()}\n"
+    return f"{template.render(_make_template_data(report)).rstrip()}\n"
 
 
-def _template_data(report: MorningReport) -> JsonObject:
+def _make_template_data(report: MorningReport) -> JsonObject:
     """Return the report's data for a template."""
     return {
         "title": make_report_title(report),
@@ -163,4 +163,4 @@ def format_html(report: MorningReport) -> str:
     template = Environment(
         loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
     ).get_template("report.html")
-    return template.render(_template_data(report))
+    return template.render(_make_template_data(report))

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.queue.fair_share import (
+    compute_decayed_device_s_by_user,
+    make_fair_tree,
+)
 from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -48,11 +51,13 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
     jobs = state.live_jobs
     tree = make_fair_tree(
         policy,
-        decayed_device_s_by_user(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()),
+        compute_decayed_device_s_by_user(
+            replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()
+        ),
     )
     held_devices = count_devices_by_team(policy, state.jobs.values())
     teams = {team.name: team for team in policy.teams} | {
-        (default_team := policy.team_of("")).name: default_team
+        (default_team := policy.find_team("")).name: default_team
     }
     users = {
         *tree.of_users,
@@ -60,17 +65,17 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
         *(user for team in policy.teams for user in team.users),
     }
     active_teams = {
-        policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))
+        policy.find_team(user).name for user in (*tree.of_users, *(job.user for job in jobs))
     }
     shares = sum(teams[name].shares for name in active_teams)
     used = sum(tree.of_teams.values())
     views_of_teams = []
     for name, team in teams.items():
         members = sorted(
-            (user for user in users if policy.team_of(user).name == name),
-            key=lambda u: (tree.fair_share_key_of_user(u), u),
+            (user for user in users if policy.find_team(user).name == name),
+            key=lambda u: (tree.compute_fair_share_key(u), u),
         )
-        views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
+        views = [_make_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(
             TeamView(
                 name=name,
@@ -91,7 +96,7 @@ def make_teams_view(state: State, now_s: float) -> list[TeamView]:
     )
 
 
-def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
+def _make_user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
     of_user = [job.status for job in jobs if job.user == user]
     return UserView(
         name=user,

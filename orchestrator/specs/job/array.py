@@ -44,7 +44,7 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
             hint=hint,
         )
     max_concurrent = read_max_concurrent(data, len(rows), source)
-    rest = with_array_name_as_family(rest)
+    rest = set_array_name_as_family(rest)
     return [
         fill_placeholders(rest, {INDEX: number, **row})
         | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
@@ -68,7 +68,7 @@ def read_max_concurrent(data: Mapping[str, Any], default: int, source: str) -> i
     return count
 
 
-def with_array_name_as_family(data: Mapping[str, Any]) -> JsonObject:
+def set_array_name_as_family(data: Mapping[str, Any]) -> JsonObject:
     """Return the document with `family` set to the array's name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)

@@ -201,11 +201,11 @@ class TrainingSpec(Strict):
             )
 
 
-def model_from_json(data: JsonObject) -> ModelSpec:
+def parse_model_json(data: JsonObject) -> ModelSpec:
     """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
     return from_json(ModelSpec, data)
 
 
-def training_from_json(data: JsonObject) -> TrainingSpec:
+def parse_training_json(data: JsonObject) -> TrainingSpec:
     """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
     return from_json(TrainingSpec, data)

@@ -43,7 +43,7 @@ def change_paths(spec: JobSpec, change_path: Change) -> JobSpec:
     for key in ("model", "trains"):
         model = getattr(spec, key)
         if model is not None:
-            changed[key] = _with_model_paths(model, key, change_path)
+            changed[key] = _change_model_paths(model, key, change_path)
     return spec.model_copy(update=changed)
 
 
@@ -59,7 +59,7 @@ def list_paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from pairs
 
 
-def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
+def _change_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
         return (

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
-from orchestrator.specs.engines import facts_of
+from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.errors import SpecError, find_closest_word
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
@@ -169,7 +169,9 @@ def check_pins(
     values = dict(pins)
     if values.get("optimizer_in_backward"):
         check_update_in_backward(clip_norm, "plan.optimizer_in_backward")
-    engines = tuple(engine for engine in Engine if facts_of(engine).is_ours is (knobs is None))
+    engines = tuple(
+        engine for engine in Engine if get_engine_facts(engine).is_ours is (knobs is None)
+    )
     if (engine := values.get("engine", engines[0])) not in engines:
         raise SpecError(
             "the job has another engine",

@@ -8,7 +8,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.pins import KNOB_OF
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import SETTINGS, Setting, settings_as_text
+from orchestrator.specs.settings import SETTINGS, Setting, format_settings
 
 
 def list_recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
@@ -18,9 +18,9 @@ def list_recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
     A script decides all other settings itself, so the plan's values for them are only defaults.
     """
     if not spec.is_script:
-        return settings_as_text(plan)
+        return format_settings(plan)
     unknown = {setting.name for setting in SETTINGS if not _is_setting_known(spec, plan, setting)}
-    return {name: value for name, value in settings_as_text(plan).items() if name not in unknown}
+    return {name: value for name, value in format_settings(plan).items() if name not in unknown}
 
 
 def find_recorded_precision(spec: JobSpec) -> dict[str, str]:

@@ -45,7 +45,7 @@ from orchestrator.specs.job.sections import (
     Remedy,
     Retries,
 )
-from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
+from orchestrator.specs.job.sweep import METRICS, Trial, make_sweep_json_schema
 from orchestrator.specs.job.trainer import (
     ConfigFile,
     Knobs,
@@ -64,7 +64,7 @@ from orchestrator.specs.spec_model import (
     SpecModel,
     StringMap,
     Variable,
-    json_schema_of,
+    make_json_schema,
 )
 
 FAMILY_LENGTH_MAX = 200  # characters
@@ -401,9 +401,9 @@ class JobSpec(SpecModel):
             )
 
 
-def job_json_schema() -> JsonObject:
+def make_job_json_schema() -> JsonObject:
     """Return the JSON Schema (2020-12) of a job file, for editors."""
-    schema = json_schema_of(JobSpec)
+    schema = make_json_schema(JobSpec)
     schema["properties"] |= {
         "array": {
             "anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}],
@@ -423,5 +423,5 @@ def job_json_schema() -> JsonObject:
             "examples": [{"method": "grid", "parameters": {"lr": {"values": [0.001, 0.0001]}}}],
         },
     }
-    schema["$defs"] |= sweep_json_schema()
+    schema["$defs"] |= make_sweep_json_schema()
     return schema

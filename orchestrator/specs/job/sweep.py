@@ -12,7 +12,7 @@ from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
 from orchestrator.specs.job.array import INDEX, JOBS_MAX
 from orchestrator.specs.job.model import EXACT_MAX, STEPS_MAX
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.spec_model import AS_PAIRS, Number, SpecModel, json_schema_of
+from orchestrator.specs.spec_model import AS_PAIRS, Number, SpecModel, make_json_schema
 
 REAL_MAX = 1e300
 Whole = Annotated[int, Field(ge=-EXACT_MAX, le=EXACT_MAX)]
@@ -159,7 +159,7 @@ class Sweep(SpecModel):
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
-    def grid_parameters_of_trial(self, trial_number: int) -> dict[str, Value]:
+    def compute_grid_parameters(self, trial_number: int) -> dict[str, Value]:
         """Return {parameter: value} of this trial of the grid, counted from 0; the last parameter
         varies fastest.
         """
@@ -219,10 +219,10 @@ def list_template_parts(
             yield (*parent_keys, str(key)), part
 
 
-def sweep_json_schema() -> JsonObject:
+def make_sweep_json_schema() -> JsonObject:
     """Return the `$defs` of `sweep:` for the JSON Schema of a job file."""
-    schema = json_schema_of(Sweep)
-    parameter = json_schema_of(Parameter)
+    schema = make_json_schema(Sweep)
+    parameter = make_json_schema(Parameter)
     schema["properties"]["parameters"]["additionalProperties"] = {"$ref": "#/$defs/Parameter"}
     definitions = {"Sweep": schema, "Parameter": parameter}
     plain = {

@@ -312,7 +312,7 @@ def check_script(
     if (
         launch == "dora"
         and command
-        and (program_name(command[0]), *command[1:2]) != ("dora", "run")
+        and (get_program_name(command[0]), *command[1:2]) != ("dora", "run")
     ):
         raise SpecError(
             "`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3])
@@ -367,15 +367,15 @@ def replace_interpreter(command: Sequence[str], python: str) -> Argv:
     """
     program, *arguments = command
     if not is_python(program):
-        return (f"{python.rpartition('/')[0] or '.'}/{program_name(program)}", *arguments)
+        return (f"{python.rpartition('/')[0] or '.'}/{get_program_name(program)}", *arguments)
     return (python, *arguments)
 
 
 def is_python(program: str) -> bool:
     """Return whether the program (a command's first word) is a Python interpreter."""
-    return re.fullmatch(r"python[0-9.]*", program_name(program)) is not None
+    return re.fullmatch(r"python[0-9.]*", get_program_name(program)) is not None
 
 
-def program_name(program: str) -> str:
+def get_program_name(program: str) -> str:
     """Return the last part of a program's path, such as `python3` of /usr/bin/python3."""
     return program.rpartition("/")[2]

@@ -153,7 +153,7 @@ def prepare_weight_for_saving(weight: Tensor) -> Tensor | Narrow:
     return Narrow(chunks.parts, chunks.size())
 
 
-def with_recipe_prefix(recipe_name: str, state: State) -> State:
+def add_recipe_prefix(recipe_name: str, state: State) -> State:
     """Return the state with the recipe's name inserted in all names, as several recipes share a
     checkpoint; unchanged for "".
 

@@ -41,17 +41,17 @@ class WrittenFile:
     crc32: str  # 8 hexadecimal digits
 
 
-def complete_checkpoint_path(checkpoints: Path, step: int) -> Path:
+def get_complete_checkpoint_path(checkpoints: Path, step: int) -> Path:
     """Return the folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
-def unfinished_checkpoint_path(checkpoints: Path, attempt_number: int, step: int) -> Path:
+def get_unfinished_checkpoint_path(checkpoints: Path, attempt_number: int, step: int) -> Path:
     """Return the folder in which this attempt writes the checkpoint of `step` until it is complete."""
     return checkpoints / f".writing-{attempt_number}-step-{step:08d}"
 
 
-def step_of_checkpoint(checkpoint: Path) -> int:
+def read_step_of_checkpoint(checkpoint: Path) -> int:
     """Return the number of optimizer steps of a complete checkpoint, from its name."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is not the name of a complete checkpoint"
@@ -96,7 +96,7 @@ def list_superseded(checkpoints: Path) -> list[Path]:
         else [
             path
             for path in list_published(checkpoints)
-            if step_of_checkpoint(path) < step_of_checkpoint(newest)
+            if read_step_of_checkpoint(path) < read_step_of_checkpoint(newest)
         ]
     )
     return older + [path for pattern in patterns for path in _match_folders(checkpoints, pattern)]
@@ -113,7 +113,7 @@ def find_damage(
     try:
         files = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
-        return [f"{MANIFEST}: {_error_text(error)}"]
+        return [f"{MANIFEST}: {_format_error(error)}"]
     mine = sorted(files)[part_index::part_count]
     return [
         problem
@@ -171,19 +171,19 @@ def publish_checkpoint(checkpoints: Path, attempt_number: int, step: int, keep_c
 
     Raises OSError if it is damaged; older checkpoints then stay.
     """
-    target = complete_checkpoint_path(checkpoints, step)
+    target = get_complete_checkpoint_path(checkpoints, step)
     if (
         target.exists()
     ):  # an earlier attempt, resumed from an older checkpoint, wrote the same content
         _remove_checkpoint(target)
-    unfinished_checkpoint_path(checkpoints, attempt_number, step).rename(target)
+    get_unfinished_checkpoint_path(checkpoints, attempt_number, step).rename(target)
     _sync_folder(checkpoints)
     wrong = find_damage(target, read_files=False)
     if wrong:
         raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
     newest = list_complete(checkpoints)[-keep_count:]
     for old in list_published(checkpoints):
-        if step_of_checkpoint(old) < step_of_checkpoint(newest[0]):
+        if read_step_of_checkpoint(old) < read_step_of_checkpoint(newest[0]):
             _remove_checkpoint(old)
 
 
@@ -231,7 +231,7 @@ def _find_file_damage(path: Path, expected: WrittenFile, reads_content: bool) ->
         if reads_content and _crc32(path) != expected.crc32:
             return [f"{path.name}: its content is not what was written (CRC-32)"]
     except (OSError, ValueError) as error:  # ValueError: no name that a file can have
-        return [f"{path.name}: {_error_text(error)}"]
+        return [f"{path.name}: {_format_error(error)}"]
     return []
 
 
@@ -244,7 +244,7 @@ def _crc32(path: Path) -> str:
     return _format_checksum(crc)
 
 
-def _error_text(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "it is missing"
     return str(error.strerror if isinstance(error, OSError) else error)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.frozen import frozen
-from orchestrator.training.guard.virtual_device import host_memory
+from orchestrator.training.guard.virtual_device import use_host_memory
 
 Shape = tuple[int, ...]
 
@@ -77,7 +77,7 @@ class Chunks:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties(dtype=self.dtype_of(part)),
+                    properties=TensorProperties(dtype=self.get_dtype(part)),
                     size=self._shape,
                 ),
             )
@@ -94,7 +94,7 @@ class Chunks:
         assert index.offset is not None, index
         return self.parts[tuple(index.offset)]
 
-    def dtype_of(self, part: Tensor) -> torch.dtype:
+    def get_dtype(self, part: Tensor) -> torch.dtype:
         """Return the dtype in which a checkpoint stores this part."""
         return self.stored_dtype or part.dtype
 
@@ -112,7 +112,7 @@ class Narrow(Chunks):
 
     def make_fp32_buffers(self) -> Chunks:
         """Return empty fp32 rectangles in host memory, into which values can be loaded."""
-        with host_memory():
+        with use_host_memory():
             return Chunks(
                 {offset: torch.empty(part.shape) for offset, part in self.parts.items()},
                 self.size(),
@@ -140,7 +140,7 @@ class Fragment(Chunks):
         super().__init__(parts, shape)
 
 
-def local_part_of(tensor: Tensor) -> Tensor:
+def get_local_part(tensor: Tensor) -> Tensor:
     """Return the rank's part of a distributed tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.checkpoint.fragment import Chunks, Shape, local_part_of, make_chunks
-from orchestrator.training.guard.virtual_device import host_memory
+from orchestrator.training.checkpoint.fragment import Chunks, Shape, get_local_part, make_chunks
+from orchestrator.training.guard.virtual_device import use_host_memory
 
 ALIGNMENT_BYTES = 64  # a cache line: copies need not split one
 
@@ -31,12 +31,12 @@ class HostCopy:
         """Allocate the memory; all ranks of `group` must call it."""
         self._pinned: Tensor | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with torch.no_grad(), host_memory():
+        with torch.no_grad(), use_host_memory():
             values = {name: make_chunks(value) for name, value in state.items()}
             local = []
             for name, value in values.items():
                 for offset in value.parts:
-                    local.append((name, offset, _bytes_of_part(value, offset)))
+                    local.append((name, offset, _compute_part_bytes(value, offset)))
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, local, group=group)
             mine = divide_parts(everyone)[group.rank()]
@@ -54,9 +54,9 @@ class HostCopy:
 
         On CUDA the copies are asynchronous: call `wait` before the copies are read.
         """
-        with torch.no_grad(), host_memory():
+        with torch.no_grad(), use_host_memory():
             for (name, offset), buffer in self._buffers.items():
-                buffer.copy_(_part_at(state[name], offset), non_blocking=True)
+                buffer.copy_(_get_part(state[name], offset), non_blocking=True)
         if self._copied:
             self._copied.record()
 
@@ -82,7 +82,7 @@ class HostCopy:
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
         sizes = [
-            -(-_bytes_of_part(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            -(-_compute_part_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             for _, start, value in parts
         ]
         memory = mmap.mmap(
@@ -96,7 +96,7 @@ class HostCopy:
         offset = 0
         for (name, start, value), size in zip(parts, sizes, strict=True):
             part = value.parts[start]
-            dtype = value.dtype_of(part)
+            dtype = value.get_dtype(part)
             if part.numel():
                 flat = torch.frombuffer(memory, dtype=dtype, count=part.numel(), offset=offset)
             else:
@@ -136,13 +136,13 @@ def divide_parts(parts_by_rank: Sequence[Sequence[Part]]) -> list[list[Part]]:
     return shared
 
 
-def _bytes_of_part(chunks: Chunks, offset: Shape) -> int:
+def _compute_part_bytes(chunks: Chunks, offset: Shape) -> int:
     part = chunks.parts[offset]
-    return part.numel() * chunks.dtype_of(part).itemsize
+    return part.numel() * chunks.get_dtype(part).itemsize
 
 
-def _part_at(value: Any, offset: Shape) -> Tensor:
+def _get_part(value: Any, offset: Shape) -> Tensor:
     """Return the rank's part of a value at this offset; faster than `make_chunks`, as it runs
     between two steps.
     """
-    return value.parts[offset] if isinstance(value, Chunks) else local_part_of(value)
+    return value.parts[offset] if isinstance(value, Chunks) else get_local_part(value)

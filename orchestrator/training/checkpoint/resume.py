@@ -20,13 +20,13 @@ def find_newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | No
     if group.rank() == 0:
         steps = [
             [
-                checkpoint_folder.step_of_checkpoint(path)
+                checkpoint_folder.read_step_of_checkpoint(path)
                 for path in reversed(checkpoint_folder.list_published(checkpoints))
             ]
         ]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in steps[0]:
-        path = checkpoint_folder.complete_checkpoint_path(checkpoints, step)
+        path = checkpoint_folder.get_complete_checkpoint_path(checkpoints, step)
         damages: list[list[str]] = [[] for _ in range(group.size())]
         mine = checkpoint_folder.find_damage(path, part_index=group.rank(), part_count=group.size())
         dist.all_gather_object(damages, mine, group=group)

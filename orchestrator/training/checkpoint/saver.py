@@ -93,7 +93,7 @@ class CheckpointSaver:
         time.sleep(HAND_OVER_S)
         try:
             host_copy.wait()
-            folder = checkpoint_folder.unfinished_checkpoint_path(
+            folder = checkpoint_folder.get_unfinished_checkpoint_path(
                 self._checkpoints, self._run.epoch, progress.step
             )
             self._publish(

@@ -45,7 +45,7 @@ class Dispatch:
         )
         weighted_SD = answers_SD * weights_NK.flatten()[order_S].unsqueeze(-1)
         return (
-            weighted_SD[_inverse_permutation(order_S)]
+            weighted_SD[_compute_inverse_permutation(order_S)]
             .view(*chosen_NK.shape, -1)
             .sum(dim=1)
             .to(x_ND.dtype)
@@ -96,7 +96,9 @@ class _Routes(NamedTuple):
         return self._exchange(x_SD, self.sent, self.received)[self.order_R]
 
     def to_tokens(self, x_RD: Tensor) -> Tensor:
-        return self._exchange(x_RD[_inverse_permutation(self.order_R)], self.received, self.sent)
+        return self._exchange(
+            x_RD[_compute_inverse_permutation(self.order_R)], self.received, self.sent
+        )
 
     def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         gathered = x.new_empty(sum(received), *x.shape[1:])
@@ -104,7 +106,7 @@ class _Routes(NamedTuple):
         return gathered
 
 
-def _inverse_permutation(order: Tensor) -> Tensor:
+def _compute_inverse_permutation(order: Tensor) -> Tensor:
     """Return the inverse of a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)

@@ -123,7 +123,7 @@ def _map_file(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def sample_index_at(position: int, sample_count: int, seed: int) -> int:
+def compute_sample_index(position: int, sample_count: int, seed: int) -> int:
     """Return the index of the sample at a position of the training; each epoch is its own
     permutation of the `sample_count` samples.
     """
@@ -155,7 +155,9 @@ def _permute(value: int, half_bits: int, permutation_key: str) -> int:
 
 def list_global_batch(first_position: int, count: int, sample_count: int, seed: int) -> list[int]:
     """Return the sample indices at `count` positions from `first_position` on."""
-    return [sample_index_at(first_position + offset, sample_count, seed) for offset in range(count)]
+    return [
+        compute_sample_index(first_position + offset, sample_count, seed) for offset in range(count)
+    ]
 
 
 def split_micro_batches(

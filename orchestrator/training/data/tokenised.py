@@ -145,7 +145,7 @@ def _load_token_files(run: TrainingRun, sequence_length: int, vocab_size: int) -
     _fill_once(
         folder,
         lambda into: _write_token_statistics(
-            into, max(map(_largest_token, streams)), sum(map(len, streams))
+            into, max(map(_find_largest_token, streams)), sum(map(len, streams))
         ),
     )
     _check_vocabulary(folder, vocab_size)
@@ -168,7 +168,7 @@ def _map_token_file(file_path: str) -> np.ndarray:
     return array
 
 
-def _largest_token(tokens: np.ndarray) -> int:
+def _find_largest_token(tokens: np.ndarray) -> int:
     """Return the largest token. Raises SpecError if one is negative."""
     largest = 0
     for start in range(0, len(tokens), SCANNED_AT_ONCE):

@@ -56,8 +56,10 @@ class AlternatingEngine:
                 got="true",
             )
         _check_recipe_names(recipes, training)
-        seeded = [self._with_own_randomness(part) for part in recipes]
-        self._engines = [build_engine(part, _training_of_recipe(part, training)) for part in seeded]
+        seeded = [self._add_own_randomness(part) for part in recipes]
+        self._engines = [
+            build_engine(part, _make_recipe_training(part, training)) for part in seeded
+        ]
         self._parts = [_TurnModule(part.module) for part in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for
         # its own turn only.
@@ -82,7 +84,7 @@ class AlternatingEngine:
     def state(self) -> State:
         return {name: value for engine in self._engines for name, value in engine.state().items()}
 
-    def _with_own_randomness(self, recipe: Recipe) -> Recipe:
+    def _add_own_randomness(self, recipe: Recipe) -> Recipe:
         """Return the recipe with a loss whose layers draw the same random numbers, whichever
         recipe's turn it is.
         """
@@ -114,7 +116,7 @@ class _TurnModule:
             parameter.grad = None
 
 
-def _training_of_recipe(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
+def _make_recipe_training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
     """Return the job's training settings for one recipe: with its own learning rate, and `freeze`
     by its own parameter names.
     """

@@ -41,9 +41,9 @@ from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines import deepspeed_nvme
 from orchestrator.training.engines.deepspeed_masters import (
     MasterPiece,
+    compute_own_start_and_length,
     list_masters,
     list_pieces,
-    own_start_and_length,
 )
 from orchestrator.training.engines.deepspeed_release import dismantle_after
 from orchestrator.training.engines.deepspeed_settings import make_deepspeed_settings
@@ -51,14 +51,14 @@ from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.engines.optimizers import (
     STEPS,
     OptimizerUpdates,
-    clipping_factor,
-    gradient_norm,
+    compute_clipping_factor,
+    compute_gradient_norm,
+    get_optimizer_state_device,
     list_state_names,
-    optimizer_state_device,
     scale_gradients,
 )
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.guard.virtual_device import host_memory
+from orchestrator.training.guard.virtual_device import use_host_memory
 
 
 class DeepSpeedEngine:
@@ -89,19 +89,24 @@ class DeepSpeedEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_parameters(recipe.module, training.freeze, step)
         _make_deepspeed_join_process_group(device)
-        config = make_deepspeed_settings(plan, training, device, self._file_offload_settings(run))
+        config = make_deepspeed_settings(
+            plan, training, device, self._make_file_offload_settings(run)
+        )
         exact = self._make_initial_weights() if self._keeps_copies and not resume_from else None
         self._make_parameters(config, resume_from)
         if resume_from:  # before DeepSpeed copies the weights into its masters
-            self._load(resume_from, self._weights_in_use())
+            self._load(resume_from, self._collect_weights_in_use())
         self._updates = OptimizerUpdates(
-            self._module.named_parameters(), training, optimizer_state_device(plan, device), step
+            self._module.named_parameters(),
+            training,
+            get_optimizer_state_device(plan, device),
+            step,
         )
         self._trained = self._updates.parameters
         self._waiting = tuple(self._make_frozen_copies())
         self._engine = self._initialise_deepspeed(config)
         dismantle_after(self, self._engine, self._updates.optimizer)
-        self._updates.allocate(self._masters())
+        self._updates.allocate(self._list_masters())
         self._initialise_states(resume_from, exact)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
@@ -137,7 +142,7 @@ class DeepSpeedEngine:
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> State:
-        return checkpoint.with_recipe_prefix(
+        return checkpoint.add_recipe_prefix(
             self._recipe.name, self._state(self._copy_swapped_to_host())
         )
 
@@ -172,7 +177,7 @@ class DeepSpeedEngine:
 
     def _load(self, saved_checkpoint: checkpoint.SavedCheckpoint, state: State) -> None:
         checkpoint.load_state(
-            saved_checkpoint.path, checkpoint.with_recipe_prefix(self._recipe.name, state)
+            saved_checkpoint.path, checkpoint.add_recipe_prefix(self._recipe.name, state)
         )
 
     def _copy_swapped_to_host(self) -> deepspeed_nvme.Swapped:
@@ -202,16 +207,18 @@ class DeepSpeedEngine:
             checkpoint.collect_model_state(self._module, frozenset())
         )  # buffers
         state |= (
-            dict(self._weights_that_unfreeze_later())
-            | dict(self._fragments(swapped, moments_until_step))
+            dict(self._collect_weights_that_unfreeze_later())
+            | dict(self._iterate_fragments(swapped, moments_until_step))
             | {STEPS: self._updates.steps}
         )
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
 
     def _clip_gradients(self) -> float:
         """Clip the gradients of the parameters at stage 0, and return their norm before clipping."""
-        norm = gradient_norm(self._trained.values()).item()
-        scale_gradients(self._trained.values(), clipping_factor(norm, self._training.clip_norm))
+        norm = compute_gradient_norm(self._trained.values()).item()
+        scale_gradients(
+            self._trained.values(), compute_clipping_factor(norm, self._training.clip_norm)
+        )
         return norm
 
     def _initialise_deepspeed(self, config: JsonObject) -> Any:
@@ -238,7 +245,7 @@ class DeepSpeedEngine:
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
         return engine
 
-    def _masters(self) -> list[list[Tensor]] | None:
+    def _list_masters(self) -> list[list[Tensor]] | None:
         """Return this rank's flat master weights, per group of parameters; None at stage 0, which
         updates the parameters themselves.
         """
@@ -286,23 +293,27 @@ class DeepSpeedEngine:
                 module=part, config_dict_or_path=config, param_swapper=swapper
             ).param_swapper
 
-    def _weights_in_use(self) -> State:
+    def _collect_weights_in_use(self) -> State:
         """Return {name: weight or buffer} before DeepSpeed's `initialize`: whole, or at stage 3
         this rank's part.
         """
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.collect_model_state(self._module, self._changing)
         buffers = checkpoint.collect_model_state(self._module, frozenset())
-        return buffers if self._weights_swapped else buffers | self._own_fragments(self._changing)
+        return (
+            buffers
+            if self._weights_swapped
+            else buffers | self._collect_own_fragments(self._changing)
+        )
 
-    def _own_fragments(self, names: Iterable[str]) -> dict[str, Any]:
+    def _collect_own_fragments(self, names: Iterable[str]) -> dict[str, Any]:
         """Return {`model.<name>`: this rank's consecutive elements} of parameters that stage 3 has
         partitioned.
         """
         named = dict(self._module.named_parameters())
         runs = {}
         for name in names:
-            start, count = own_start_and_length(self._shapes[name].numel())
+            start, count = compute_own_start_and_length(self._shapes[name].numel())
             run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
             runs[f"model.{name}"] = Fragment(run, start, self._shapes[name])
         return runs
@@ -314,7 +325,7 @@ class DeepSpeedEngine:
         """
         if self._recipe.initialise is None:
             named = dict(self._module.named_parameters())
-            with host_memory():
+            with use_host_memory():
                 copies = {
                     name: named[name].detach().to("cpu", copy=True) for name in self._changing
                 }
@@ -333,12 +344,12 @@ class DeepSpeedEngine:
         unfreeze later; none where no copy is needed.
         """
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
-            start, count = own_start_and_length(self._shapes[name].numel())
-            with host_memory():
+            start, count = compute_own_start_and_length(self._shapes[name].numel())
+            with use_host_memory():
                 flat = torch.zeros(count)
             yield MasterPiece(name=name, flat=flat, offset=0, start=start, count=count)
 
-    def _weights_that_unfreeze_later(self) -> Mapping[str, Any]:
+    def _collect_weights_that_unfreeze_later(self) -> Mapping[str, Any]:
         """Return {`model.<name>`: weight} of parameters that unfreeze later: the fp32 copies, else
         the weights in use.
         """
@@ -349,11 +360,11 @@ class DeepSpeedEngine:
             }
         names = self._changing - set(self._trained)
         if self._plan.zero_stage is ZeroStage.PARAMETERS:
-            return self._own_fragments(names)
+            return self._collect_own_fragments(names)
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
-    def _fragments(
+    def _iterate_fragments(
         self, swapped: deepspeed_nvme.Swapped, moments_until_step: int | None
     ) -> Iterator[tuple[str, Fragment]]:
         """Yield (name, fragment) of this rank's part of every master and moment.
@@ -384,17 +395,17 @@ class DeepSpeedEngine:
                     Fragment(piece.view_in(values[moment]), piece.start, shape),
                 )
 
-    def _file_offload_settings(self, run: TrainingRun) -> JsonObject | None:
+    def _make_file_offload_settings(self, run: TrainingRun) -> JsonObject | None:
         """Return the part of DeepSpeed's configuration for offload to files; None without such
         offload.
         """
         if not self._is_swapped:
             return None
         folder = deepspeed_nvme.prepare_swap_folder(run) / (self._recipe.name or "model")
-        run_elements = deepspeed_nvme.largest_part_elements(
+        run_elements = deepspeed_nvme.compute_largest_part_elements(
             list(self._shapes.values()), self._plan.layout.dp
         )
-        return deepspeed_nvme.offload_settings(
+        return deepspeed_nvme.make_offload_settings(
             self._plan, folder, run_elements, pin_memory=self._device.type == "cuda"
         )
 

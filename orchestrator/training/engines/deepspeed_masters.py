@@ -52,7 +52,7 @@ def list_pieces(
             yield piece
 
 
-def own_start_and_length(parameter_elements: int) -> tuple[int, int]:
+def compute_own_start_and_length(parameter_elements: int) -> tuple[int, int]:
     """Return (start, length) of this rank's consecutive elements of a parameter, which stage 3
     splits equally.
     """
@@ -83,7 +83,7 @@ def _find_partitioned_piece(
     if the rank has none.
     """
     group, offset, _ = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
-    start, count = own_start_and_length(parameter.ds_numel)  # type: ignore[attr-defined]
+    start, count = compute_own_start_and_length(parameter.ds_numel)  # type: ignore[attr-defined]
     flat = zero_optimizer.fp32_partitioned_groups_flat[group]
     return (
         MasterPiece(name=name, flat=flat, offset=offset, start=start, count=count)

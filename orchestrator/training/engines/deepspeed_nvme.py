@@ -37,7 +37,7 @@ Swapped = dict[
 ]  # by id of a flat master: its values and those of its moments, by name
 
 
-def why_no_nvme_offload(extensions_folder: Path) -> str | None:
+def find_nvme_obstacle(extensions_folder: Path) -> str | None:
     """Return why DeepSpeed cannot offload to files, with the remedy; None if it can.
 
     `extensions_folder` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions
@@ -86,7 +86,7 @@ def prepare_swap_folder(run: TrainingRun) -> Path:
         raise SpecError(
             "offload to NVMe needs a writable folder", path="nvme_folder", got=str(run.nvme_folder)
         )
-    problem = why_no_nvme_offload(find_extensions_folder())
+    problem = find_nvme_obstacle(find_extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
     remove_older_swap_folders(folder)
@@ -100,7 +100,7 @@ def remove_older_swap_folders(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def offload_settings(
+def make_offload_settings(
     plan: Plan, folder: Path, largest_part_elements: int, *, pin_memory: bool
 ) -> JsonObject:
     """Return the plan's entries of `zero_optimization` for offload to files.
@@ -128,7 +128,7 @@ def copy_swapped(zero_optimizer: Any, moment_names: Sequence[str]) -> Swapped:
     for flat in _iterate_swapped_in(zero_optimizer, writes_back=False):
         copies[id(flat)] = {
             name: tensor.clone()
-            for name, tensor in _tensors_of_master(zero_optimizer, flat, moment_names).items()
+            for name, tensor in _read_master_tensors(zero_optimizer, flat, moment_names).items()
         }
     return copies
 
@@ -136,11 +136,11 @@ def copy_swapped(zero_optimizer: Any, moment_names: Sequence[str]) -> Swapped:
 def write_back(zero_optimizer: Any, moment_names: Sequence[str], host_copies: Swapped) -> None:
     """Write the host copies that `copy_swapped` returned back to the files."""
     for flat in _iterate_swapped_in(zero_optimizer, writes_back=True):
-        for name, tensor in _tensors_of_master(zero_optimizer, flat, moment_names).items():
+        for name, tensor in _read_master_tensors(zero_optimizer, flat, moment_names).items():
             tensor.copy_(host_copies[id(flat)][name])
 
 
-def _tensors_of_master(
+def _read_master_tensors(
     zero_optimizer: Any, master: Tensor, moment_names: Sequence[str]
 ) -> Mapping[str, Tensor]:
     return {MASTER: master.detach()} | {
@@ -164,7 +164,7 @@ def _iterate_swapped_in(zero_optimizer: Any, *, writes_back: bool) -> Iterator[T
                 zero_optimizer._release_swap_buffers(index)
 
 
-def largest_part_elements(shapes: Sequence[torch.Size], rank_count: int) -> int:
+def compute_largest_part_elements(shapes: Sequence[torch.Size], rank_count: int) -> int:
     """Return the elements of the largest part of any of these parameters on one of `rank_count`
     ranks.
     """
@@ -175,7 +175,10 @@ def _name_missing_tools() -> str | None:
     """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if shutil.which("ninja", path=_path_with_environment()) is None or shutil.which("c++") is None:
+    if (
+        shutil.which("ninja", path=_make_path_with_environment()) is None
+        or shutil.which("c++") is None
+    ):
         return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
     if (
         torch.version.cuda and cpp_extension.CUDA_HOME is None
@@ -186,7 +189,7 @@ def _name_missing_tools() -> str | None:
     return None
 
 
-def _path_with_environment() -> str:
+def _make_path_with_environment() -> str:
     """Return PATH with this environment's `bin`, which has ninja even if the environment is not
     activated.
     """
@@ -196,7 +199,7 @@ def _path_with_environment() -> str:
 def _compile_async_io() -> int:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    os.environ["PATH"] = _path_with_environment()
+    os.environ["PATH"] = _make_path_with_environment()
     problem = _name_missing_tools()
     if problem:
         print(problem, file=sys.stderr)

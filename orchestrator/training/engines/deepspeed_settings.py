@@ -50,7 +50,7 @@ def make_deepspeed_settings(
     file_offload: dict[str, JsonObject] | None = None,
 ) -> JsonObject:
     """Return the plan as a DeepSpeed configuration; `file_offload` is what
-    `deepspeed_nvme.offload_settings` returned, or None.
+    `deepspeed_nvme.make_offload_settings` returned, or None.
     """
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: JsonObject = {

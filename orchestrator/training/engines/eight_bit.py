@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.training.checkpoint.fragment import Chunks, Narrow, local_part_of, make_chunks
+from orchestrator.training.checkpoint.fragment import Chunks, Narrow, get_local_part, make_chunks
 
 # elements
 BLOCK = 256
@@ -51,7 +51,7 @@ def make_optimizer_state(tensor: Tensor) -> dict[str, Any]:
 def _make_zero_moment(tensor: Tensor, has_sign: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = local_part_of(tensor)
+    local = get_local_part(tensor)
     if local.numel() < QUANTISED_MIN or local.numel() % BLOCK:
         moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
     else:
@@ -74,12 +74,12 @@ def prepare_moment_for_saving(moment: Tensor) -> Tensor | Chunks:
     """Return a moment in the form in which checkpoints store it, sharing its memory."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = local_part_of(moment)
+    local = get_local_part(moment)
     chunks = make_chunks(moment)
     return Narrow(chunks.parts, chunks.size()) if isinstance(local, OptimState8bit) else moment
 
 
-def compilation_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def make_compilation_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return a context for updates: compiled to one kernel per shape on CUDA, op by op on the CPU.
 
     On the CPU the compiler would take longer than the small models of virtual devices train. Both

@@ -77,7 +77,7 @@ class ExpertParallel:
         local = whole_values.chunk(mesh.size())[mesh.get_local_rank()].clone()
         return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
-    def fsdp_placement_of(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
+    def find_fsdp_placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
         """Return the placement for FSDP2 of a layer's parameter, (axis, mesh that shards it); None
         for non-experts.
 

@@ -11,7 +11,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze
 
 
-def thaw_step_of(parameter_name: str, freeze: Sequence[Freeze]) -> int | None:
+def find_thaw_step(parameter_name: str, freeze: Sequence[Freeze]) -> int | None:
     """Return the number of optimizer steps after which a parameter is trained; 0: at once, None:
     never.
 
@@ -30,7 +30,7 @@ def list_thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
     )
 
 
-def next_thaw_step(step: int, freeze: Sequence[Freeze]) -> int | None:
+def find_next_thaw_step(step: int, freeze: Sequence[Freeze]) -> int | None:
     """Return the first step after `step` at which parameters unfreeze; None without one."""
     return next((thaw for thaw in list_thaw_steps(freeze) if thaw > step), None)
 
@@ -53,7 +53,7 @@ def freeze_parameters(module: nn.Module, freeze: Sequence[Freeze], step: int) ->
                 allowed=example,
             )
     trainable = {
-        name: thaw_step_of(name, freeze)
+        name: find_thaw_step(name, freeze)
         for name, parameter in named.items()
         if parameter.requires_grad
     }

@@ -15,8 +15,8 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.training.checkpoint.fragment import Chunks
 from orchestrator.training.engines import eight_bit
-from orchestrator.training.engines.freezing import list_thaw_steps, thaw_step_of
-from orchestrator.training.engines.schedule import learning_rate_after
+from orchestrator.training.engines.freezing import find_thaw_step, list_thaw_steps
+from orchestrator.training.engines.schedule import compute_learning_rate_after
 
 # canonical name: updates done by each group of parameters that thaw together, ascending
 STEPS = "optim.steps"
@@ -57,7 +57,7 @@ class OptimizerUpdates:
         self._thaws = list_thaw_steps(training.freeze)
         groups: dict[int, Named] = {}
         for name, parameter in named_parameters:
-            thaw = thaw_step_of(name, training.freeze)
+            thaw = find_thaw_step(name, training.freeze)
             if parameter.requires_grad:
                 assert thaw is not None, f"{name} was to be frozen"
                 groups.setdefault(thaw, {})[name] = parameter
@@ -142,7 +142,7 @@ class OptimizerUpdates:
         """Set the learning rate of the update that follows `steps_done` optimizer steps."""
         for optimizer in (self.optimizer, *(alone.optimizer for alone in self._alone.values())):
             for group in optimizer.param_groups:
-                rate = learning_rate_after(self._training, steps_done)
+                rate = compute_learning_rate_after(self._training, steps_done)
                 if isinstance(group["lr"], Tensor):  # of a compiled update
                     group["lr"].fill_(rate)
                 else:
@@ -177,7 +177,7 @@ class OptimizerUpdates:
 
     def _step(self, optimizer: Any) -> None:
         with (
-            eight_bit.compilation_context(self._device)
+            eight_bit.make_compilation_context(self._device)
             if self._is_eight_bit
             else contextlib.nullcontext()
         ):
@@ -202,7 +202,7 @@ def list_state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str,
     return ("exp_avg", "exp_avg_sq")
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def compute_gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the global norm of the gradients, a scalar; the norm of a DTensor gradient is over all
     its ranks.
     """
@@ -219,14 +219,14 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def clipping_factor(norm: float, clip_norm: float | None) -> float:
+def compute_clipping_factor(norm: float, clip_norm: float | None) -> float:
     """Return the factor that scales gradients of this norm down to `clip_norm` (torch's formula); 1
     where that is None.
     """
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 
-def optimizer_state_device(plan: Plan, device: torch.device) -> torch.device:
+def get_optimizer_state_device(plan: Plan, device: torch.device) -> torch.device:
     """Return the device that holds the optimizer's states: the host's under offload."""
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 

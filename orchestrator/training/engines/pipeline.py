@@ -31,7 +31,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import list_stage_layer_ranges
-from orchestrator.training.checkpoint.fragment import local_part_of
+from orchestrator.training.checkpoint.fragment import get_local_part
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import TokenSplit
@@ -70,7 +70,7 @@ def split_model(recipe: Recipe, plan: Plan, pipeline_rank: int) -> StageShare:
     stage_indices = range(pipeline_rank, count, plan.layout.pp)
     first = recipe.stages.first
     last = recipe.stages.last
-    layer_names = _layer_names(recipe)
+    layer_names = _list_layer_names(recipe)
     initialise = recipe.initialise
 
     def by_first_name(name: str, values: Tensor) -> None:
@@ -250,7 +250,7 @@ class Pipeline:
         """Sum the gradients of parameters that the first and the last stage share, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
-            local = local_part_of(gradient)
+            local = get_local_part(gradient)
             others = torch.empty_like(local)
             exchange = [
                 dist.P2POp(dist.isend, local, peer, self._group),
@@ -402,7 +402,7 @@ def unwrapping_out_of_memory() -> Iterator[None]:
         raise
 
 
-def _layer_names(recipe: Recipe) -> list[str]:
+def _list_layer_names(recipe: Recipe) -> list[str]:
     names = {module: name for name, module in recipe.module.named_modules()}
     return [names[layer] for layer in recipe.layers]
 
@@ -416,7 +416,7 @@ def _map_shared_names(
     Raises SpecError if shared parameters forbid the split.
     """
     assert recipe.stages
-    layers = _layer_names(recipe)
+    layers = _list_layer_names(recipe)
     count = len(ranges)
     stage_of = {}
     for number, indices in enumerate(ranges):

@@ -20,7 +20,7 @@ from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.engines.batch_norm import keeping_running_statistics, list_batch_norms
 from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
-from orchestrator.training.guard.virtual_device import host_memory
+from orchestrator.training.guard.virtual_device import use_host_memory
 
 aten = torch.ops.aten
 # Expensive operations, which selective checkpointing saves: matrix products, convolutions and
@@ -105,7 +105,7 @@ class _OnHost:
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
-        with host_memory():
+        with use_host_memory():
             pinned = tensor.device.type == "cuda"
             self._copy = torch.empty(
                 tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned

@@ -7,7 +7,7 @@ import math
 from orchestrator.specs.job.model import Schedule, TrainingSpec
 
 
-def learning_rate_after(training: TrainingSpec, step: int) -> float:
+def compute_learning_rate_after(training: TrainingSpec, step: int) -> float:
     """Return the learning rate of the optimizer step that follows `step` completed ones.
 
     It rises linearly over `warmup_steps`. Then it stays constant, or decays to `min_learning_rate`

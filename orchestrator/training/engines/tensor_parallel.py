@@ -22,14 +22,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
-from orchestrator.training.checkpoint.fragment import local_part_of
+from orchestrator.training.checkpoint.fragment import get_local_part
 from orchestrator.training.contract.collectives import all_reduce_sum, exchange_with_gradient
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
     TokenSplit,
-    column_product,
-    own_tokens,
-    row_product,
+    get_own_tokens,
+    multiply_columns,
+    multiply_rows,
     sum_gradients,
 )
 
@@ -87,7 +87,7 @@ class TensorParallel:
         """
         if self.tokens:
             layers[0].register_forward_pre_hook(
-                _make_first_argument_hook(own_tokens), prepend=True, with_kwargs=True
+                _make_first_argument_hook(get_own_tokens), prepend=True, with_kwargs=True
             )
 
     def select_partial_gradients(
@@ -103,7 +103,7 @@ class TensorParallel:
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of these parameters over the ranks of `mesh`, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sum_gradients([local_part_of(gradient) for gradient in gradients], self.mesh.get_group())
+        sum_gradients([get_local_part(gradient) for gradient in gradients], self.mesh.get_group())
 
 
 def shard_recipe(
@@ -350,7 +350,7 @@ def _make_local_class(
         body[key] = property(_make_local_property(key))
     forward: Callable[..., Any] = kind.forward
     if style == "colwise" and token_split is not None:
-        body["forward"] = lambda self, x: column_product(x, self.weight, self.bias)
+        body["forward"] = lambda self, x: multiply_columns(x, self.weight, self.bias)
     elif style == "colwise" and not issubclass(kind, nn.Embedding):
         body["forward"] = lambda self, x, *args, **kwargs: forward(
             self, _all_reduce_in_backward(x, group), *args, **kwargs
@@ -360,11 +360,11 @@ def _make_local_class(
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if token_split is not None:
-                out = row_product(*args, self.weight, token_split)  # type: ignore[call-arg]
+                out = multiply_rows(*args, self.weight, token_split)  # type: ignore[call-arg]
             else:
                 out = _all_reduce_in_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
-            return out if bias is None else out + local_part_of(bias)
+            return out if bias is None else out + get_local_part(bias)
 
         body["forward"] = rowwise
     if style == "embedding":
@@ -391,7 +391,7 @@ def _make_local_property(key: str) -> Callable[[nn.Module], Tensor | None]:
         values = module._parameters[key]
         if values is None or (isinstance(values, DTensor) and values.device_mesh.ndim > 1):
             return values  # only FSDP2 reads a shard, and it needs the parameter itself
-        return local_part_of(values)
+        return get_local_part(values)
 
     return part
 

@@ -48,7 +48,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan, can_share_heads
 from orchestrator.training.checkpoint import checkpoint
-from orchestrator.training.checkpoint.fragment import local_part_of
+from orchestrator.training.checkpoint.fragment import get_local_part
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.engine import State
@@ -60,8 +60,8 @@ from orchestrator.training.engines.expert_parallel import ExpertParallel
 from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.engines.optimizers import (
     OptimizerUpdates,
-    clipping_factor,
-    optimizer_state_device,
+    compute_clipping_factor,
+    get_optimizer_state_device,
     scale_gradients,
 )
 from orchestrator.training.engines.randomness import Randomness
@@ -116,7 +116,7 @@ class TorchEngine:
             (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
         )
         self._updates = OptimizerUpdates(
-            self._named.items(), training, optimizer_state_device(plan, device), step, seed
+            self._named.items(), training, get_optimizer_state_device(plan, device), step, seed
         )
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
@@ -218,7 +218,7 @@ class TorchEngine:
                 for name in named
             }
         state = model | self._updates.state(only_unfrozen_before_step=moments_until_step) | scale
-        return checkpoint.with_recipe_prefix(self._recipe.name, state)
+        return checkpoint.add_recipe_prefix(self._recipe.name, state)
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
         batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -234,7 +234,7 @@ class TorchEngine:
         An overflowed fp16 step is skipped.
         """
         if self._plan.optimizer_in_backward:
-            norm = self._norm_over_all_ranks(self._squared)
+            norm = self._compute_norm_over_all_ranks(self._squared)
             self._squared.zero_()
             self._updates.count()
             return norm
@@ -244,28 +244,30 @@ class TorchEngine:
         scale_gradients(
             self._spread, 1 / self._plan.expert_parallel
         )  # FSDP2 averaged over the ranks that share them
-        norm = self._gradient_norm() / loss_factor
+        norm = self._compute_gradient_norm() / loss_factor
         if self._loss_scale is None or self._loss_scale.update(norm):
-            scale_gradients(self._trained, clipping_factor(norm, self._clip_norm) / loss_factor)
+            scale_gradients(
+                self._trained, compute_clipping_factor(norm, self._clip_norm) / loss_factor
+            )
             self._updates.update()
         self._updates.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _gradient_norm(self) -> float:
+    def _compute_gradient_norm(self) -> float:
         """Return the global norm of the gradients, bitwise equal on all ranks, since it decides
         whether an fp16 step is skipped.
         """
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             gradients = [
-                local_part_of(parameter.grad)
+                get_local_part(parameter.grad)
                 for parameter in parameters
                 if parameter.grad is not None
             ]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
                 squared += norms.to(squared).square().sum() / copies
-        return self._norm_over_all_ranks(squared)
+        return self._compute_norm_over_all_ranks(squared)
 
     def _add_norm_of(self, parameter: nn.Parameter) -> None:
         """Redistribute the parameter's gradient, and add its squared norm to the step's, before the
@@ -275,10 +277,10 @@ class TorchEngine:
             _redistribute_gradients([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(local_part_of(parameter.grad), dtype=torch.float32)
+        norm = torch.linalg.vector_norm(get_local_part(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
-    def _norm_over_all_ranks(self, squared_sum: Tensor) -> float:
+    def _compute_norm_over_all_ranks(self, squared_sum: Tensor) -> float:
         """Return the norm over all ranks. `squared_sum` is this rank's sum of squares, each divided
         by the ranks with the same part.
         """
@@ -491,6 +493,6 @@ def _shard_module(
             reshard_after_forward=not fsdp.keeps_gathered and part is not root_module,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
-            shard_placement_fn=expert_parallel.fsdp_placement_of if expert_parallel else None,
+            shard_placement_fn=expert_parallel.find_fsdp_placement if expert_parallel else None,
         )
     return root_module

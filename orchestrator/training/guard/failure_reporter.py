@@ -21,7 +21,7 @@ from orchestrator.specs.attempt import ErrorReport, OomReport
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.training.guard import oom_report
 from orchestrator.training.guard.monitor import write_durably
-from orchestrator.training.guard.pass_progress import fraction_of_modules_done
+from orchestrator.training.guard.pass_progress import compute_fraction_of_modules_done
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.monitor import Monitor
@@ -221,20 +221,22 @@ class FailureReporter:
     def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
         message = str(error)
         monitor = self.monitor
-        live_bytes, capacity_bytes = _live_and_capacity_bytes(monitor.device)
-        foreign_bytes = 0 if monitor.device else oom_report.foreign_bytes(message)
-        room_bytes = None if oom_report.has_process_cap(message) else monitor.allocator_room_bytes()
+        live_bytes, capacity_bytes = _get_live_and_capacity_bytes(monitor.device)
+        foreign_bytes = 0 if monitor.device else oom_report.parse_foreign_bytes(message)
+        room_bytes = (
+            None if oom_report.has_process_cap(message) else monitor.read_allocator_room_bytes()
+        )
         done = monitor.pass_done
         if done is None and monitor.phase == "forward":
-            done = fraction_of_modules_done(sys._getframe())
-        stated_bytes = oom_report.capacity_bytes(message)
+            done = compute_fraction_of_modules_done(sys._getframe())
+        stated_bytes = oom_report.parse_capacity_bytes(message)
         return OomReport(
             rank=monitor.rank,
             step=monitor.step,
             steps_done=monitor.steps_done,
             phase=monitor.phase,
             pass_done=done,
-            requested_bytes=oom_report.requested_bytes(message)
+            requested_bytes=oom_report.parse_requested_bytes(message)
             if requested_bytes is None
             else requested_bytes,
             live_bytes=live_bytes,
@@ -255,7 +257,7 @@ def _unwrap_handler(handler: Any) -> Any:
     return getattr(handler, "orc_handler", handler)
 
 
-def _live_and_capacity_bytes(device: VirtualDevice | None) -> tuple[int, int]:
+def _get_live_and_capacity_bytes(device: VirtualDevice | None) -> tuple[int, int]:
     """Return (live bytes, capacity in bytes) of this rank's virtual device; zeros if none is in
     use.
     """

@@ -109,7 +109,7 @@ class ImportedModules:
         if _list_open_descriptors() != before:
             self._doubt = self._doubt or "importing torch opens files"
         self.names = {name.partition(".")[0] for name in sys.modules}
-        self._files = {path: _file_stamp(path) for path in self._list_watched_paths()}
+        self._files = {path: _make_file_stamp(path) for path in self._list_watched_paths()}
         gc.collect()
         gc.freeze()  # the collector of a rank does not copy these pages
 
@@ -137,9 +137,9 @@ class ImportedModules:
 
     def is_stale(self) -> bool:
         """Return whether a file of a module was changed since it was imported."""
-        return any(_file_stamp(path) != stamp for path, stamp in self._files.items())
+        return any(_make_file_stamp(path) != stamp for path, stamp in self._files.items())
 
-    def why_not_forkable(self) -> str:
+    def find_fork_obstacle(self) -> str:
         """Return why no rank can be forked from this process now; "" where one can."""
         if self._doubt:
             return self._doubt
@@ -159,7 +159,9 @@ def _serve_requests(listener: socket.socket) -> Request | None:
         last_s = time.monotonic()
         connection, _ = listener.accept()
         connection.settimeout(REQUEST_S)
-        if peer_user_id(connection) != os.geteuid():  # an abstract name is open to every local user
+        if (
+            read_peer_user_id(connection) != os.geteuid()
+        ):  # an abstract name is open to every local user
             connection.close()
             continue
         try:
@@ -169,7 +171,7 @@ def _serve_requests(listener: socket.socket) -> Request | None:
             connection.close()
             continue
         is_stale = imports.is_stale()
-        doubt = "installed files changed" if is_stale else imports.why_not_forkable()
+        doubt = "installed files changed" if is_stale else imports.find_fork_obstacle()
         if doubt:
             _send_answer(connection, {"why": doubt})
         elif not os.fork():
@@ -183,7 +185,7 @@ def _serve_requests(listener: socket.socket) -> Request | None:
     return None
 
 
-def peer_user_id(connection: socket.socket) -> int:
+def read_peer_user_id(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of the connection."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
@@ -309,7 +311,7 @@ def _list_open_descriptors() -> set[str]:
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
-def _file_stamp(path: str) -> tuple[int, ...]:
+def _make_file_stamp(path: str) -> tuple[int, ...]:
     """Return numbers that change with a file's content or a folder's entries; () where there is
     none.
     """

@@ -62,7 +62,7 @@ class Monitor:
         self.is_rank = rank is not None
         self.phase = "startup"
         self.device: VirtualDevice | None = None
-        self._passes = PassProgress(self._allocations)
+        self._passes = PassProgress(self._count_allocations)
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step = 0
         self.steps_done = 0
@@ -91,7 +91,7 @@ class Monitor:
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
         # on CUDA, before the peaks of its allocator were reset
-        self._peak_bytes = self._reserved_bytes = 0
+        self._peak_bytes = self._compute_reserved_bytes = 0
 
     def set_rank(self, rank: int) -> None:
         """Set the rank under which heartbeats are written from now on."""
@@ -126,7 +126,7 @@ class Monitor:
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._on_reported_step)
-        progress.measure(self._peak_since_last_call)
+        progress.measure(self._read_peak_since_last_call)
         torch.autograd.backward = self._count_backward_calls(torch.autograd.backward)
         torch.autograd.grad = self._count_backward_calls(torch.autograd.grad)
         self._end_startup_at_forward(torch)
@@ -150,13 +150,13 @@ class Monitor:
     @property
     def pass_done(self) -> float | None:
         """Done fraction (0 to 1) of the running forward or backward pass; None if unknown."""
-        return self._passes.fraction_done(self.phase)
+        return self._passes.compute_fraction_done(self.phase)
 
-    def _allocations(self) -> int:
+    def _count_allocations(self) -> int:
         """Return the number of allocations so far on this rank's device."""
         if self.device is not None:
             return self.device.allocations
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         return 0 if cuda is None else int(cuda.memory_stats().get("allocation.all.allocated", 0))
 
     def _count_backward_calls(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ class Monitor:
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._record_mixing_operations(*args)
             if self.steps_done < PROBE_STEPS:
-                self._forward_bytes = max(self._forward_bytes, self.live_bytes())
+                self._forward_bytes = max(self._forward_bytes, self.read_live_bytes())
             self._passes.begin_backward()
             self._enter_phase("backward")
             result = backward(*args, **kwargs)
@@ -199,23 +199,23 @@ class Monitor:
             step=self.step,
             steps_done=self.steps_done,
             step_s=statistics.median(self._durations) if self._durations else None,
-            peak_bytes=self.peak_bytes(),
+            peak_bytes=self.read_peak_bytes(),
             phase=self.phase,
             at_s=time.time(),
             loss=self._loss,
             torch_version=self._torch_version,
             python_version=platform.python_version(),
             cuda_version=self._cuda_version,
-            driver_version=_driver_version(),
-            device_model=self._device_model(),
+            driver_version=_read_driver_version(),
+            device_model=self._read_device_model(),
             device_uuid=self._uuid,
-            reserved_bytes=self.reserved_bytes(),
-            allocator_room_bytes=self.allocator_room_bytes(),
+            reserved_bytes=self.read_reserved_bytes(),
+            allocator_room_bytes=self.read_allocator_room_bytes(),
             pid=os.getpid(),
             backwards=self._backwards,
-            live_bytes=self.live_bytes(),
+            live_bytes=self.read_live_bytes(),
             forward_bytes=self._forward_bytes,
-            group_size=self._largest_group_size(),
+            group_size=self._find_largest_group_size(),
             signal=self._signal,
             mixing=self._mixing,
             step_at_s=self._step_at_s,
@@ -235,7 +235,7 @@ class Monitor:
         if self.is_rank:
             self.write_heartbeat()
 
-    def _largest_group_size(self) -> int | None:
+    def _find_largest_group_size(self) -> int | None:
         """Return the size of the largest process group that this process has joined.
 
         0 where it can have exchanged data with no other rank; None where a library other than
@@ -253,57 +253,63 @@ class Monitor:
         has_agent = rpc is not None and rpc._is_current_rpc_agent_set()
         return None if has_agent or any(name in sys.modules for name in OTHER_GROUPS) else 0
 
-    def peak_bytes(self) -> int:
+    def read_peak_bytes(self) -> int:
         """Return the peak bytes of live tensors so far on this rank's device; 0 before first use.
 
         On CUDA these are requested bytes. `max_memory_allocated` counts whole blocks: up to 1 MiB
         more for each tensor, 3 % of a Llama of 0.4 billion parameters (H100, 2026-11-26).
-        `reserved_bytes` includes these.
+        `read_reserved_bytes` includes these.
         """
         if self.device is not None:
             return self.device.peak_bytes
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         return (
-            self._peak_bytes if cuda is None else max(self._peak_bytes, _requested_peak_bytes(cuda))
+            self._peak_bytes
+            if cuda is None
+            else max(self._peak_bytes, _read_requested_peak_bytes(cuda))
         )
 
-    def _peak_since_last_call(self) -> int:
+    def _read_peak_since_last_call(self) -> int:
         """Return the peak bytes of live tensors since the last call, and reset PyTorch's own peak."""
         if self.device is not None:
             peak_bytes = self.device.recent_peak_bytes
             self.device.reset_recent_peak()
             return peak_bytes
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         if cuda is None:
             return 0
-        peak_bytes = _requested_peak_bytes(cuda)
-        self._peak_bytes, self._reserved_bytes = (
+        peak_bytes = _read_requested_peak_bytes(cuda)
+        self._peak_bytes, self._compute_reserved_bytes = (
             max(self._peak_bytes, peak_bytes),
-            self.reserved_bytes(),
+            self.read_reserved_bytes(),
         )
         cuda.reset_peak_memory_stats()
         return peak_bytes
 
-    def live_bytes(self) -> int:
+    def read_live_bytes(self) -> int:
         """Return the bytes allocated now on this rank's device; 0 before first use."""
         if self.device is not None:
             return self.device.live_bytes
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         return 0 if cuda is None else int(cuda.memory_allocated())
 
-    def reserved_bytes(self) -> int:
+    def read_reserved_bytes(self) -> int:
         """Return the peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
-        cuda = self._initialised_cuda()
-        return 0 if cuda is None else max(self._reserved_bytes, int(cuda.max_memory_reserved()))
+        cuda = self._find_initialised_cuda()
+        return (
+            0
+            if cuda is None
+            else max(self._compute_reserved_bytes, int(cuda.max_memory_reserved()))
+        )
 
-    def allocator_room_bytes(self) -> int | None:
+    def read_allocator_room_bytes(self) -> int | None:
         """Return the minimum so far of free plus reserved bytes on this rank's device; None without
         CUDA.
 
         The context, communicators, libraries with their own allocations and other processes hold
         the rest.
         """
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         if cuda is not None and not cuda.is_current_stream_capturing():
             # After a CUDA error the queries raise. Free memory is read first: what the allocator
             # reserves in between
@@ -315,9 +321,9 @@ class Monitor:
                 )
         return self._allocator_room_bytes
 
-    def _device_model(self) -> str:
+    def _read_device_model(self) -> str:
         """Return the driver's name for this rank's device; "" before its first use."""
-        cuda = self._initialised_cuda()
+        cuda = self._find_initialised_cuda()
         if cuda is not None and not self._model:
             # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
             with contextlib.suppress(Exception):
@@ -325,7 +331,7 @@ class Monitor:
                 self._uuid = str(getattr(cuda.get_device_properties(), "uuid", ""))
         return self._model
 
-    def _initialised_cuda(self) -> Any:
+    def _find_initialised_cuda(self) -> Any:
         """Return the module torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
@@ -399,7 +405,7 @@ class Monitor:
         self.step = step
         self.steps_done += 1
         self._passes.complete_step()
-        self._largest_group_size()
+        self._find_largest_group_size()
         # a program may stand still after its last step, which no later step would tell
         is_due = self.steps_done == 1 or step == self._declared_last_step
         if is_due or self.beat_after_next_step or now_s >= self._next_beat_s:
@@ -423,7 +429,7 @@ class Monitor:
 
 
 @functools.cache
-def _driver_version() -> str:
+def _read_driver_version() -> str:
     """Return the version of the loaded NVIDIA driver; "" without one."""
     try:
         return DRIVER_VERSION.read_text().strip()
@@ -431,7 +437,7 @@ def _driver_version() -> str:
         return ""
 
 
-def _requested_peak_bytes(cuda: Any) -> int:
+def _read_requested_peak_bytes(cuda: Any) -> int:
     return int(cuda.memory_stats().get("requested_bytes.all.peak") or cuda.max_memory_allocated())
 
 

@@ -71,16 +71,16 @@ def find_oom_exception(error: BaseException) -> BaseException | None:
     return next(filter(_is_out_of_memory, _list_exception_chain(error)), None)
 
 
-def requested_bytes(message: str) -> int | None:
+def parse_requested_bytes(message: str) -> int | None:
     """Return the bytes that the failed allocation requested; None if the message does not say."""
-    return _first_amount(REQUESTED, message)
+    return _find_first_amount(REQUESTED, message)
 
 
-def capacity_bytes(message: str) -> int | None:
+def parse_capacity_bytes(message: str) -> int | None:
     """Return the bytes of the device, or of this process's cap if one is set; None if the message
     has neither.
     """
-    return _first_amount((ALLOWED, *CAPACITY), message)
+    return _find_first_amount((ALLOWED, *CAPACITY), message)
 
 
 def has_process_cap(message: str) -> bool:
@@ -91,26 +91,26 @@ def has_process_cap(message: str) -> bool:
     return ALLOWED.search(message) is not None
 
 
-def free_bytes(message: str) -> int | None:
+def parse_free_bytes(message: str) -> int | None:
     """Return the free bytes of the device; None if the message does not say."""
-    return _first_amount(FREE, message)
+    return _find_first_amount(FREE, message)
 
 
-def allocated_bytes(message: str) -> int | None:
+def parse_allocated_bytes(message: str) -> int | None:
     """Return the bytes of live tensors, else of all process memory; None if the message has neither."""
-    return _first_amount((*ALLOCATED, *OWN), message)
+    return _find_first_amount((*ALLOCATED, *OWN), message)
 
 
-def unallocated_bytes(message: str) -> int | None:
+def parse_unallocated_bytes(message: str) -> int | None:
     """Return the bytes reserved by PyTorch but not allocated; None if the message does not say."""
-    reserved = _first_amount(RESERVED, message)
-    allocated = _first_amount(ALLOCATED, message)
+    reserved = _find_first_amount(RESERVED, message)
+    allocated = _find_first_amount(ALLOCATED, message)
     if reserved is not None and allocated is not None:
         return max(reserved - allocated, 0)
-    return _first_amount(UNALLOCATED, message)
+    return _find_first_amount(UNALLOCATED, message)
 
 
-def foreign_bytes(message: str) -> int:
+def parse_foreign_bytes(message: str) -> int:
     """Return the bytes that other processes hold on the device, as far as the message lists them; 0
     where it lists none.
 
@@ -119,9 +119,9 @@ def foreign_bytes(message: str) -> int:
     PyTorch's bytes counts as this one.
     """
     named = [_parse_amount(match) or 0 for match in NAMED.finditer(message)]
-    own_bytes = _first_amount(OWN, message)
-    allocated = _first_amount(ALLOCATED, message)
-    torch_bytes = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
+    own_bytes = _find_first_amount(OWN, message)
+    allocated = _find_first_amount(ALLOCATED, message)
+    torch_bytes = None if allocated is None else allocated + (parse_unallocated_bytes(message) or 0)
     if (
         own_bytes is None
         and torch_bytes is not None
@@ -129,8 +129,8 @@ def foreign_bytes(message: str) -> int:
     ):
         named.remove(min(count for count in named if count >= torch_bytes))
         return sum(named)
-    total = _first_amount(CAPACITY, message)
-    free = free_bytes(message)
+    total = _find_first_amount(CAPACITY, message)
+    free = parse_free_bytes(message)
     if named or total is None or free is None:
         return sum(named)
     if own_bytes is not None:
@@ -164,7 +164,7 @@ def _list_exception_chain(error: BaseException) -> Iterator[BaseException]:
             waiting += [current.__cause__, current.__context__]
 
 
-def _first_amount(patterns: tuple[re.Pattern[str], ...], message: str) -> int | None:
+def _find_first_amount(patterns: tuple[re.Pattern[str], ...], message: str) -> int | None:
     return next(
         (
             _parse_amount(match)

@@ -19,7 +19,7 @@ class PassProgress:
     """
 
     def __init__(self, count_allocations: Callable[[], int]) -> None:
-        self._allocations = count_allocations
+        self._count_allocations = count_allocations
         self._began = 0
         self._forward: int | None = None  # allocations of the forward pass whose backward pass runs
         self._now: list[tuple[int, int]] = []  # (forward, backward) of each pass of this step
@@ -27,18 +27,18 @@ class PassProgress:
 
     def begin_forward(self) -> None:
         """Record that a forward pass begins."""
-        self._began = self._allocations()
+        self._began = self._count_allocations()
         self._forward = None
 
     def begin_backward(self) -> None:
         """Record that the backward pass begins."""
-        now = self._allocations()
+        now = self._count_allocations()
         self._forward = now - self._began
         self._began = now
 
     def end_backward(self) -> None:
         """Record that the backward pass is done."""
-        now = self._allocations()
+        now = self._count_allocations()
         if self._forward is not None:
             self._now.append((self._forward, now - self._began))
         self._began = now
@@ -50,7 +50,7 @@ class PassProgress:
             self._last = self._now
             self._now = []
 
-    def fraction_done(self, phase: str) -> float | None:
+    def compute_fraction_done(self, phase: str) -> float | None:
         """Return the done fraction (0 to 1) of the pass in `phase`; None if no such pass has
         completed before.
         """
@@ -60,10 +60,10 @@ class PassProgress:
         if not reference or phase not in ("forward", "backward"):
             return None
         whole = reference[0][0] if phase == "forward" else reference[0][1]
-        return min(1.0, (self._allocations() - self._began) / whole) if whole > 0 else None
+        return min(1.0, (self._count_allocations() - self._began) / whole) if whole > 0 else None
 
 
-def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
+def compute_fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
     """Return the fraction (0 to 1) of the model's leaf modules registered before the running one;
     None where that says nothing.
 

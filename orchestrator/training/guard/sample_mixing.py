@@ -23,7 +23,7 @@ def list_mixing_operations(loss: Any) -> tuple[str, ...]:
     `loss` is a tensor whose graph still has its saved tensors.
     """
     counts = Counter(
-        kind for node in _list_graph_nodes(loss.grad_fn) if (kind := _mixing_kind_of(node))
+        kind for node in _list_graph_nodes(loss.grad_fn) if (kind := _find_mixing_kind(node))
     )
     rows = []
     if layers := counts["norm"]:
@@ -45,7 +45,7 @@ def _list_graph_nodes(root: Any) -> Iterator[Any]:
             left += [parent for parent, _ in node.next_functions]
 
 
-def _mixing_kind_of(node: Any) -> str | None:
+def _find_mixing_kind(node: Any) -> str | None:
     name = type(node).__name__
     if name.startswith(BATCH_NORMS):
         has_statistics = getattr(node, "_saved_training", True)

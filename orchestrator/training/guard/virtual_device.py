@@ -50,7 +50,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The operation that exceeds the capacity raises torch.OutOfMemoryError. Enter it once, before the model is built.
 
     - Counted: what operations of the entering threads return. On CPU the backward pass runs in the calling thread.
-    - Not counted: scratch inside a kernel, storages of other threads and forked children, and `host_memory()`.
+    - Not counted: scratch inside a kernel, storages of other threads and forked children, and
+      `use_host_memory()`.
     - Storages from elsewhere count from the first operation that returns a view of them.
     - Tensors that only gloo's thread still holds after a collective are waited for.
     """
@@ -101,7 +102,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage = out.untyped_storage()
                     if self._sizes.get(storage._cdata) == storage.nbytes():
                         return out
-                    added = self._grown_bytes(storage)
+                    added = self._compute_grown_bytes(storage)
                 except NotImplementedError:  # sparse and opaque layouts have no storage
                     added = self._count_inner_tensors(out)
         elif out is not None:
@@ -170,7 +171,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self not in _get_current_dispatch_mode_stack():
                 super().__enter__()  # type: ignore[no-untyped-call]
 
-    def _grown_bytes(self, storage: torch.UntypedStorage) -> int:
+    def _compute_grown_bytes(self, storage: torch.UntypedStorage) -> int:
         """Return the bytes by which the storage grew since it was last counted; negative if it
         shrank.
         """
@@ -214,7 +215,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_cpu:
             return 0
         try:
-            return self._grown_bytes(tensor.untyped_storage())
+            return self._compute_grown_bytes(tensor.untyped_storage())
         except NotImplementedError:
             return self._count_inner_tensors(tensor)
 
@@ -224,7 +225,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":
-            self._check_room(self._grown_bytes(storage))
+            self._check_room(self._compute_grown_bytes(storage))
 
     def _count_parameter(
         self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None
@@ -263,7 +264,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def host_memory() -> Iterator[None]:
+def use_host_memory() -> Iterator[None]:
     """Open a context whose new CPU storages are host memory: the virtual device never counts them.
 
     Storages that are counted already stay counted. Without a virtual device it does nothing.

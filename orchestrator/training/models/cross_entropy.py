@@ -77,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if spread:
                     chunk_CD = spread.gather(chunk_CD)
                     labels_C = spread.labels(rows)
-                chunk_loss, grad_CV = _loss_and_gradient(
+                chunk_loss, grad_CV = _compute_loss_and_gradient(
                     chunk_CD @ cast_VD.T, labels_C - first, group
                 )
                 loss += chunk_loss
@@ -151,7 +151,7 @@ def add_chunk_gradients(
         weight_grad_VD += grad_CV.T @ chunk_CD
 
 
-def _loss_and_gradient(
+def _compute_loss_and_gradient(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return (summed loss of a chunk, its gradient for the logits), fp32; the memory of fp32 logits

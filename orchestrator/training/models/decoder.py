@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         """Return hidden states [B, T, D] after this stage's layers, from tokens [B, T] or from hidden states."""
         x_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         first = self.context.first(x_BTD.shape[1]) if self.context is not None else 0
-        cos_TH, sin_TH = _rotary_tables(first, x_BTD.shape[1], self.head_dim, x_BTD.device)
+        cos_TH, sin_TH = _make_rotary_tables(first, x_BTD.shape[1], self.head_dim, x_BTD.device)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_TH, sin_TH)
         return self.norm(x_BTD) if self.norm is not None else x_BTD
@@ -167,7 +167,7 @@ def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> R
         module = Decoder(spec)
     return Recipe(
         module=module,
-        loss_sum=_batch_loss_sum,
+        loss_sum=_compute_batch_loss_sum,
         dataset=dataset,
         layers=tuple(module.layers),
         initialise=functools.partial(_initialise, seed=seed),
@@ -183,7 +183,7 @@ def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> R
     )
 
 
-def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+def _compute_batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 
@@ -194,7 +194,7 @@ def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:
         parameter.fill_(1.0)  # norm weights
 
 
-def _rotary_tables(
+def _make_rotary_tables(
     first_position: int, length: int, head_width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     frequencies = ROTARY_BASE ** (

@@ -54,7 +54,7 @@ def compute_own_loss(module: Any, tensors_by_name: Named) -> Tensor:
     ValueError if it returns none.
     """
     head = getattr(module, "module", module)  # engines wrap it
-    out = module(**forward_arguments(tensors_by_name), **constant_arguments(type(head)))
+    out = module(**make_forward_arguments(tensors_by_name), **make_constant_arguments(type(head)))
     loss = getattr(out, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError("it returns no loss")
@@ -66,7 +66,7 @@ def takes_images_or_sounds(head_class: Any) -> bool:
     return bool({*SIGNALS} & {*inspect.signature(head_class.forward).parameters})
 
 
-def constant_arguments(head_class: Any) -> dict[str, Any]:
+def make_constant_arguments(head_class: Any) -> dict[str, Any]:
     """Return the arguments of `forward` that are no tensors: a loss is requested, a cache is not."""
     flags = {"return_loss": True, "use_cache": False, "return_dict": True}
     return {
@@ -76,7 +76,7 @@ def constant_arguments(head_class: Any) -> dict[str, Any]:
     }
 
 
-def forward_arguments(tensors_by_name: Mapping[str, Tensor]) -> dict[str, Any]:
+def make_forward_arguments(tensors_by_name: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the tensors as `forward` takes them.
 
     A name `a.b` becomes key b of a dictionary per sample, `a[]` an entry of a list. The samples of
@@ -214,7 +214,7 @@ def _find_config_number(config: Any, default: int, *field_names: str) -> int:
     return next(list_config_numbers(config, *field_names), default)
 
 
-def _text_config(config: Any) -> Any:
+def _get_text_config(config: Any) -> Any:
     try:
         return config.get_text_config(decoder=True)
     except ValueError:  # several
@@ -225,7 +225,7 @@ def _make_tokens(config: Any, sample_count: int, tokens_per_sample: int) -> Tens
     """Return tokens [samples, length] to which no configuration gives a meaning, with the end of
     the text last.
     """
-    text = _text_config(config)
+    text = _get_text_config(config)
     vocabulary = _find_config_number(
         text, _find_config_number(config, 2, "vocab_size"), "vocab_size"
     )
@@ -313,7 +313,9 @@ def count_placeholder_tokens(
         features = getattr(module, name, None)
         taken = {*inspect.signature(features).parameters} if features is not None else set()
         passed = {
-            key: value for key, value in forward_arguments(tensors_by_name).items() if key in taken
+            key: value
+            for key, value in make_forward_arguments(tensors_by_name).items()
+            if key in taken
         }
         if features is not None and passed:
             out = features(**passed)
@@ -323,7 +325,7 @@ def count_placeholder_tokens(
                 count
                 // sample_count
                 // _find_config_number(
-                    _text_config(module.config), 1, "hidden_size", "d_model", "n_embd"
+                    _get_text_config(module.config), 1, "hidden_size", "d_model", "n_embd"
                 )
             )
     return None

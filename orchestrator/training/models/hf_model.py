@@ -45,13 +45,13 @@ from orchestrator.training.models.hf_heads import (
     takes_images_or_sounds,
 )
 from orchestrator.training.models.hf_parallel import (
-    context_parallel_of,
+    find_context_parallel_switch,
     find_expert_mixtures,
     find_stages,
+    get_tensor_parallel_plan,
+    get_tensor_parallel_sizes,
     limit_t5_bias_heads,
-    position_arguments,
-    tensor_parallel_of,
-    tensor_parallel_sizes_of,
+    make_position_arguments,
 )
 from orchestrator.training.models.hf_weights import (
     InitialisationRecorder,
@@ -99,11 +99,11 @@ def make_hf_recipe(
     """
     built = build_module(run, config, has_head_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
-    loss_sum: Callable[[nn.Module, Batch], Tensor] = _batch_loss_sum
+    loss_sum: Callable[[nn.Module, Batch], Tensor] = _compute_batch_loss_sum
     samples: Any = dataset
     if built.own_loss:
         samples = _find_head_samples(run, module, dataset)
-        loss_sum = functools.partial(_own_loss_sum, samples)
+        loss_sum = functools.partial(_compute_own_loss_sum, samples)
     else:
         if isinstance(dataset, AnySamples):
             samples = dataset.tokens
@@ -111,7 +111,7 @@ def make_hf_recipe(
             samples = load_dataset(
                 run,
                 vocab_size=module.get_input_embeddings().num_embeddings,
-                padding_token=_padding_token(module),
+                padding_token=_find_padding_token(module),
             )
         _set_loss(module, holds_all_logits=holds_all_logits)
     limit_t5_bias_heads(module, run.plan.layout.tp)
@@ -122,10 +122,10 @@ def make_hf_recipe(
         dataset=samples,
         layers=tuple(list_repeated_blocks(module)),
         initialise=built.initialise,
-        tensor_parallel={} if adapted else tensor_parallel_of(module),
-        tensor_parallel_sizes=tensor_parallel_sizes_of(module),
+        tensor_parallel={} if adapted else get_tensor_parallel_plan(module),
+        tensor_parallel_sizes=get_tensor_parallel_sizes(module),
         stages=None if adapted else find_stages(module),
-        context_parallel=None if adapted else context_parallel_of(module),
+        context_parallel=None if adapted else find_context_parallel_switch(module),
         experts=None if adapted else find_expert_mixtures(module),
     )
 
@@ -141,7 +141,7 @@ def build_module(
     spec = run.model
     plan = run.plan
     assert spec.hf is not None, "a job with a transformers model"
-    config = _with_causal_mask(config or read_config(spec.hf))
+    config = _set_causal_mask(config or read_config(spec.hf))
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
         _check_layout_is_supported(plan)
@@ -161,7 +161,7 @@ def build_module(
             stored = make_weight_reader(spec.hf, module)
         elif (
             spec.hf.get("tie_word_embeddings") is False
-            and (tied := _tied_head_name(module)) is not None
+            and (tied := _find_tied_head_name(module)) is not None
         ):
             noted.record_copy(*untie_parameter(module, tied))
         _fill_buffers(module, stored)
@@ -334,7 +334,7 @@ def _choose_auto_class(config: PreTrainedConfig) -> Any:
     return auto
 
 
-def _with_causal_mask(config: PreTrainedConfig) -> PreTrainedConfig:
+def _set_causal_mask(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration; for an encoder that is trained as a causal language model, a copy
     that hides later tokens.
 
@@ -358,7 +358,7 @@ def _with_causal_mask(config: PreTrainedConfig) -> PreTrainedConfig:
     return causal
 
 
-def _tied_head_name(module: PreTrainedModel) -> str | None:
+def _find_tied_head_name(module: PreTrainedModel) -> str | None:
     """Return the name of the head's weight if it is the embedding's weight; else None.
 
     The families of T5 tie both whatever the configuration says, and part them by what a file of
@@ -418,15 +418,15 @@ def list_repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from list_repeated_blocks(child)
 
 
-def _own_loss_sum(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
+def _compute_own_loss_sum(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
     return compute_own_loss(module, dict(zip(samples.names, batch, strict=True)))
 
 
-def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+def _compute_batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 
-def _padding_token(module: PreTrainedModel) -> int | None:
+def _find_padding_token(module: PreTrainedModel) -> int | None:
     """Return the padding token of an encoder-decoder's input; None for a decoder, which pads only
     its last sample.
     """
@@ -446,48 +446,48 @@ def _set_loss(module: Any, *, holds_all_logits: bool) -> None:
     head (`has_plain_head`) the logits of all tokens never exist at once, unless `holds_all_logits`.
     """
     if module.config.is_encoder_decoder:
-        module.forward = functools.partial(_seq2seq_loss, module, type(module).forward)
+        module.forward = functools.partial(_compute_seq2seq_loss, module, type(module).forward)
     elif has_plain_head(module) and not holds_all_logits:
         head = module.get_output_embeddings()
-        head.forward = functools.partial(_head_loss, head)
-        module.forward = functools.partial(_causal_loss, module)
+        head.forward = functools.partial(_compute_head_loss, head)
+        module.forward = functools.partial(_compute_causal_loss, module)
     else:
-        module.forward = functools.partial(_loss_of_logits, module, type(module).forward)
+        module.forward = functools.partial(_compute_loss_of_logits, module, type(module).forward)
 
 
-def _causal_loss(module: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    where = position_arguments(module, tokens_BT)
+def _compute_causal_loss(module: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    where = make_position_arguments(module, tokens_BT)
     hidden_BTD = module.base_model(input_ids=tokens_BT, use_cache=False, **where).last_hidden_state
     return module.get_output_embeddings()(hidden_BTD, labels_BT)
 
 
-def _head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+def _compute_head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
     return linear_cross_entropy(hidden_BTD.flatten(0, 1), head.weight, labels_BT.flatten())
 
 
-def _loss_of_logits(
+def _compute_loss_of_logits(
     module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor
 ) -> Tensor:
-    where = position_arguments(module, tokens_BT)
+    where = make_position_arguments(module, tokens_BT)
     return _cross_entropy(
         forward(module, input_ids=tokens_BT, use_cache=False, **where).logits, labels_BT
     )
 
 
-def _seq2seq_loss(
+def _compute_seq2seq_loss(
     module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor
 ) -> Tensor:
     out = forward(
         module,
         input_ids=tokens_BT,
         attention_mask=tokens_BT != module.config.pad_token_id,
-        decoder_input_ids=_decoder_inputs(module, labels_BT),
+        decoder_input_ids=_make_decoder_inputs(module, labels_BT),
         use_cache=False,
     )
     return _cross_entropy(out.logits, labels_BT)
 
 
-def _decoder_inputs(module: Any, labels_BT: Tensor) -> Tensor:
+def _make_decoder_inputs(module: Any, labels_BT: Tensor) -> Tensor:
     """Return the labels shifted right, behind the decoder's first token.
 
     Some models, as Blenderbot, have no method for it.

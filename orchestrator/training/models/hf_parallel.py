@@ -54,14 +54,14 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", *MIXTURES)
 
 
-def tensor_parallel_of(module: Any) -> Mapping[str, str]:
+def get_tensor_parallel_plan(module: Any) -> Mapping[str, str]:
     """Return {pattern of module names: style} of the model family's tensor-parallel plan; {}
     without one.
     """
     return PLANS.get(module.config.model_type, {})
 
 
-def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
+def get_tensor_parallel_sizes(module: Any) -> dict[str, int]:
     """Return {name: size} of the sizes that a tensor-parallel degree must divide."""
     sizes = {
         name: getattr(module.config, name, None)
@@ -85,11 +85,11 @@ def find_stages(module: Any) -> Stages | None:
         first=("model.embed_tokens",),
         last=("model.norm", "lm_head"),
         hidden=_run_stage_layers,
-        loss_sum=_stage_loss_sum,
+        loss_sum=_compute_stage_loss_sum,
     )
 
 
-def context_parallel_of(module: Any) -> Callable[[Context], None] | None:
+def find_context_parallel_switch(module: Any) -> Callable[[Context], None] | None:
     """Return the function that switches the module to context parallelism; None if its family has none."""
     return functools.partial(_share_context, module) if module.config.model_type in STAGED else None
 
@@ -160,7 +160,7 @@ def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK:
     return mixture.dispatch.answer(x_ND, chosen_NK, weights_NK, experts)
 
 
-def position_arguments(module: Any, x: Tensor) -> dict[str, Tensor]:
+def make_position_arguments(module: Any, x: Tensor) -> dict[str, Tensor]:
     """Return {"position_ids": [1, t]} for this rank's tokens [B, t, ...]; {} without context
     parallelism.
     """
@@ -179,8 +179,10 @@ def _run_stage_layers(module: Any, x: Tensor) -> Tensor:
     ):  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
     argument = "inputs_embeds" if base.embed_tokens is None else "input_ids"
-    return base(**{argument: x}, **position_arguments(module, x), use_cache=False).last_hidden_state
+    return base(
+        **{argument: x}, **make_position_arguments(module, x), use_cache=False
+    ).last_hidden_state
 
 
-def _stage_loss_sum(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+def _compute_stage_loss_sum(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return module.lm_head(hidden, labels)

@@ -105,7 +105,7 @@ def make_weight_reader(folder_or_hub_name: str, model: PreTrainedModel) -> Weigh
     model's, the model is loaded whole into host memory (some families convert their files on
     loading). Raises SpecError if weights are missing.
     """
-    files = _files_by_name(folder_or_hub_name)
+    files = _list_files_by_name(folder_or_hub_name)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
         keys = [
             _find_stored_name([tied], files, model.base_model_prefix) for tied in (name, tied_to)
@@ -136,7 +136,7 @@ def untie_parameter(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
     return shared, parameter
 
 
-def _files_by_name(folder_or_hub_name: str) -> dict[str, str]:
+def _list_files_by_name(folder_or_hub_name: str) -> dict[str, str]:
     """Return {tensor name: its safetensors file}; {} if there are none."""
     index = find_file(folder_or_hub_name, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:

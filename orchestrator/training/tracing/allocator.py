@@ -63,7 +63,7 @@ class CachingAllocator:
         is_small = size <= SMALL_BYTES
         pool = self._small if is_small else self._large
         index = bisect_left(pool, (size,))
-        block = pool.pop(index)[2] if index < len(pool) else self._new_segment(size, pool)
+        block = pool.pop(index)[2] if index < len(pool) else self._make_segment(size, pool)
         rest = block.size - size
         if rest >= LEAST_BYTES if is_small else rest > SMALL_BYTES:
             left = Block(block.address + size, rest, pool)
@@ -96,7 +96,7 @@ class CachingAllocator:
                 after.after.before = block
         self._add_to_pool(block)
 
-    def _new_segment(self, size_bytes: int, pool: Pool) -> Block:
+    def _make_segment(self, size_bytes: int, pool: Pool) -> Block:
         if size_bytes <= SMALL_BYTES:
             whole = SMALL_SEGMENT_BYTES
         elif size_bytes < LEAST_OWN_SEGMENT_BYTES:
@@ -202,13 +202,13 @@ def simulate_fragmentation(steps: Iterable[AllocationLedger], state_bytes: Seque
     for step in steps:
         peak = step.peak_bytes + sum(state_bytes)
         while steps_up < STEPS_UP_MAX and not _fits_capacity(
-            step, state_bytes, peak * _factor_after(steps_up) + SEGMENTS_BYTES
+            step, state_bytes, peak * _compute_factor(steps_up) + SEGMENTS_BYTES
         ):
             steps_up += 1
-    return _factor_after(steps_up)
+    return _compute_factor(steps_up)
 
 
-def _factor_after(steps_up: int) -> float:
+def _compute_factor(steps_up: int) -> float:
     return 1 + steps_up / STEPS_UP
 
 

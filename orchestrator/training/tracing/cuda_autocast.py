@@ -25,7 +25,7 @@ _PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # composite oper
 
 
 @contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
+def autocast_as_on_cuda() -> Iterator[None]:
     """Open a context in which CPU autocast, attention, dropout and RMS norm behave as on CUDA.
 
     It is for fake tensors. Common behaviour of both is left to torch. Operations that only the CPU's autocast computes

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def move_parameters_to_meta() -> Iterator[None]:
     """Open a context in which each parameter moves to the meta device when a module registers it;
     other tensors stay real.
     """
@@ -69,7 +69,7 @@ def replace_by_fake_tensors(
 
 
 @contextlib.contextmanager
-def as_with_values() -> Iterator[None]:
+def fake_as_with_values() -> Iterator[None]:
     """Open a context in which transformers 5.23 treats fake tensors as real, finite ones.
 
     - Fake positions cannot be read: it then assumes packed samples and makes masks that our trainings do not have

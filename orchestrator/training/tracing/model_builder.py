@@ -14,8 +14,8 @@ from orchestrator.specs.job.model import (
     DecoderSpec,
     ModelSpec,
     TrainingSpec,
-    model_from_json,
-    training_from_json,
+    parse_model_json,
+    parse_training_json,
 )
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
@@ -24,7 +24,7 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
 from orchestrator.training.engines.freezing import freeze_parameters
 from orchestrator.training.models.decoder import make_decoder_recipe
-from orchestrator.training.tracing.fake_model import parameters_on_meta
+from orchestrator.training.tracing.fake_model import move_parameters_to_meta
 
 FP32_BYTES = 4
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
@@ -62,8 +62,8 @@ def request_from_json(data: JsonObject) -> Request:
         for raw in data["arithmetics"]
     ]
     nouns = {
-        "model": model_from_json(data["model"]),
-        "training": training_from_json(data["training"]),
+        "model": parse_model_json(data["model"]),
+        "training": parse_training_json(data["training"]),
         "arithmetics": tuple(arithmetics),
         "modes": tuple(map(ActivationCheckpointing, data["modes"])),
         "tensors": tuple(data["tensors"]),
@@ -105,7 +105,7 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
-        with parameters_on_meta():
+        with move_parameters_to_meta():
             recipe = from_factory(model.factory, model.config)
     if not recipe.then:
         freeze_parameters(recipe.module, request.training.freeze, LAST_STEP)
@@ -158,7 +158,7 @@ def hold_in_four_bits(
     """Return {name: bytes per element} of the weights that CUDA holds in 4 bits; cast other frozen
     tables as training does.
 
-    A script's tables are in fp32 but for `weights: bf16`, as `_with_adapters` in
+    A script's tables are in fp32 but for `weights: bf16`, as `_add_adapters` in
     memory/models/hf.py has them.
     """
     lora = request.model.lora

@@ -78,7 +78,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention = ""  # the attention kernel that ran
         # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.is_alike_on_cuda = True
-        self.buffer_bytes = 0
+        self.estimate_buffer_bytes = 0
         self._recipes = recipes
         self._held_bytes = stored_bytes_per_element
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
@@ -147,7 +147,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for buffer in recipe.module.buffers():
                 self._count_storage_of(buffer)
         self._resident_bytes = self._live_bytes
-        self.buffer_bytes = self._live_bytes - weights
+        self.estimate_buffer_bytes = self._live_bytes - weights
         self.ledger.begin_step()
         self._held_by = {
             parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
@@ -190,7 +190,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
         self._hooked: Any = WeakIdKeyDictionary()
-        self._enter_place(self._current_place_between_layers(), is_backward=False)
+        self._enter_place(self._get_place_between_layers(), is_backward=False)
         yield
         for parameter in self._parameters:
             parameter.grad = None
@@ -202,7 +202,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes_by_place = Counter()
         for _, size, _, place in self._storages.values():
             self.bytes_by_place[place] += size
-        self._enter_place(self._current_place_between_layers(), is_backward=True)
+        self._enter_place(self._get_place_between_layers(), is_backward=True)
 
     def wrap_as_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a wrapper of a function that makes gradients in the forward pass; its products
@@ -218,7 +218,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def named_places(self) -> list[ModelPlace]:
+    def list_named_places(self) -> list[ModelPlace]:
         """Return the places (layers and code between) in order of first visit, with their
         parameters and names filled in.
         """
@@ -377,7 +377,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append(PlaceVisit(place, self._turn, is_backward, []))
         self.phases[-1].events.append(self._make_event())
 
-    def _current_place_between_layers(self) -> int:
+    def _get_place_between_layers(self) -> int:
         """Return the number of the place behind the layers that have run forward in this turn."""
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
@@ -401,7 +401,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _make_pre_hook(self, layer_index: int) -> Callable[..., None]:
         def enters(_place_of_layer: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
-                between = self._current_place_between_layers()
+                between = self._get_place_between_layers()
                 if len(self.phases[-1].events) > 1:
                     self._record_backward_at_gradient((args, kwargs), between)
                 self._enter_place(self._place_of_layer(layer_index), is_backward=False)
@@ -413,7 +413,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._is_forward:
                 self._record_backward_at_gradient(out, self._place_of_layer(layer_index))
                 self._layers_passed += 1
-                self._enter_place(self._current_place_between_layers(), is_backward=False)
+                self._enter_place(self._get_place_between_layers(), is_backward=False)
 
         return leaves
 
@@ -460,7 +460,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
             if parameter is not None and parameter in self._unread:
-                self._assign_parameter(parameter, self._current_place_between_layers())
+                self._assign_parameter(parameter, self._get_place_between_layers())
         packet = op._overloadpacket
         table = parameter_of(args[0]) if packet is aten.embedding else None
         if table is not None and table in self._trained.keys() - self._looked_up:
@@ -509,7 +509,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.matmuls += ((-(-rows // samples), inner, columns),)
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
-            products = _matrix_products_of(packet, args, out)
+            products = _list_matrix_products(packet, args, out)
             place.matmuls += tuple(
                 (-(-rows // samples), inner, columns) for rows, inner, columns in products
             )
@@ -536,7 +536,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.viewed += count
         if parameter in self._trained:
             place.trained += count
-            place.factored += _factored_elements(parameter.shape)
+            place.factored += _compute_factored_elements(parameter.shape)
         else:
             place.frozen_bytes += round(count * self._held_bytes[parameter])
 
@@ -550,7 +550,7 @@ def _list_in_fsdp2_order(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
 
 
-def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
+def _list_matrix_products(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
     """Return an operation as matrix products (rows, inner, columns); () for products of activations
     only.
 
@@ -572,7 +572,7 @@ def _matrix_products_of(packet: Any, args: Any, out: Tensor) -> tuple[Product, .
     return ()
 
 
-def _factored_elements(shape: Sequence[int]) -> int:
+def _compute_factored_elements(shape: Sequence[int]) -> int:
     """Elements of Adafactor's second moments: one row and one column per matrix (torch/optim/_adafactor.py)."""
     count = math.prod(shape)
     return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

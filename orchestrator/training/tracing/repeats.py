@@ -106,7 +106,7 @@ def _list_comparison_items(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
         yield path, f"{type(part).__module__}.{type(part).__qualname__}"
         for name, value in vars(part).items():
             if not name.startswith("_"):
-                yield f"{path}.{name}", _comparison_value(value)
+                yield f"{path}.{name}", _make_comparison_value(value)
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield f"{path}.{name}", (*parameter.shape, parameter.requires_grad)
@@ -115,13 +115,13 @@ def _list_comparison_items(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
                 yield f"{path}.{name}", (*buffer.shape, buffer.dtype)
 
 
-def _comparison_value(value: Any) -> Hashable:
+def _make_comparison_value(value: Any) -> Hashable:
     """Return a layer's setting in the form in which layers are compared.
 
     Of a fraction, such as a dropout rate, only whether it is zero matters.
     """
     if isinstance(value, list | tuple):
-        return tuple(map(_comparison_value, value))
+        return tuple(map(_make_comparison_value, value))
     if isinstance(value, float):
         return bool(value)
     return value if isinstance(value, int | str) else getattr(value, "__qualname__", None)

@@ -27,8 +27,8 @@ from orchestrator.training.tracing.allocator import (
     extrapolate_ledgers,
     simulate_fragmentation,
 )
-from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.fake_model import as_with_values, replace_by_fake_tensors
+from orchestrator.training.tracing.cuda_autocast import autocast_as_on_cuda
+from orchestrator.training.tracing.fake_model import fake_as_with_values, replace_by_fake_tensors
 from orchestrator.training.tracing.model_builder import (
     SAMPLES,
     Arithmetic,
@@ -99,9 +99,9 @@ class StepRecorder:
             self._recorder.wrap_as_backward(cross_entropy.add_chunk_gradients),
         )
         with (
-            as_with_values(),
+            fake_as_with_values(),
             gradients,
-            as_on_cuda() if arithmetic.cuda else contextlib.nullcontext(),
+            autocast_as_on_cuda() if arithmetic.cuda else contextlib.nullcontext(),
         ):
             cases = [(False, False)]
             if recipe.then and self._autocast is None:
@@ -117,7 +117,7 @@ class StepRecorder:
                 if (steps := self._try_to_record_steps(mode, is_sharded=sharded, is_zero3=zero3))
                 is not None
             ]
-        self._places = self._recorder.named_places()
+        self._places = self._recorder.list_named_places()
 
     def make_model_profile(
         self, repeat_pattern: RepeatPattern | None, traced_layers: int
@@ -136,7 +136,7 @@ class StepRecorder:
             traced,
             family=self._request.family,
             precision=self._arithmetic.precision,
-            workspace_bytes=self._recorder.buffer_bytes,
+            workspace_bytes=self._recorder.estimate_buffer_bytes,
             turns=turns if len(turns) > 1 else (),
             attention=self._recorder.attention,
             fragmentation=tuple(self._fragmentation.items()),
@@ -151,7 +151,7 @@ class StepRecorder:
     def _fit_synthetic_batch(self, recipe: Recipe) -> None:
         """Make the recipe's dataset find a batch that the model's head accepts."""
         samples: Any = recipe.dataset
-        with as_with_values():
+        with fake_as_with_values():
             samples.fit(SAMPLES[0], recipe.module, self._fake_inputs)
         recipe.module.zero_grad()
 

@@ -155,7 +155,7 @@ def make_timeline(
         stretches = more.stretches(stretches, recorded)
         keys = tuple(saved)
         saved = {
-            (n, mode): saved.get((more.recorded_place_of(n), mode), 0)
+            (n, mode): saved.get((more.get_recorded_place(n), mode), 0)
             for n in more.places
             for _, mode in keys
         }
@@ -218,14 +218,14 @@ class _UnrecordedLayers:
         for number in range(self._from, self._from + self._shift):
             later = (number - self._from) // self._width + 1
             self.places[number] = _rename_place(
-                places[self.recorded_place_of(number)], later * repeat_pattern.period
+                places[self.get_recorded_place(number)], later * repeat_pattern.period
             )
         for number, place in enumerate(places[self._from :], self._from):
             self.places[number + self._shift] = (
                 _rename_place(place, added) if number in self._layers else place
             )
 
-    def recorded_place_of(self, place: int) -> int:
+    def get_recorded_place(self, place: int) -> int:
         """Return the number of the recorded place that a place of the whole model repeats, or that
         is the place itself.
         """
@@ -249,7 +249,7 @@ class _UnrecordedLayers:
         is_alike = any(every <= {*group} for group in recorded_groups)
         parts: dict[object, list[int]] = {}
         for number in self.places:
-            origin = self.recorded_place_of(number)
+            origin = self.get_recorded_place(number)
             if origin in of_origin:
                 is_alone = not is_alike and (self._layers[0] <= origin <= self._layers[-1])
                 parts.setdefault(("place", number) if is_alone else of_origin[origin], []).append(
@@ -265,15 +265,15 @@ class _UnrecordedLayers:
         """Return the event lines of the whole model's visits. Raises StepsDiffer where periods do
         not grow by equal amounts.
         """
-        slopes = self._slopes(recorded_stretches)
+        slopes = self._compute_slopes(recorded_stretches)
         holdings = {
-            (steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps)
+            (steps.mode, steps.sharded, steps.zero3): self._compute_held_slopes(steps)
             for steps in recorded_steps
         }
         grown = []
         for stretch in recorded_stretches:
             start = stretch[0]
-            kind = _moment_kind(start)[1:]
+            kind = _make_moment_kind(start)[1:]
             if kind not in slopes:
                 raise StepsDiffer("a pass does not reach the layers")
             slope = slopes[kind]
@@ -293,7 +293,7 @@ class _UnrecordedLayers:
             )
         return grown
 
-    def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
+    def _compute_slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
         """Return, for each pass, by how many bytes and gradient elements an event grows from one
         period of layers to the next.
 
@@ -306,7 +306,7 @@ class _UnrecordedLayers:
             parts = [replace(self._recorded[place], name="") for place in pair]
             first, second = (lives.get(place, []) for place in pair)
             shapes = [
-                [(*_moment_kind(stretch[0])[1:], len(stretch)) for stretch in life]
+                [(*_make_moment_kind(stretch[0])[1:], len(stretch)) for stretch in life]
                 for life in (first, second)
             ]
             if parts[0] != parts[1] or shapes[0] != shapes[1]:
@@ -315,11 +315,11 @@ class _UnrecordedLayers:
                 itertools.chain(*first), itertools.chain(*second), strict=True
             ):
                 slope = [getattr(later, name) - getattr(earlier, name) for name in LINEAR]
-                if slopes.setdefault(_moment_kind(earlier)[1:], slope) != slope:
+                if slopes.setdefault(_make_moment_kind(earlier)[1:], slope) != slope:
                     raise StepsDiffer("layers do not grow by equal amounts")
         return slopes
 
-    def _held_slopes(self, steps: RecordedSteps) -> list[int]:
+    def _compute_held_slopes(self, steps: RecordedSteps) -> list[int]:
         """Return the bytes (fixed, and per sample) that one period of layers holds when the
         backward pass begins.
         """
@@ -370,7 +370,7 @@ def make_profile(
         is_ordered = sum(place.tensors) == place.trained
         names = COUNTED + ORDERED if is_ordered else COUNTED
         segment = Segment(
-            name=_segment_name(place, count),
+            name=_make_segment_name(place, count),
             count=count,
             saved_bytes=timeline.saved_bytes.get((index, none), 0),
             checkpointed_bytes=timeline.saved_bytes.get((index, full), 0),
@@ -391,7 +391,7 @@ def make_profile(
     )
 
 
-def _segment_name(place: ModelPlace, count: int) -> str:
+def _make_segment_name(place: ModelPlace, count: int) -> str:
     """Return the name of a segment; for several layers, the prefix before their numbers."""
     return place.name if count == 1 else place.name.rpartition(".")[0] or place.name
 
@@ -498,7 +498,7 @@ def _group_if_linear(
     for each.
     """
     lives = [by_place.get(place, []) for place in group]
-    kinds = {tuple(_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
+    kinds = {tuple(_make_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
     if len(kinds) == 1 and all(itertools.starmap(_grow_equally, zip(*lives[1:-1], strict=True))):
         yield group
     else:
@@ -517,7 +517,7 @@ def _grow_equally(*stretches: Stretch) -> bool:
     return True
 
 
-def _moment_kind(moment: TracedMoment) -> tuple[object, ...]:
+def _make_moment_kind(moment: TracedMoment) -> tuple[object, ...]:
     return (moment.segment, moment.mode, moment.sharded, moment.zero3, moment.turn, moment.backward)
 
 
@@ -545,7 +545,7 @@ def _select_peak_moments(traced: Timeline) -> tuple[TracedMoment, ...]:
             passes = None if place.is_layer else start.backward
             comparable = passes, moment.outside, moment.own < place.leaf_until
             beaten = by_part.setdefault(
-                (*_moment_kind(start)[:-1], start.position, *comparable), []
+                (*_make_moment_kind(start)[:-1], start.position, *comparable), []
             )
             if not any(
                 peer.fixed_bytes >= moment.fixed_bytes and peer.sample_bytes >= moment.sample_bytes

@@ -112,7 +112,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
             ):
                 recorder = StepRecorder(request, arithmetic, few)
                 extended = recorder.make_model_profile(stack, stack.depth)
-                extended = replace(extended, workspace_bytes=_buffer_bytes(whole))
+                extended = replace(extended, workspace_bytes=_compute_buffer_bytes(whole))
                 weights = whole.module.parameters()
                 if extended.parameters == sum(parameter.numel() for parameter in weights):
                     return Trace(extended, recorder.is_alike_on_cuda)
@@ -128,7 +128,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
     return Trace(profile, recorder.is_alike_on_cuda)
 
 
-def _buffer_bytes(recipe: Recipe) -> int:
+def _compute_buffer_bytes(recipe: Recipe) -> int:
     buffers = []
     for part in recipe.module.modules():
         for buffer in part._buffers.values():

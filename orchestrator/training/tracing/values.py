@@ -52,7 +52,7 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             patch.object(
                 FakeTensor,
                 "numpy",
-                lambda tensor, **_: self._real_values_of(tensor).numpy(),
+                lambda tensor, **_: self._get_real_values(tensor).numpy(),
                 create=True,
             ),
             self,
@@ -94,23 +94,23 @@ class FakeTensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor in self._values or not isinstance(tensor, FakeTensor)
 
     def _run_or_defer(self, op: Any, args: Any, kwargs: Any) -> Any:
-        args = tree_map(self._real_values_of, args)
-        kwargs = tree_map(self._real_values_of, kwargs)
+        args = tree_map(self._get_real_values, args)
+        kwargs = tree_map(self._get_real_values, kwargs)
         with _disable_current_modes():
             return op(*args, **kwargs)
 
-    def _real_values_of(self, value: Any) -> Any:
+    def _get_real_values(self, value: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, (Tensor, _TensorShape)):
             return value
         if isinstance(value, Tensor):
-            values = self._attached_values_of(value)
+            values = self._find_attached_values(value)
             if values is not None:
                 return values
         return self._make_up_values(value)
 
-    def _attached_values_of(self, tensor: Tensor) -> Tensor | None:
+    def _find_attached_values(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor's values, computed now if an operator was deferred; None where there
         are none.
         """

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, estimate_needed_bytes
 from orchestrator.planning.cost import Hardware, predict_step_s
 from orchestrator.service.intake.detection import detect_machine, read_host_bytes
 from orchestrator.specs.choices import (
@@ -121,7 +121,7 @@ def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     line["predicted"]["step_s"] = predict_step_s(
         case.profile(DeviceKind.CUDA), case.plan, hardware()
     )
-    line["predicted"]["needed_bytes"] = plan_needed_bytes(
+    line["predicted"]["needed_bytes"] = estimate_needed_bytes(
         case.plan, case.predict(DeviceKind.CUDA), UNMEASURED
     )
     return line

@@ -121,7 +121,7 @@ class CallReader:
         for child, where in inner.items():
             self._visit_node(child, where)
 
-    def dotted_name(self, node: ast.expr) -> str:
+    def find_dotted_name(self, node: ast.expr) -> str:
         """Return the full name of a called expression: `os.replace` for `replace` after `from os
         import replace`.
         """

@@ -12,7 +12,7 @@ from orchestrator.service.commands.init.meanings import (
     EVALUATION,
     Setting,
     find_quantity_and_count,
-    snake_case_word,
+    make_snake_case_word,
 )
 from orchestrator.service.commands.init.named_files import evaluate_number
 
@@ -59,9 +59,9 @@ def _iterate_names_values_lines_and_precedences(
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
-                yield _target_name(target), value, node.lineno, CODE_RANK
+                yield _get_target_name(target), value, node.lineno, CODE_RANK
         case ast.AnnAssign(target=target, value=value):
-            yield _target_name(target), value, node.lineno, CODE_RANK
+            yield _get_target_name(target), value, node.lineno, CODE_RANK
         case ast.keyword(arg=str(name), value=value):
             yield name, value, value.lineno, CODE_RANK
         case ast.Dict(keys=keys, values=values):
@@ -89,14 +89,14 @@ def iterate_names_and_counts_of_divided_values(tree: ast.Module) -> Iterator[tup
                 pass
             case _:
                 continue
-        word = snake_case_word(_target_name(left))
+        word = make_snake_case_word(_get_target_name(left))
         by = ast.unparse(right)
         meaning = find_quantity_and_count(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue
         divisors = {
             (find_quantity_and_count(name) or ("",))[0]
-            for name in map(_target_name, ast.walk(right))
+            for name in map(_get_target_name, ast.walk(right))
             if name
         }
         if LENGTHS.search(by):
@@ -149,20 +149,20 @@ def _iterate_nodes_for_evaluation(node: ast.AST) -> Iterator[ast.AST]:
     DataLoader(test)`.
     """
     if isinstance(node, ast.Assign) and any(
-        EVALUATION & set(snake_case_word(_target_name(target)).split("_"))
+        EVALUATION & set(make_snake_case_word(_get_target_name(target)).split("_"))
         for target in node.targets
     ):
         yield from ast.walk(node.value)
 
 
-def _target_name(node: ast.AST) -> str:
+def _get_target_name(node: ast.AST) -> str:
     match node:
         case ast.Subscript(slice=ast.Constant(value=value)):
             return str(value)
-    return last_part_of_name(node)
+    return get_last_part_of_name(node)
 
 
-def last_part_of_name(node: ast.AST) -> str:
+def get_last_part_of_name(node: ast.AST) -> str:
     """Return the last part of a dotted name in code: `run` of `typer.run`; "" for a node that is no
     name.
     """

@@ -17,7 +17,7 @@ from orchestrator.service.commands.init.meanings import (
     Setting,
     Way,
     find_quantity_and_count,
-    snake_case_word,
+    make_snake_case_word,
 )
 from orchestrator.service.commands.init.named_files import (
     REWRITABLE,
@@ -199,10 +199,10 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
     for place in places:
         is_batch = place.meaning == "micro_batch_size" and place.counts != "global"
         if place.counts == "tokens" or (is_batch and (place.number or 0) > SAMPLES_MAX):
-            tokens.add(snake_case_word(place.name))
-        if snake_case_word(place.name) in tokens and place.rank <= OF_PARSER:
+            tokens.add(make_snake_case_word(place.name))
+        if make_snake_case_word(place.name) in tokens and place.rank <= OF_PARSER:
             notes.append(f"CHECK: {place.description} {IN_TOKENS}: it stays as it is")
-    places = [place for place in places if snake_case_word(place.name) not in tokens]
+    places = [place for place in places if make_snake_case_word(place.name) not in tokens]
     return Settings(argv, tuple(_correct_counted_samples(places)), tuple(files), tuple(notes))
 
 

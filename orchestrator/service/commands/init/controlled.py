@@ -26,7 +26,7 @@ from orchestrator.service.commands.init.meanings import (
     PRECISIONS,
     Setting,
     find_precision,
-    snake_case_word,
+    make_snake_case_word,
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
@@ -156,7 +156,7 @@ def choose_knobs(
     if output is not None and output.rank == TYPED:
         controlled.append(output)
         notes.append(f"Taken out of the command, since the job sets it: {output.description}")
-        if snake_case_word(output.name) in FOLDERS_OF_ANYTHING:
+        if make_snake_case_word(output.name) in FOLDERS_OF_ANYTHING:
             notes.append(
                 f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir"
             )
@@ -232,7 +232,8 @@ def _find_steps_and_disagreeing(settings: Settings) -> tuple[Setting | None, lis
     If the command has epochs, a default number of steps does not count.
     """
     has_epochs = any(
-        "epoch" in snake_case_word(name) for name, *_ in iterate_flags_and_pairs(settings.argv, {})
+        "epoch" in make_snake_case_word(name)
+        for name, *_ in iterate_flags_and_pairs(settings.argv, {})
     )
     places = [
         place
@@ -315,7 +316,7 @@ def _find_rank_count_and_setting(
     ):
         count = place.number
         # of all nodes together, as accelerate's
-        is_total = snake_case_word(place.name) == "num_processes"
+        is_total = make_snake_case_word(place.name) == "num_processes"
         if nodes and nodes.number is not None and nodes.rank <= IN_FILE and not is_total:
             count *= nodes.number
         return count, place
@@ -355,7 +356,7 @@ def read_global_batch(settings: Settings, script: Script, rank_count: int, prese
         total = None
     disagree = settings.find_all("micro_batch_size", "rank", "plain") if micro is None else []
     disagree += settings.find_all("gradient_accumulation_steps") if steps is None else []
-    divisor = script.divided.get(snake_case_word(micro.name)) if micro is not None else None
+    divisor = script.divided.get(make_snake_case_word(micro.name)) if micro is not None else None
     alone = "DataParallel" in script.calls and not script.calls & set(
         SEVERAL_RANKS
     )  # one process on all devices
@@ -367,7 +368,9 @@ def read_global_batch(settings: Settings, script: Script, rank_count: int, prese
         else "rank"
     )
     accumulates = divisor != "step"  # else it is that of a whole step, which the code divides
-    steps_in_all = steps is not None and script.divided.get(snake_case_word(steps.name)) == "global"
+    steps_in_all = (
+        steps is not None and script.divided.get(make_snake_case_word(steps.name)) == "global"
+    )
     derives = preset.get("gradient_accumulation_steps") == "derived"
     derives = derives or (
         total is not None and total.rank < 3 and micro is not None and steps is None
@@ -457,8 +460,8 @@ def _is_total_unclear(settings: Settings, script: Script) -> bool:
     micro = settings.find_effective("micro_batch_size", "rank")
     if total is None or micro is None:
         return False
-    word = snake_case_word(total.name)
-    names = {*word.split("_"), *snake_case_word(micro.name).split("_")}
+    word = make_snake_case_word(total.name)
+    names = {*word.split("_"), *make_snake_case_word(micro.name).split("_")}
     flag = script.flags_by_name.get(total.name)
     is_named = flag is not None and flag.counts == "global"
     return not (names & (IN_ALL | DEVICE_WORDS) or is_named or word in script.divided)
@@ -481,7 +484,9 @@ def _is_micro_step_total(setting: Setting) -> bool:
     """Return whether a batch size counts the samples of all ranks in one micro-step, which
     accumulation multiplies.
     """
-    return setting.rank != IN_FILE and not IN_ALL & set(snake_case_word(setting.name).split("_"))
+    return setting.rank != IN_FILE and not IN_ALL & set(
+        make_snake_case_word(setting.name).split("_")
+    )
 
 
 def _describe_repair(setting: Setting) -> str:
@@ -555,7 +560,7 @@ def _find_path_setting(settings: Settings, quantity: str, script: Script) -> Set
     for place in places:
         if place.name in truths:
             continue
-        word = snake_case_word(place.name)
+        word = make_snake_case_word(place.name)
         if word in FOLDERS_OF_ANYTHING and not re.search(rf"\b{re.escape(word)}\b", saves):
             continue
         is_file = str(place.value).endswith(WEIGHTS) and quantity == "output_dir"
@@ -585,7 +590,7 @@ def _make_recomputation_knob(
     flags = script.flags_by_name
     for place in settings.find_all("activation_checkpointing"):
         flag = flags.get(place.name)
-        if flag is None or flag.default or snake_case_word(place.name).startswith("disable"):
+        if flag is None or flag.default or make_snake_case_word(place.name).startswith("disable"):
             continue
         if flag.kind == "switch":
             return {"activation_checkpointing": {"switch": flag.name}}

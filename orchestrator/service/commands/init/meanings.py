@@ -85,7 +85,7 @@ class Setting:
         return f"{self.name}{value}" + (f" in {self.where}" if self.where else "")
 
 
-def snake_case_word(setting_name: str) -> str:
+def make_snake_case_word(setting_name: str) -> str:
     """Return the last part of a setting's name in snake case: `batch_size` for --data.batch-size,
     batchSize and DATA.BATCH_SIZE.
     """
@@ -98,7 +98,7 @@ def find_quantity_and_count(setting_name: str) -> tuple[str, Count] | None:
     `per_device_batch_size`; None if unknown.
     """
     *sections, _ = re.split(r"[./]", setting_name.lstrip("-+~").lower())
-    word = snake_case_word(setting_name)
+    word = make_snake_case_word(setting_name)
     parts = set(word.split("_"))
     if parts & EVALUATION or EVALUATION & {
         part for section in sections for part in section.split("_")

@@ -87,7 +87,7 @@ class PathReader:
         """Record that this path may differ between runs."""
         self._unsure.add(path_text)
 
-    def _unknown_character(self, node: ast.expr, call_path: CallPath) -> str:
+    def _make_unknown_character(self, node: ast.expr, call_path: CallPath) -> str:
         """Return the private character for an expression whose value the code does not tell on this
         call path.
         """
@@ -130,7 +130,7 @@ class PathReader:
                 self.mark_unsure(text)
             case ast.Call():
                 text = self._read_call(node, call_path, depth - 1)
-        return self._unknown_character(node, call_path) if text is None else text
+        return self._make_unknown_character(node, call_path) if text is None else text
 
     def _read_name(
         self, node: ast.Name | ast.Attribute, call_path: CallPath, depth: int
@@ -208,7 +208,7 @@ class PathReader:
         Fields beyond the values get the last value.
         """
         texts = [self._read_expression(value, call_path, depth - 1) for value in values] or [
-            self._unknown_character(format_string, call_path)
+            self._make_unknown_character(format_string, call_path)
         ]
         rest = iter(texts)
         return re.sub(
@@ -226,7 +226,7 @@ class PathReader:
 
     def _read_call(self, call: ast.Call, call_path: CallPath, depth: int) -> str | None:
         """Return the path text that a call returns; None where the code does not tell it."""
-        name = self.calls.dotted_name(call.func)
+        name = self.calls.find_dotted_name(call.func)
         arguments = call.args
         last = name.rpartition(".")[2]
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else None

@@ -174,7 +174,7 @@ def _render_job_file(
         run="whose --help was run" if has_run_help else "which was read, not run",
         notes=(*typed.notes, *bare.notes),
         unread=script.unread,
-        name=_job_name(folder, typed),
+        name=_make_job_name(folder, typed),
         missing=[name for name in missing if name not in bare.names],
         needed=[flag.name for flag in needed],
         framework=framework,
@@ -190,7 +190,7 @@ def _render_job_file(
         launch=None if is_launched else typed.launch,
         starts_itself=framework is None and _starts_ranks(script, bare),
         knobs=knobs,
-        comment=lambda name, knob: _knob_comment(name, knob, framework),
+        comment=lambda name, knob: _format_knob_comment(name, knob, framework),
         every=every,
         secrets=secrets,
         hub_token=HUB_TOKEN,
@@ -239,7 +239,9 @@ def _starts_ranks(script: Script, bare: BareCommand) -> bool:
     return "DataParallel" in script.calls and bare.ranks is not None
 
 
-def _knob_comment(knob_name: str, knob: JsonObject | None, framework: Framework | None) -> str:
+def _format_knob_comment(
+    knob_name: str, knob: JsonObject | None, framework: Framework | None
+) -> str:
     if knob is None:
         return " # as its command and files say, in every plan"
     if framework is not None:
@@ -309,7 +311,7 @@ def _find_deepspeed_file(folder: Path) -> str:
     return "ds_config.json"
 
 
-def _job_name(folder: Path, typed: TypedCommand) -> str:
+def _make_job_name(folder: Path, typed: TypedCommand) -> str:
     path = typed.script or Path(typed.command[typed.arguments - 1].rpartition(".")[2])
     if typed.framework is not None:
         path = Path(

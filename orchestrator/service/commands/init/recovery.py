@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.scheduling.options.probe import why_not_probed
+from orchestrator.scheduling.options.probe import find_probe_obstacle
 from orchestrator.service.commands.init.meanings import find_quantity_and_count
 from orchestrator.service.commands.init.saved_files import SavedFile
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
@@ -45,7 +45,7 @@ def describe_recovery(
     If the job does not state its global batch, only missing knobs are named as a reason.
     """
     missing = [
-        f"{PROBED_BY[name]} ({_why_no_knob(name, script)})"
+        f"{PROBED_BY[name]} ({_explain_missing_knob(name, script)})"
         for name in ("micro_batch_size", "gradient_accumulation_steps")
         if getattr(spec.knobs, name) is None
     ]
@@ -56,13 +56,13 @@ def describe_recovery(
         framework,
         missing,
         list(_list_other_adjustable_settings(spec)),
-        lambda name: _why_no_knob(name, script),
-        _why_no_restart(spec, script, framework),
-        why_not_probed(spec) if is_judged else None,
+        lambda name: _explain_missing_knob(name, script),
+        _explain_missing_restart(spec, script, framework),
+        find_probe_obstacle(spec) if is_judged else None,
     )
 
 
-def _why_no_restart(spec: JobSpec, script: Script, framework: Framework | None) -> str:
+def _explain_missing_restart(spec: JobSpec, script: Script, framework: Framework | None) -> str:
     """Return why a restart may begin anew, as a keyword of the template; "" where it continues from
     a checkpoint.
     """
@@ -133,7 +133,7 @@ def _list_files_by_pattern(
     """
     files = dict[str, SavedFile]()
     for file in script.saves:
-        pattern = file.pattern_below_output(has_folder_knob=has_folder_knob)
+        pattern = file.find_pattern_below_output(has_folder_knob=has_folder_knob)
         if pattern is not None and (file.is_checkpoint, bool(file.guess)) == (
             is_checkpoint,
             is_guess,
@@ -146,7 +146,7 @@ def _quote_pattern(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _why_no_knob(quantity: str, script: Script) -> str:
+def _explain_missing_knob(quantity: str, script: Script) -> str:
     """Return a phrase that says why plans cannot change the script's settings of this quantity."""
     if any((find_quantity_and_count(flag.name) or ("",))[0] == quantity for flag in script.flags):
         return "its flag stays as typed"

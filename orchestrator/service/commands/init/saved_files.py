@@ -86,7 +86,7 @@ class SavedFile:
     guess: str = ""
     varying: str = ""  # code of what is not literal in it: args.out step
 
-    def pattern_below_output(self, *, has_folder_knob: bool) -> str | None:
+    def find_pattern_below_output(self, *, has_folder_knob: bool) -> str | None:
         """Return the pattern relative to the output folder; None where the file is in another
         folder.
 
@@ -230,7 +230,7 @@ def _read_saving_call(
     path = (
         None
         if path_reader.calls.find_functions(call, position)
-        else _path_argument(call, call_path, path_reader)
+        else _find_path_argument(call, call_path, path_reader)
     )
     if path is None:
         return None
@@ -241,8 +241,10 @@ def _read_saving_call(
     )
 
 
-def _path_argument(call: ast.Call, call_path: CallPath, path_reader: PathReader) -> ast.expr | None:
-    name = path_reader.calls.dotted_name(call.func)
+def _find_path_argument(
+    call: ast.Call, call_path: CallPath, path_reader: PathReader
+) -> ast.expr | None:
+    name = path_reader.calls.find_dotted_name(call.func)
     last = name.rpartition(".")[2]
     index = SAVES.get(name, SAVES.get(last))
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -267,7 +269,7 @@ def _read_moving_call(
     file_name: str,
 ) -> _Write | None:
     """Return the move, copy or removal of a file that this call makes; None for other calls."""
-    name = path_reader.calls.dotted_name(call.func)
+    name = path_reader.calls.find_dotted_name(call.func)
     arguments = list(call.args)
     arguments += [
         keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from orchestrator.service.commands.init.call_frames import iterate_parameters_and_defaults
 from orchestrator.service.commands.init.code_settings import (
     Divisor,
+    get_last_part_of_name,
     iterate_code_settings,
     iterate_names_and_counts_of_divided_values,
-    last_part_of_name,
 )
 from orchestrator.service.commands.init.meanings import Count, Setting
 from orchestrator.service.commands.init.named_files import REWRITABLE, evaluate_number
@@ -147,7 +147,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
             case ast.ClassDef(name=name):
                 classes[name] = node
             case ast.Assign(targets=targets, value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
-                lists |= dict.fromkeys(filter(None, map(last_part_of_name, targets)), parts)
+                lists |= dict.fromkeys(filter(None, map(get_last_part_of_name, targets)), parts)
             case ast.ImportFrom(names=names):
                 aliases |= {alias.asname: alias.name for alias in names if alias.asname}
             case ast.Call():
@@ -176,16 +176,16 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     for function in functions.values():
         parser_pairs += [(name, "wrap") for name in _iterate_names_of_wrapped_classes(function)]
     for name, definition in classes.items():
-        if TAP in map(last_part_of_name, definition.bases):
+        if TAP in map(get_last_part_of_name, definition.bases):
             parser_pairs.append((name, "add_arguments"))
     candidates = [flag for call in calls for flag in _iterate_argparse_flags(call, constants)]
     for function in functions.values():
         candidates += _iterate_click_flags(function, constants)
     if "typer" in imports:
-        run = {last_part_of_name(call.args[0]) for call in calls if _is_typer_run(call)}
+        run = {get_last_part_of_name(call.args[0]) for call in calls if _is_typer_run(call)}
         for node in nodes:
             if isinstance(node, ast.FunctionDef) and (
-                node.name in run or "command" in map(last_part_of_name, _list_decorators(node))
+                node.name in run or "command" in map(get_last_part_of_name, _list_decorators(node))
             ):
                 candidates += _iterate_parameter_flags(node, constants)
     is_flat = "simple_parsing" in imports
@@ -203,7 +203,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
     return Script(
         flags=tuple(flags.values()),
         imports=imports,
-        calls=frozenset(last_part_of_name(call.func) for call in calls),
+        calls=frozenset(get_last_part_of_name(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         training_arguments=next(
             (
@@ -233,7 +233,7 @@ def _read_files(path: Path, roots: Sequence[Path]) -> Script:
         only_equals=any(
             "configurator" in ast.unparse(call)
             for call in calls
-            if last_part_of_name(call.func) == "exec"
+            if get_last_part_of_name(call.func) == "exec"
         ),
     )
 
@@ -310,7 +310,7 @@ def _evaluate_scalar(node: ast.expr | None, constants: Constants) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _keyword_arguments(call: ast.Call) -> dict[str, ast.expr]:
+def _list_keyword_arguments(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
@@ -326,7 +326,7 @@ def _read_choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...
     match node:
         case ast.Call(args=args):  # click.Choice([...])
             node = args[0] if args else None
-        case ast.Subscript(value=value, slice=inner) if last_part_of_name(value) == "Literal":
+        case ast.Subscript(value=value, slice=inner) if get_last_part_of_name(value) == "Literal":
             node = inner
     choices = _evaluate_literal(node, constants)
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
@@ -341,18 +341,18 @@ def _list_decorators(function: ast.FunctionDef) -> list[ast.expr]:
 
 
 def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
-    if last_part_of_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
+    if get_last_part_of_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
     names = _list_text_arguments(call)
-    if absl := ABSL.fullmatch(last_part_of_name(call.func)):
+    if absl := ABSL.fullmatch(get_last_part_of_name(call.func)):
         default = _evaluate_scalar(call.args[1], constants) if len(call.args) > 1 else None
         kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
         if names:
             yield Flag(name=f"--{names[0]}", kind=kind, default=default)
-    if last_part_of_name(call.func) != "add_argument" or not names:
+    if get_last_part_of_name(call.func) != "add_argument" or not names:
         return
-    keywords = _keyword_arguments(call)
+    keywords = _list_keyword_arguments(call)
     default = _evaluate_scalar(keywords.get("default"), constants)
     if not names[0].startswith("-"):
         needed = _evaluate_literal(keywords.get("nargs"), constants) not in ("?", "*")
@@ -373,10 +373,11 @@ def _iterate_argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Fl
     )
     if word in ("store_true", "store_false"):
         yield replace(flag, kind="switch", default=word == "store_false")
-    elif last_part_of_name(action) == "BooleanOptionalAction":
+    elif get_last_part_of_name(action) == "BooleanOptionalAction":
         yield replace(flag, kind="switch")
     elif (
-        "const" in keywords or "bool" in last_part_of_name(keywords.get("type", call.func)).lower()
+        "const" in keywords
+        or "bool" in get_last_part_of_name(keywords.get("type", call.func)).lower()
     ):
         yield replace(flag, kind="boolean")
     else:
@@ -409,7 +410,7 @@ def _iterate_classes_and_parsers(
     """Yield (class or function, parser) for each one whose fields or parameters this call turns
     into flags.
     """
-    parser = last_part_of_name(call.func)
+    parser = get_last_part_of_name(call.func)
     if parser not in PARSERS:
         return
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -419,26 +420,26 @@ def _iterate_classes_and_parsers(
         several = (
             argument.elts
             if isinstance(argument, ast.Tuple | ast.List)
-            else assigned_lists.get(last_part_of_name(argument), [argument])
+            else assigned_lists.get(get_last_part_of_name(argument), [argument])
         )
-        yield from ((last_part_of_name(expression), parser) for expression in several)
+        yield from ((get_last_part_of_name(expression), parser) for expression in several)
 
 
 def _iterate_names_of_wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the names of the classes of a function's parameters, if a decorator of the function
     turns their fields into flags.
     """
-    if not {*WRAPS}.isdisjoint(map(last_part_of_name, _list_decorators(function))):
+    if not {*WRAPS}.isdisjoint(map(get_last_part_of_name, _list_decorators(function))):
         for argument in function.args.args:
             if argument.annotation is not None:
-                yield last_part_of_name(argument.annotation)
+                yield get_last_part_of_name(argument.annotation)
 
 
 def _iterate_hydra_folders_and_names(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
     """Yield (folder, name) of the primary file of each `@hydra.main` in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hydra.main", "hydra_main"):
-            keywords = _keyword_arguments(node)
+            keywords = _list_keyword_arguments(node)
             name = _evaluate_literal(keywords.get("config_name"), {})
             folder = _evaluate_literal(keywords.get("config_path"), {})
             yield (
@@ -473,7 +474,7 @@ def _iterate_base_names(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef])
     equals no class of the script.
     """
     for base in node.bases:
-        name = last_part_of_name(base)
+        name = get_last_part_of_name(base)
         yield (
             f".{name}"
             if isinstance(base, ast.Attribute) or (name == node.name and name in classes)
@@ -497,13 +498,13 @@ def _iterate_class_flags(
             continue
         value = node.value
         is_call = isinstance(node.value, ast.Call)
-        keywords = _keyword_arguments(value) if isinstance(value, ast.Call) else {}
+        keywords = _list_keyword_arguments(value) if isinstance(value, ast.Call) else {}
         default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
-        if last_part_of_name(node.annotation) in classes:
+        if get_last_part_of_name(node.annotation) in classes:
             nested = prefix if is_flat else f"{prefix}{node.target.id}."
             yield from _iterate_class_flags(
-                last_part_of_name(node.annotation),
+                get_last_part_of_name(node.annotation),
                 classes,
                 constants,
                 is_flat,
@@ -532,14 +533,14 @@ def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Ite
     for call in function.decorator_list:
         if (
             not isinstance(call, ast.Call)
-            or last_part_of_name(call.func) not in ("option", "argument")
+            or get_last_part_of_name(call.func) not in ("option", "argument")
             or not _list_text_arguments(call)
         ):
             continue
-        keywords = _keyword_arguments(call)
+        keywords = _list_keyword_arguments(call)
         names = _list_text_arguments(call)
         default = _evaluate_scalar(keywords.get("default"), constants)
-        if last_part_of_name(call.func) == "argument":
+        if get_last_part_of_name(call.func) == "argument":
             needed = (
                 default is None
                 and _evaluate_literal(keywords.get("required"), constants) is not False
@@ -555,7 +556,7 @@ def _iterate_click_flags(function: ast.FunctionDef, constants: Constants) -> Ite
             kind="switch"
             if switch
             else "boolean"
-            if last_part_of_name(keywords.get("type", call.func)) == "bool"
+            if get_last_part_of_name(keywords.get("type", call.func)) == "bool"
             else "value",
             default=default if default is not None or not switch else False,
             required=_evaluate_literal(keywords.get("required"), constants) is True,
@@ -585,10 +586,10 @@ def _iterate_parameter_flags(
         if (
             info is not None and info is value
         ):  # typer.Option(8, "--batch"): the first word is the default
-            value = info.args[0] if info.args else _keyword_arguments(info).get("default")
+            value = info.args[0] if info.args else _list_keyword_arguments(info).get("default")
         required = value is None or _evaluate_literal(value, constants) is ...
         default = None if required else _evaluate_scalar(value, constants)
-        option = last_part_of_name(info.func) == "Option" if info is not None else not required
+        option = get_last_part_of_name(info.func) == "Option" if info is not None else not required
         names = (
             [name.partition("/")[0] for name in _list_text_arguments(info)]
             if info is not None
@@ -615,7 +616,8 @@ def _find_typer_call(node: ast.expr | None) -> ast.Call | None:
         (
             call
             for call in calls
-            if isinstance(call, ast.Call) and last_part_of_name(call.func) in ("Option", "Argument")
+            if isinstance(call, ast.Call)
+            and get_last_part_of_name(call.func) in ("Option", "Argument")
         ),
         None,
     )

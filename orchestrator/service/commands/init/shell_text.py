@@ -23,7 +23,7 @@ from orchestrator.service.commands.init.slurm import (
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.trainer import is_python, program_name
+from orchestrator.specs.job.trainer import get_program_name, is_python
 
 SCRIPT_BYTES_MAX = 2**20
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -106,7 +106,7 @@ def starts_training(word: str) -> bool:
     """Return whether a word is a Python interpreter, a launcher (torchrun) or a Python script."""
     return (
         is_python(word)
-        or program_name(word) in STARTERS
+        or get_program_name(word) in STARTERS
         or (word.endswith(".py") and not word.startswith("-"))
     )
 
@@ -138,7 +138,7 @@ def find_shell_text(argv: Argv, folder: Path, slurm_options: dict[str, str]) -> 
     Slurm options on the command line, and SkyPilot's devices, are added to `slurm_options`. Raises
     SpecError for a missing script.
     """
-    name = program_name(argv[0])
+    name = get_program_name(argv[0])
     if len(argv) == 1 and " " in argv[0].strip():
         return ShellText(argv[0], argv[0])
     if name in SHELLS and "-c" in argv[1:3]:
@@ -169,7 +169,7 @@ def _find_script_index(argv: Sequence[str], folder: Path) -> int | None:
 
     It is 0 where the command is none of these.
     """
-    name = program_name(argv[0])
+    name = get_program_name(argv[0])
     if name not in (*SHELLS, "sky"):
         return 0
     if name == "sky" and argv[1:2] == ("launch",):
@@ -320,7 +320,7 @@ def _iterate_commands(text: str) -> Iterator[str]:
 
 def _has_launcher(argv: Sequence[str]) -> bool:
     modules = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-    return any(program_name(word) in STARTERS or word in modules for word in argv)
+    return any(get_program_name(word) in STARTERS or word in modules for word in argv)
 
 
 def _find_variable_value(

@@ -21,7 +21,7 @@ from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, take_flag_from
-from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
+from orchestrator.specs.job.trainer import LaunchStyle, get_program_name, is_python
 from orchestrator.specs.published import find_project_job
 from orchestrator.specs.replace import replace
 
@@ -135,7 +135,7 @@ def _refusal_error(problem: str, argv: Sequence[str], allowed: str = "") -> Spec
 
 
 def _parse_bare_command(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
-    name = program_name(argv[0])
+    name = get_program_name(argv[0])
     alone = len(argv) == 1
     if alone and argv[0].endswith(".py"):
         script = folder / argv[0]
@@ -201,7 +201,7 @@ def _parse_launched(
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
     typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
     if options.keys() <= PLANNED:
-        module_words = (MODULE_OF[launch],) if is_python(program_name(launcher_name)) else ()
+        module_words = (MODULE_OF[launch],) if is_python(get_program_name(launcher_name)) else ()
         dropped = shlex.join((*module_words, *argv[:index]))
         notes = (
             (f"{launch}'s own options are set by each plan; dropped: {dropped}",) if dropped else ()

@@ -31,7 +31,7 @@ from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.job.trainer import program_name
+from orchestrator.specs.job.trainer import get_program_name
 
 DEPTH_MAX = 16  # wrappers in each other
 SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
@@ -91,7 +91,7 @@ def unwrap_command(argv: Sequence[str], folder: Path) -> Unwrapped:
             env[match[1]] = match[2]
             rest = rest[1:]
             continue
-        name = program_name(rest[0])
+        name = get_program_name(rest[0])
         script = find_shell_text(rest, folder, slurm)
         if script is not None:
             inner = find_inner_command(script, folder, env, slurm)
@@ -161,7 +161,7 @@ def _count_prefix_ranks(prefix: Sequence[str]) -> int | None:
     """Return the number of ranks in the options of an unknown wrapper or an MPI starter; None
     without such an option.
     """
-    counts_n = bool(prefix) and program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
+    counts_n = bool(prefix) and get_program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
     for option, value in pairwise(prefix):
         name, equals, text = option.partition("=")
         means_ranks = (
@@ -201,7 +201,7 @@ def _is_command(word: str) -> bool:
     After an option that no table lists, any word is taken as that option's value.
     """
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
-    is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
+    is_named = starts_training(word) or get_program_name(word) in names or word.endswith(".sh")
     return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
 
 

@@ -20,13 +20,13 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence, read_ending
 from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
 from orchestrator.backends.attempts.launcher import find_free_port
-from orchestrator.backends.attempts.leftovers import process_mark
+from orchestrator.backends.attempts.leftovers import make_process_mark
 from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.backends.attempts.start import prepare_request, write_request_files
 from orchestrator.backends.local.drive import LocalScheduler
 from orchestrator.backends.ports import Lookups
-from orchestrator.backends.redaction import without_secrets
+from orchestrator.backends.redaction import mask_evidence
 from orchestrator.planning.render import render_script_command
 from orchestrator.planning.request import read_script_request
 from orchestrator.scheduling.options.asks import apply_permissions
@@ -34,18 +34,18 @@ from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failu
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.launch.devices import (
     Machine,
-    device_lock_path,
+    find_device_lock_path,
     find_machine_with_devices,
     read_holder,
 )
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (
     TypedJob,
-    digest_of_command,
-    digest_of_named_files,
+    compute_command_digest,
+    compute_named_files_digest,
     make_job_without_knobs,
+    make_restart_argv,
     read_typed_job,
-    restart_argv,
 )
 from orchestrator.service.visible import escape_controls
 from orchestrator.specs.actions import Launch, Record
@@ -138,7 +138,7 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     command = request["command"]
     is_dry = request["dry_run"]
     machine = find_machine_with_devices(request["devices"])
-    identity = digest_of_command((*command, request["devices"] or ""), folder, os.environ)
+    identity = compute_command_digest((*command, request["devices"] or ""), folder, os.environ)
     home = folder / FOLDER / identity
     records = Records(home)
     holder = read_holder(records.lock)
@@ -149,7 +149,7 @@ def _plan_first_attempt(request: JsonObject, folder: Path) -> JsonObject:
     judge_last_attempt(records)
     job = read_typed_job(command, folder, machine.node.devices, home)
     run = {name: getattr(job, name) for name in RECORDED}
-    run |= {"content": digest_of_named_files(command, folder), **request}
+    run |= {"content": compute_named_files_digest(command, folder), **request}
     lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
     note = _begin_or_resume_run_and_note(records, job.spec, run)
     if note is None:
@@ -277,7 +277,7 @@ def _prepare_attempt(records: Records, machine: Machine, launch: Launch) -> Json
         "folder": str(folder.path),
         "epoch_path": str(records.folder.epoch),
         "epoch": attempt.number,
-        "mark": process_mark(folder, node.name),
+        "mark": make_process_mark(folder, node.name),
         "watched": {
             "node": node.name,
             "devices": attempt.placement[0].devices,
@@ -307,7 +307,7 @@ def _make_rank_argv_and_variables(
         return request.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
     for name in LEFT_OUT:
         env.pop(name, None)
-    return request.rank, restart_argv(request, spec, run["lead"], run["python"]), env
+    return request.rank, make_restart_argv(request, spec, run["lead"], run["python"]), env
 
 
 def _make_recent_files(records: Records) -> RecentFiles:
@@ -326,7 +326,7 @@ def _list_locks_to_hold(records: Records, machine: Machine, attempt: Attempt) ->
     if attempt.estimate.source is not Source.ASSUMED:
         content = {**content, "promise_bytes": attempt.needed_bytes}
     for device in attempt.placement[0].devices:
-        path = device_lock_path(machine.uuids[device]) if machine.uuids else None
+        path = find_device_lock_path(machine.uuids[device]) if machine.uuids else None
         if path is not None:
             locks.append({"path": str(path), "content": content, "refuses": ""})
     return locks
@@ -354,7 +354,7 @@ def judge_last_attempt(records: Records) -> int:
     evidence = collect_evidence(
         job.spec, attempt, records.folder, ending, _make_recent_files(records)
     )
-    evidence = without_secrets(evidence, job.spec, os.environ)
+    evidence = mask_evidence(evidence, job.spec, os.environ)
     if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
         evidence = replace(evidence, heartbeats=(TOLD_TO_END,))
     number = attempt.number

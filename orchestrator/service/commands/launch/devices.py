@@ -11,7 +11,11 @@ from pathlib import Path
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import find_lock_folder
-from orchestrator.service.intake.detection import detect_machine, local_node_name, read_host_bytes
+from orchestrator.service.intake.detection import (
+    detect_machine,
+    make_local_node_name,
+    read_host_bytes,
+)
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.command_line import Env
@@ -73,7 +77,7 @@ def _detect_visible(variables: Env) -> Machine:
     notes = list[str]()
     free = list[int]()
     try:
-        node = detect_machine(local_node_name()).node
+        node = detect_machine(make_local_node_name()).node
     except SpecError as error:
         if variables and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
             raise
@@ -119,7 +123,7 @@ def _make_node(device_name: str, memory: str, device_count: int) -> NodeSpec:
     try:
         return NodeSpec.model_validate(
             {
-                "name": local_node_name(),
+                "name": make_local_node_name(),
                 "devices": device_count,
                 "device": device,
                 "host_memory": host,
@@ -132,7 +136,7 @@ def _make_node(device_name: str, memory: str, device_count: int) -> NodeSpec:
         ) from None
 
 
-def device_lock_path(uuid: str) -> Path | None:
+def find_device_lock_path(uuid: str) -> Path | None:
     """Return the path of the file by which typed commands lock a device; None where there can be no
     lock.
     """
@@ -146,7 +150,7 @@ def _find_unpromised_bytes_and_note(
     """Return (free bytes beside what another typed command on the device was promised, note on that
     command or "").
     """
-    path = device_lock_path(uuid)
+    path = find_device_lock_path(uuid)
     holder = None if path is None else read_holder(path)
     if holder is None:
         return free_bytes, ""

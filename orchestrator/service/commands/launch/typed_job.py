@@ -177,7 +177,7 @@ def _find_output_folder_and_arguments(
     return None, ()
 
 
-def restart_argv(
+def make_restart_argv(
     request: RankRequest, spec: JobSpec, wrappers: Sequence[str], python: str | None
 ) -> Argv:
     """Return the command of a restart: wrappers and interpreter as typed; environment variables
@@ -196,7 +196,7 @@ def restart_argv(
     return (*wrappers, *argv)
 
 
-def digest_of_command(command: Sequence[str], folder: Path, environment: Env) -> str:
+def compute_command_digest(command: Sequence[str], folder: Path, environment: Env) -> str:
     """Return the digest that names a command line's records: of its folder, its words, and its
     place in a Slurm array.
     """
@@ -204,7 +204,7 @@ def digest_of_command(command: Sequence[str], folder: Path, environment: Env) ->
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def digest_of_named_files(command: Sequence[str], folder: Path) -> str:
+def compute_named_files_digest(command: Sequence[str], folder: Path) -> str:
     """Return the digest of the contents of the scripts and configuration files that a command
     names.
     """

@@ -155,7 +155,7 @@ class Gate:
         """Return the refusal of a request with a wrong Host header, or of a change sent by another
         site's page; else None.
         """
-        host = _host_name(request)
+        host = _get_host_name(request)
         if host not in self.hosts:  # a page of another site, whose name was made to lead here
             allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
             return make_refusal(403, allow)
@@ -415,7 +415,7 @@ def _refuse_long_sign_in(request: Request) -> Response | None:
     return None
 
 
-def _host_name(request: Request) -> str:
+def _get_host_name(request: Request) -> str:
     try:
         return (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
     except ValueError:

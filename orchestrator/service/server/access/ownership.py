@@ -15,5 +15,5 @@ def may_change_jobs_of(job_user: str, sender: Principal, policy: PolicySpec) -> 
     return (
         policy.has_teams
         and bool(job_user)
-        and policy.team_of(job_user) == policy.team_of(sender.name)
+        and policy.find_team(job_user) == policy.find_team(sender.name)
     )

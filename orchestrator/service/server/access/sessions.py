@@ -57,7 +57,7 @@ class Sessions:
         """
         if self.find_principal(request) is not None:
             self.accounts.close_session(
-                int(request.cookies[cookie_name(request)].partition(".")[0])
+                int(request.cookies[get_cookie_name(request)].partition(".")[0])
             )
 
     def sign_text(self, text: str) -> str:
@@ -75,7 +75,9 @@ class Sessions:
 
     def find_principal(self, request: Request) -> Principal | None:
         """Return the user of the request's session; None without a valid session."""
-        payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
+        payload, _, _ = (cookie := request.cookies.get(get_cookie_name(request), "")).rpartition(
+            "."
+        )
         number, _, until_s = payload.partition(".")
         if not hmac.compare_digest(cookie.encode(), self._sign_payload(payload).encode()):
             return None
@@ -95,7 +97,7 @@ def set_cookie(request: Request, answer: Response, cookie: str) -> None:
     TLS-only if the request used TLS.
     """
     answer.set_cookie(
-        cookie_name(request),
+        get_cookie_name(request),
         cookie,
         max_age=int(LIFETIME_S),
         httponly=True,
@@ -107,11 +109,14 @@ def set_cookie(request: Request, answer: Response, cookie: str) -> None:
 def delete_cookie(request: Request, answer: Response) -> None:
     """Add a header to the answer by which the browser deletes the session's cookie."""
     answer.delete_cookie(
-        cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
+        get_cookie_name(request),
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
     )
 
 
-def cookie_name(request: Request) -> str:
+def get_cookie_name(request: Request) -> str:
     """Return the name of the session's cookie. It contains the port: browsers send a cookie to all
     ports of a host.
     """

@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.held_devices import map_held_device_to_job_id
 from orchestrator.scheduling.reports.morning import MorningReport
-from orchestrator.service.client.client import user_name
+from orchestrator.service.client.client import get_user_name
 from orchestrator.service.client.join_token import read_join_secret
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
@@ -92,7 +92,7 @@ from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
     make_node_view,
     make_observations_view,
-    observations_from_view,
+    parse_observations_view,
 )
 from orchestrator.service.views.teams import make_teams_view
 from orchestrator.specs.access import Role
@@ -199,7 +199,7 @@ def create_app(service: Service) -> FastAPI:
     )
     gate = Gate(
         owner_token=service.token,
-        owner=user_name(),
+        owner=get_user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
         roles={
@@ -208,11 +208,13 @@ def create_app(service: Service) -> FastAPI:
             **({} if service.pages is None else service.pages.roles),
         },
         reading=mlflow_routes.READING,
-        body_bytes_max=_body_limit_by_route(),
+        body_bytes_max=_list_body_limit_by_route(),
         rates=make_rate_limiter(),
         joining=JOINING,
         join_secret=lambda: read_join_secret(service.home),
-        sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
+        sessions=Sessions(
+            owner_token=service.token, owner=get_user_name(), accounts=service.accounts
+        ),
         links=SignInLinks(),
         pages=service.pages,
     )
@@ -254,7 +256,7 @@ def _list_digests_of_used_uploads(service: Service) -> set[str]:
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
-def _body_limit_by_route() -> dict[tuple[str, str], int]:
+def _list_body_limit_by_route() -> dict[tuple[str, str], int]:
     """Return {(method, path): largest number of bytes in a request's body} of the API's routes."""
     limits = dict.fromkeys(ROLES, JSON_BYTES_MAX)
     limits["PUT", "/uploads/{digest}"] = UPLOAD_BYTES_MAX
@@ -313,7 +315,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     @app.get("/cluster")
     def cluster(request: Request) -> ClusterAnswer:
         state = controller.state
-        job_ids = job_id_by_held_device(state)
+        job_ids = map_held_device_to_job_id(state)
         return {
             "name": service.cluster,
             "trackers": {
@@ -379,7 +381,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     def observe(request: ObserveRequest) -> KeptAnswer:
         return {
             "count": controller.store_and_count_new_observations(
-                observations_from_view(request.observations)
+                parse_observations_view(request.observations)
             )
         }
 
@@ -409,7 +411,7 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
     @app.get("/join")
     def join() -> JoinAnswer:
         return {
-            "ray_address": _require_members(service).ray_address_for_joining(),
+            "ray_address": _require_members(service).get_ray_address_for_joining(),
             "machine": read_machine_properties(service.home),
         }
 

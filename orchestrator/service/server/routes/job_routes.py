@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from orchestrator.backends.attempts.ended_files import describe_removals
 from orchestrator.backends.attempts.identity import find_identity
 from orchestrator.backends.attempts.metrics import iterate_metric_lines
-from orchestrator.backends.mlflow.content import comparison_key
+from orchestrator.backends.mlflow.content import make_comparison_key
 from orchestrator.backends.mlflow.tracker import find_comparison_url
 from orchestrator.backends.redaction import list_secret_values
 from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
@@ -69,7 +69,7 @@ from orchestrator.service.views.comparison import ComparisonView, make_compariso
 from orchestrator.service.views.records import (
     BatchAnswer,
     ExplanationView,
-    display_sort_key,
+    make_display_sort_key,
     make_explanation_view,
     make_promise_view,
     sort_jobs_for_display,
@@ -171,7 +171,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         live = sort_jobs_for_display(controller.state.jobs.values()) if before is None else []
         if after is not None:
             place = tuple(map(int, after.split(",")))
-            live = [job for job in live if display_sort_key(job) > place]
+            live = [job for job in live if make_display_sort_key(job) > place]
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
             shown |= {
@@ -184,7 +184,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         more = len(live) > LIVE_MAX
         return {
             "jobs": views,
-            "next": ",".join(map(str, display_sort_key(live[LIVE_MAX - 1]))) if more else None,
+            "next": ",".join(map(str, make_display_sort_key(live[LIVE_MAX - 1]))) if more else None,
         }
 
     @app.get("/jobs/{job_id}", **document_answer(JobAnswer))
@@ -225,7 +225,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
         link = (
-            links.find_cached_url(address, comparison_key(jobs[0]), ran)
+            links.find_cached_url(address, make_comparison_key(jobs[0]), ran)
             if address and ran
             else None
         )
@@ -356,7 +356,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         listing = list_output_files(service.home, job)
         headers = {
             "Content-Length": str(
-                len(listing.manifest()) + listing.total_bytes
+                len(listing.make_manifest()) + listing.total_bytes
             ),  # a client sees what is cut off
             "X-Output-Bytes": str(listing.total_bytes),
             "X-Output-Left-Out": str(len(listing.left_out)),

@@ -25,7 +25,7 @@ from orchestrator.backends.mlflow.server import (
     ADDRESS,
     START_S,
     connect_socket,
-    short_socket_path,
+    make_short_socket_path,
     want_server,
 )
 from orchestrator.service.server.access.gate import make_refusal
@@ -167,7 +167,7 @@ class _Forwarder:
 
         A later failure cuts the answer off.
         """
-        with short_socket_path(self._folder) as path:
+        with make_short_socket_path(self._folder) as path:
             async with httpx.AsyncHTTPTransport(uds=path, verify=False) as transport:
                 answer = await transport.handle_async_request(_make_mlflow_request(request))
                 assert isinstance(answer.stream, httpx.AsyncByteStream), answer
@@ -175,7 +175,7 @@ class _Forwarder:
                 headers = [
                     (name, value) for name, value in headers if name.decode() not in NOT_RETURNED
                 ]
-                headers.append((b"content-security-policy", _content_policy(request).encode()))
+                headers.append((b"content-security-policy", _make_content_policy(request).encode()))
                 await send(
                     {
                         "type": "http.response.start",
@@ -220,7 +220,7 @@ async def _iterate_body(request: Request) -> AsyncIterator[bytes]:
         yield piece
 
 
-def _content_policy(request: Request) -> str:
+def _make_content_policy(request: Request) -> str:
     below = request.url.path.removeprefix(ADDRESS)
     if below != "/" and not below.startswith("/static-files/"):
         return DATA_POLICY

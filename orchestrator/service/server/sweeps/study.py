@@ -50,7 +50,7 @@ class Study:
         """
         number = len(self._trials)
         if self._sweep.method == "grid" and earlier_parameters is None:
-            earlier_parameters = self._sweep.grid_parameters_of_trial(number)
+            earlier_parameters = self._sweep.compute_grid_parameters(number)
         if earlier_parameters is not None:
             self._study.enqueue_trial(dict(earlier_parameters))
         self._study.sampler = self._make_sampler(number)

@@ -179,7 +179,7 @@ class Sweeper:
                 if curve.last is not None
             }
         report = make_sweep_report(
-            sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s()
+            sweep_id, ended, jobs, values, self._controller.state, self._controller.get_now_s()
         )
         if ended and not report.live:
             self._over[sweep_id] = report
