@@ -101,7 +101,10 @@ class MemoryJournal:
 
     def count_rows(self) -> Totals:
         return Totals(
-            ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
+            ended=Counter(job.status.value for job in self.archived.values()),
+            undelivered={},
+            notices={},
+            oldest_notices_s={},
         )
 
     def read_first_event_at_s(self) -> float | None:
