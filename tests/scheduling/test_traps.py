@@ -107,6 +107,7 @@ ELASTIC = "E1130 08:54:29.6 7 torch/distributed/elastic/multiprocessing/api.py:1
     [
         (1, 3, FailureKind.STARTUP, "rank 1 exited with code 3: the labels are empty"),
         (1, 1, FailureKind.STARTUP, "rank 1 exited with code 1: the labels are empty"),
+        (1, -11, FailureKind.STARTUP, "rank 1 crashed by SIGSEGV"),
         (0, 1, FailureKind.NODE_LOST, "its ranks only complain"),
     ],
 )
@@ -118,6 +119,13 @@ def test_trap_2_a_rank_that_left_no_error_comes_before_complaints_about_it(
     failure = judged(end_of(log))
     assert failure.kind is kind
     assert failure.reason.startswith(reason)
+
+
+def test_trap_2_what_torchrun_ended_is_no_cause_beside_the_rank_that_crashed() -> None:
+    ended = "  traceback : Signal 15 (SIGTERM) received by PID 29797"
+    failure = judged(end_of(f"{ELASTIC}\nFailures:\n[1]:\n{ended}\n{torchrun_said(1, -11)}"))
+    assert failure.kind is FailureKind.STARTUP
+    assert failure.reason == "rank 1 crashed by SIGSEGV"
 
 
 def test_trap_2_accelerate_repeats_the_whole_command() -> None:

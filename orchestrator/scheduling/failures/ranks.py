@@ -42,6 +42,8 @@ from orchestrator.specs.command_line import Argv
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import STALE_EXIT_CODE
 
+_ENDED_BY_LAUNCHER = " received by PID "  # in torchrun's line about a rank that it ended
+
 
 def diagnose_ranks(
     attempt: Attempt, evidence: Evidence, command: Argv, device_bytes: int | None
@@ -117,12 +119,13 @@ def _failed_without_error_first(evidence: Evidence, end: RankEnd, finding: Findi
     """Return whether torchrun saw another rank fail first than the one that complains, and that
     rank left no error.
 
-    `finding` is the complaint. Such a rank left by `os._exit`, or by `sys.exit` with a text.
+    `finding` is the complaint. Such a rank left by `os._exit`, by `sys.exit` with a text, or crashed.
     """
     root = end.root_rank
-    if root is None or finding.rank in (None, root):
+    is_from_launcher = _ENDED_BY_LAUNCHER in finding.line
+    if root is None or (finding.rank in (None, root) and not is_from_launcher):
         return False
-    if find_exit_signal(end.root_exit_code) is not None:
+    if _find_signal_failure(evidence, end) is not None:
         return False
     ranks_with_errors = {entry.rank for entry in end.findings}
     ranks_with_errors |= {report.rank for report in evidence.errors}
