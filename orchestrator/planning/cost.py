@@ -415,8 +415,9 @@ class CollectiveCounts(NamedTuple):
 
 
 def _count_step_collectives(profile: ModelProfile, plan: Plan) -> CollectiveCounts:
-    """Return the number of collectives in a step by ZeRO stage: Rajbhandari et al. 2020
-    (arXiv:1910.02054), section 7.
+    """Return how many collectives one step has under the plan's ZeRO stage.
+
+    Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7.
     """
     mechanics = plan.mechanics
     micro_steps = plan.gradient_accumulation_steps

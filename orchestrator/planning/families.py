@@ -371,9 +371,9 @@ def _choose_end_layers(
     """Return the numbers of layers of a family's first and last pipeline stage: as pinned, or the
     fastest.
 
-    All kinds of checkpointing in the family share these numbers. They are chosen for the last kind
-    but one, which keeps some activations. In full recomputation a layer takes a quarter more time
-    beside the same head.
+    All plans of the family share these numbers, whatever they checkpoint. They are timed with the
+    second-heaviest of `modes`. Full recomputation would balance stages in another way: a layer
+    takes a quarter more time, and the head does not.
     """
     pins = request.pins
     if example.layout.pp == 1 or any(name in pins for name in ENDS):

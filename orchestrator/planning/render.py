@@ -179,7 +179,7 @@ def render_script_command(
     rate = script.learning_rate
     layers = plan.full_checkpointing_layers
     length = plan.sequence_length
-    is_sharding_told = plan.zero_stage or not knobs.always_shards
+    is_sharding_told = plan.zero_stage or not knobs.shards_at_every_rank_count
     if script.config is not None and script.config.flag is not None and config_path is not None:
         arguments += [script.config.flag, config_path]
     # in this order behind the user's own arguments

@@ -130,7 +130,7 @@ def _list_script_strategies(
 ) -> Iterator[PlanStrategy]:
     knobs = request.knobs
     plain = PlanStrategy(engine=Engine.SCRIPT, layout=layout)
-    if layout.dp == 1 or not knobs.always_shards:
+    if layout.dp == 1 or not knobs.shards_at_every_rank_count:
         yield plain
     for stage in knobs.zero_stages:
         if not knobs.is_sharded_by_fsdp:
@@ -364,9 +364,9 @@ def _list_fsdp_stages(
     """Return the ZeRO stages to try with FSDP2: 2 and 3; also 1 between nodes, or where the job
     pins it.
 
-    The messages of stage 1 hide behind one micro-batch of a step. A single data-parallel rank has
-    stage 3 alone, where FSDP2 saves memory by casting weights and hidden states to low precision.
-    It has none under autocast, where both stay in fp32.
+    Stage 1 communicates only in one micro-batch of a step, which pays off between nodes. With a
+    single data-parallel rank FSDP2 saves memory only by casting weights and hidden states to low
+    precision. Then only stage 3 is tried, and under autocast, which keeps both in fp32, none is.
     """
     if layout.dp_cp == 1:
         casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32

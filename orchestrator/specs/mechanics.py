@@ -72,7 +72,10 @@ class ScriptFsdp(_Units):
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """State sharded by DeepSpeed (arXiv:1910.02054), in our engine or in a user's script. Stage 0 shards nothing."""
+    """DeepSpeed's ZeRO (arXiv:1910.02054), in our engine or in a user's script: the stage says what is sharded.
+
+    Stage 0 shards nothing.
+    """
 
     shards: int
     stage: ZeroStage

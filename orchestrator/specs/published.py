@@ -64,7 +64,9 @@ def find_nearest_models(name: str) -> list[str]:
     """Return the three models in the table whose names are most similar, most similar first."""
     models = load_published()
     likeness = {
-        entry: SequenceMatcher(None, _strip_name_endings(name), _strip_name_endings(entry)).ratio()
+        entry: SequenceMatcher(
+            None, _strip_model_name_suffixes(name), _strip_model_name_suffixes(entry)
+        ).ratio()
         for entry in models
     }
     return sorted(models, key=lambda entry: -likeness[entry])[:3]
@@ -75,37 +77,39 @@ def load_published_config(name: str) -> JsonObject:
 
     The lookup ignores case and the endings -Instruct, -it and -hf.
     """
-    plain = {_strip_name_endings(entry): model for entry, model in load_published().items()}
-    model = plain.get(_strip_name_endings(name))
+    plain = {_strip_model_name_suffixes(entry): model for entry, model in load_published().items()}
+    model = plain.get(_strip_model_name_suffixes(name))
     return {} if model is None else dict(model.config)
 
 
 def list_smaller_siblings(name: str) -> list[str]:
     """Return the names of smaller models of the same model line, largest first."""
-    line = _name_without_size(name)
+    line = _strip_model_size(name)
     parameters = next(
         (
             model.parameters
             for entry, model in load_published().items()
-            if _strip_name_endings(entry) == _strip_name_endings(name)
+            if _strip_model_name_suffixes(entry) == _strip_model_name_suffixes(name)
         ),
         0,
     )
     siblings = {
         entry: model.parameters
         for entry, model in load_published().items()
-        if _name_without_size(entry) == line
+        if _strip_model_size(entry) == line
     }
     smaller = [entry for entry, count in siblings.items() if count < parameters]
     return sorted(smaller, key=lambda entry: -siblings[entry])
 
 
-def _name_without_size(name: str) -> str:
+def _strip_model_size(name: str) -> str:
     """Return the model's name without its size, such as google/gemma-2: the name of its model line."""
-    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _strip_name_endings(name))
+    return re.sub(
+        r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _strip_model_name_suffixes(name)
+    )
 
 
-def _strip_name_endings(name: str) -> str:
+def _strip_model_name_suffixes(name: str) -> str:
     text = name.lower()
     for ending in ("-instruct", "-it", "-hf"):
         text = text.removesuffix(ending)

@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _join_process_group(run: TrainingRun) -> loop.RankContext:
-    """Join the process group that the environment describes, and return this process's rank, ranks
-    and device.
+    """Join the process group that the environment describes; return this process's rank and
+    device, and the number of ranks.
     """
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -22,7 +22,7 @@ from orchestrator.backends.mlflow import contact as mlflow_contact
 from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import (
-    compare_url,
+    make_comparison_url,
     make_job_run_content,
     parse_curves_and_elapsed_ms,
     run_key,
@@ -723,7 +723,7 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
 
 
 def test_the_compare_link_is_what_the_page_reads() -> None:
-    url = compare_url("http://127.0.0.1:5000/", ("a", "b"), "3")
+    url = make_comparison_url("http://127.0.0.1:5000/", ("a", "b"), "3")
     assert url.startswith("http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22")
     assert unquote(url).endswith('?runs=["a", "b"]&experiments=["3"]&workflowType=machine_learning')
 

@@ -22,7 +22,7 @@ from orchestrator.training.tracing.model_builder import (
     SAMPLES,
     Arithmetic,
     Request,
-    build_meta_recipe,
+    build_recipe_on_meta_device,
 )
 from orchestrator.training.tracing.step_recorder import StepRecorder
 from tests.training.reseeded import EXAMPLES
@@ -141,7 +141,7 @@ def unet() -> StepRecorder:
         arithmetics=(),
     )
     arithmetic = Arithmetic(precision=Precision.FP32, autocast=False)
-    return StepRecorder(request, arithmetic, build_meta_recipe(request, arithmetic, None))
+    return StepRecorder(request, arithmetic, build_recipe_on_meta_device(request, arithmetic, None))
 
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRecorder) -> None:

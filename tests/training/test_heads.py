@@ -19,7 +19,11 @@ from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.models.hf_heads import SyntheticBatch
 from orchestrator.training.models.hf_model import read_config
-from orchestrator.training.tracing.model_builder import Arithmetic, Request, build_meta_recipe
+from orchestrator.training.tracing.model_builder import (
+    Arithmetic,
+    Request,
+    build_recipe_on_meta_device,
+)
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.training import gang
 from tests.training.heads import drawn, with_settings
@@ -48,7 +52,7 @@ def request(config: dict[str, Any], **changes: Any) -> Request:
 
 def trains(config: dict[str, Any], home: Path) -> None:
     """Train two steps by the torch engine, on the batch that the head takes. Raises where it does not."""
-    recipe = build_meta_recipe(
+    recipe = build_recipe_on_meta_device(
         request(config),
         FP32,
         transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)),

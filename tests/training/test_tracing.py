@@ -160,13 +160,13 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     model: ModelSpec, segments: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths: list[int] = []
-    build = tracing.build_meta_recipe
+    build = tracing.build_recipe_on_meta_device
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
+    monkeypatch.setattr(tracing, "build_recipe_on_meta_device", count_builds)
     stretched = trace_model(model)
     layers, few = depths
     assert few < layers
@@ -245,13 +245,13 @@ def test_dense_layers_do_not_represent_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
 ) -> None:
     built_depths: list[int] = []
-    build = tracing.build_meta_recipe
+    build = tracing.build_recipe_on_meta_device
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         built_depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
+    monkeypatch.setattr(tracing, "build_recipe_on_meta_device", count_builds)
     profile = trace_model(ModelSpec(hf=config))
     assert built_depths == depths
     with torch.device("meta"):

@@ -190,7 +190,7 @@ class Launcher:
             ).returncode
 
     def status(self) -> LauncherStatus:
-        """Return the current status."""
+        """Return the state, exit codes and other facts of this launcher's ranks as they are now."""
         with self._changed:
             return self._make_status()
 

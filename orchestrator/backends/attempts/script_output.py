@@ -111,20 +111,20 @@ def find_results(
 
 
 def find_checkpoints(
-    spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCESS
+    spec: JobSpec, output_folder: Path, file_access: FileAccess = OWN_ACCESS
 ) -> Checkpoints:
     """Return the complete checkpoints in a script's output folder, newest first: by step, then by time.
 
     A checkpoint of the job's last step is left out: a script that compares steps for equality would never end.
     """
-    result = file_access.search(output, spec.resume.checkpoints, spec.resume.holds)
+    result = file_access.search(output_folder, spec.resume.checkpoints, spec.resume.holds)
     step_pattern = None if spec.resume.step is None else LinePattern(spec.resume.step)
     problems = [*result.problems]
     if step_pattern is not None and step_pattern.problem is not None:
         problems.append(step_pattern.problem)
     candidates = dict[tuple[int, int, str], FileMatch]()
     for match in result.matches:
-        step = find_last_number(step_pattern, make_relative_to_output(output, match.path))
+        step = find_last_number(step_pattern, make_relative_to_output(output_folder, match.path))
         is_last = step is not None and spec.steps is not None and step >= spec.steps
         if match.is_whole and not is_last:
             candidates[step or 0, match.mtime_ns, match.path] = match
@@ -133,10 +133,12 @@ def find_checkpoints(
 
 
 def find_newest_checkpoint(
-    spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCESS
+    spec: JobSpec, output_folder: Path, file_access: FileAccess = OWN_ACCESS
 ) -> str | None:
     """Return the path of the newest complete checkpoint in a script's output folder; None without one."""
-    return next((match.path for match in find_checkpoints(spec, output, file_access).matches), None)
+    return next(
+        (match.path for match in find_checkpoints(spec, output_folder, file_access).matches), None
+    )
 
 
 def find_saved_step(spec: JobSpec, job_folder: JobFolder, checkpoints: Checkpoints) -> int | None:
@@ -166,17 +168,17 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
     The user may then see which pattern is missing. A working directory is not listed, since it has
     the program's files too. No link is followed, since a user's program may have made it.
     """
-    output = get_output_folder(spec, job_folder)
-    if not spec.is_script or output != job_folder.output:
+    output_folder = get_output_folder(spec, job_folder)
+    if not spec.is_script or output_folder != job_folder.output:
         return ()
     try:
-        entries = islice(chain(output.glob("*"), output.glob("*/*")), ENTRIES_MAX)
+        entries = islice(chain(output_folder.glob("*"), output_folder.glob("*/*")), ENTRIES_MAX)
         files = [
             path
             for path in entries
             if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())
         ]
-        times_ns = {str(path.relative_to(output)): path.stat().st_mtime_ns for path in files}
+        times_ns = {str(path.relative_to(output_folder)): path.stat().st_mtime_ns for path in files}
     except OSError:  # the script removes one
         return ()
     names = [name for name in times_ns if len(name) <= NAME_CHARACTERS_MAX and name.isprintable()]
@@ -184,18 +186,18 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
 
 
 def find_last_saved_s(
-    spec: JobSpec, output: Path, file_access: FileAccess = OWN_ACCESS
+    spec: JobSpec, output_folder: Path, file_access: FileAccess = OWN_ACCESS
 ) -> float | None:
     """Return the time of the last write to any checkpoint, in seconds since 1970; None without
     checkpoints.
     """
-    result = file_access.search(output, spec.resume.checkpoints, ())
+    result = file_access.search(output_folder, spec.resume.checkpoints, ())
     return max((match.newest_s for match in result.matches), default=None)
 
 
-def make_relative_to_output(output: Path, path: str) -> str:
+def make_relative_to_output(output_folder: Path, path: str) -> str:
     """Return a path relative to the output folder; unchanged where it is outside that folder."""
-    return path.removeprefix(f"{output}/")
+    return path.removeprefix(f"{output_folder}/")
 
 
 def find_last_number(pattern: LinePattern | None, text: str) -> int | None:

@@ -84,11 +84,11 @@ def make_sweep_key(sweep_id: str, submitted_at_s: float) -> str:
 
 
 def make_job_run_content(
-    job: Job, hide_secrets: Hide, compare_url: str, picture: Picture | None = None
+    job: Job, hide_secrets: Hide, make_comparison_url: str, picture: Picture | None = None
 ) -> RunContent:
     """Return the content of the run of a whole job.
 
-    `compare_url` is the URL of MLflow's page with its attempts side by side, or "".
+    `make_comparison_url` is the URL of MLflow's page with its attempts side by side, or "".
     """
     ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]
     end_s = max(ends, default=job.submitted_at_s) if job.status.ended else None
@@ -102,7 +102,7 @@ def make_job_run_content(
         "status": job.status,
         "reason": hide_secrets(describe_status_with_holder(job)),
         "job_spec": hide_secrets(json.dumps(spec)),
-        "mlflow.note.content": hide_secrets(_describe_job(job, compare_url)),
+        "mlflow.note.content": hide_secrets(_describe_job(job, make_comparison_url)),
         **make_source_tags(job, hide_secrets),
     }
     params = {
@@ -232,7 +232,7 @@ def make_source_tags(job: Job, hide_secrets: Hide) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
-def compare_url(mlflow_url: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
+def make_comparison_url(mlflow_url: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """Return the URL of an MLflow page that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
     # not the view of traces

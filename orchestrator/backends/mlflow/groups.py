@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.contact import Contact
 from orchestrator.backends.mlflow.content import (
-    compare_url,
     describe_comparison,
     describe_sweep,
     make_comparison_key,
+    make_comparison_url,
     make_sweep_key,
 )
 from orchestrator.backends.mlflow.frontier_png import draw_figure
@@ -140,7 +140,7 @@ class ParentRuns:
             if trial.number == report.best and trial.value is not None:
                 contact.client.log_metric(run_id, report.metric, trial.value)
                 contact.client.set_tag(run_id, "best", trial.job)
-        link = compare_url(
+        link = make_comparison_url(
             self._address,
             tuple(run_by_job[trial.job].info.run_id for trial in report.trials[:LINKED_MAX]),
             contact.experiment_id,
@@ -184,7 +184,7 @@ class ParentRuns:
             member.id: parse_loss_curve(iterate_metric_lines(self._home, member)) for member in jobs
         }
         report = make_comparison(self._lookups.state(), jobs, curves)
-        link = compare_url(
+        link = make_comparison_url(
             self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
         )
         contact.client.set_tag(

@@ -17,8 +17,8 @@ from orchestrator.backends.mlflow.contact import Contact, limit_mlflow_requests
 from orchestrator.backends.mlflow.content import (
     MetricPoint,
     RunContent,
-    compare_url,
     make_attempt_run_content,
+    make_comparison_url,
     make_job_run_content,
     parse_curves_and_elapsed_ms,
     parse_samples_and_next_number,
@@ -213,7 +213,9 @@ class MlflowTracker(Tracker):
             self._groups.end_comparison(contact, job, compared, hide)
             return
         compare = (
-            compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
+            make_comparison_url(self.address, tuple(ids), contact.experiment_id)
+            if len(ids) > 1
+            else ""
         )
         picture = make_plan_chart(state, job) if job.status.ended and job.attempts else None
         content = make_job_run_content(job, hide, compare, picture)
@@ -438,7 +440,9 @@ def find_comparison_url(
     )
     if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < job_count:
         return None
-    return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), experiment_id)
+    return make_comparison_url(
+        address, tuple(run.info.run_id for run in reversed(runs)), experiment_id
+    )
 
 
 def find_job_url(home: Path, address: str, job_key: str, _jobs: int) -> str | None:

@@ -29,11 +29,13 @@ def is_public_address(text: str) -> bool:
     address = ip_address(text.partition("%")[0])
     return all(
         inner.is_global and not inner.is_multicast and inner != WIRE_SERVER
-        for inner in _list_embedded(address)
+        for inner in _list_address_and_embedded_ipv4(address)
     )
 
 
-def _list_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+def _list_address_and_embedded_ipv4(
+    address: IPv4Address | IPv6Address,
+) -> list[IPv4Address | IPv6Address]:
     """Return the address and the IPv4 addresses inside it, to which a gateway or the kernel may
     forward.
     """

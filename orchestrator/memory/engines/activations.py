@@ -14,7 +14,7 @@ from orchestrator.memory.engines.moments import (
     PassPoint,
     PointKind,
     Rank,
-    count_full_parts,
+    count_recomputed_parts_by_segment,
     list_pass_points,
     list_traced_pass_points,
 )
@@ -81,7 +81,7 @@ def list_live_activations(
         return alone
     saved_bytes = copied_bytes = 0
     for stage, passes in rank.others:
-        full = count_full_parts(stage, full_layers)
+        full = count_recomputed_parts_by_segment(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
             saved, copied = _compute_saved_and_copied_bytes(segment, how, segment.count, parts)
             saved_bytes += passes * saved
@@ -192,7 +192,7 @@ def _list_live_of_micro_batch(
         )
         return (*lines, NONE, NONE)
     segments = stage.segments
-    full = count_full_parts(stage, kept_activations.full_layers)
+    full = count_recomputed_parts_by_segment(stage, kept_activations.full_layers)
     saved_pairs = [
         _compute_saved_and_copied_bytes(segment, kept_activations, segment.count, parts)
         for segment, parts in zip(segments, full, strict=True)

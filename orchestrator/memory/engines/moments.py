@@ -162,7 +162,7 @@ class Rank:
         return self.messages * plan.micro_batch_size * self.profile.boundary_bytes
 
 
-def count_full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
+def count_recomputed_parts_by_segment(stage: ModelProfile, full_layers: int) -> list[int]:
     """Return, for each segment, how many of its parts are among the stage's first `full_layers`
     layers.
     """
@@ -227,7 +227,7 @@ def list_pass_points(
         if segment.is_unit:
             for _ in range(segment.count):
                 layers.append(segment)
-    full = count_full_parts(stage, full_layers)
+    full = count_recomputed_parts_by_segment(stage, full_layers)
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
         if gathers_ahead and segment.count > 3:

@@ -29,7 +29,7 @@ def made_all_declared_steps(job: Job, attempt: Attempt, evidence: Evidence) -> b
     if _reached_last_step(job, attempt, evidence):
         return True
     beats = evidence.heartbeats
-    if len(beats) < attempt.plan.world_size or any(b.steps_done or b.backwards for b in beats):
+    if len(beats) < attempt.plan.world_size or any(b.steps_done + b.backwards > 0 for b in beats):
         return False
     return any(
         _reached_last_step(job, entry, entry.facts)

@@ -130,8 +130,8 @@ def find_unexplained_ending(failure: Failure | None) -> Ending | None:
 
 
 def may_be_device_fault(ending: Ending) -> bool:
-    """Return whether a device may have caused this end: it came soon after launch, and was no
-    refusal by a service.
+    """Return whether a device may have caused this end: it came soon after launch, and neither the
+    program nor an outside service (such as a model hub) explains it.
     """
     return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
 

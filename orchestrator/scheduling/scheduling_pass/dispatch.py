@@ -401,7 +401,7 @@ def _describe_impossible(job: Job, infeasible: Infeasible) -> str:
 def _start_attempt(
     state: State, index: SchedulerIndex, job: Job, decision: StartDecision
 ) -> tuple[Job, Attempt]:
-    """Return (job in its new version, its new attempt) for the decision to start."""
+    """Return (the job with its new attempt, that attempt) after a decision to start it."""
     before = job.trained[-1] if job.trained else None
     attempt = Attempt(
         job_id=job.id,

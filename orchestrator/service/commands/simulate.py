@@ -261,7 +261,8 @@ def simulate_on(
 def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
     """Return the cluster with maintenance times as seconds after `begins_s` (seconds since 1970).
 
-    Raises SpecError where the cluster has maintenance and the jobs have no date.
+    Raises SpecError where the cluster has maintenance and `begins_s` is None: the list of jobs has
+    no date.
     """
     if not cluster.maintenance:
         return cluster

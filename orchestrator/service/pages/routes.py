@@ -569,7 +569,7 @@ PAGE_ROLES = {
 }
 
 
-def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
+def _add_page_routes(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add every page to the application, which already has the routes of the API from which pages
     get their data.
     """
@@ -595,7 +595,9 @@ def _add_pages(app: FastAPI, service: Service, gate: Gate) -> None:
         app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
 
 
-PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=render_refusal, add=_add_pages)
+PAGES_OF_SERVICE = Pages(
+    roles=PAGE_ROLES, headers=HEADERS, refused=render_refusal, add=_add_page_routes
+)
 
 
 def _parse_query_number(query: QueryParams, name: str, default: int) -> int:

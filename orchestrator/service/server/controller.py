@@ -275,11 +275,11 @@ class Controller:
         return self._submissions.commit(request)
 
     def cancel_jobs(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
-        """Request cancellation of these jobs, or of all live members of their arrays; return the
-        ids of the jobs to cancel.
+        """Request cancellation of these jobs, and return the ids of the jobs to cancel.
 
-        On an error none is cancelled. Raises ServiceError for an unknown job, an ended job, a job
-        of no array, and an array that has ended.
+        With `whole_arrays`, every live job of their arrays is cancelled, too. On an error none is
+        cancelled. Raises ServiceError for an unknown or ended job; with `whole_arrays` also for a
+        job outside any array, and for an array that has ended.
         """
         with self._changed:
             live_ids = [

@@ -81,10 +81,9 @@ class JsonFormatter(logging.Formatter):
 def make_job_log_fields(
     job_id: str | None = None, attempt_number: int | None = None
 ) -> dict[str, object]:
-    """Return the fields of log records about a job and its attempt; they are for records outside a
-    request.
+    """Return the fields of a log record that name a job and its attempt.
 
-    One commit may serve several requests.
+    They name no request, since one commit to the journal may hold the changes of several.
     """
     return {"job": job_id, "attempt": attempt_number, "request": None}
 

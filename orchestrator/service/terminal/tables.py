@@ -347,7 +347,7 @@ def _describe_progress_or_reason(job: JobView) -> str:
 def make_nodes_table(nodes: Sequence[NodeView], drained_node_names: Sequence[str]) -> Table:
     """Return a table with a row per node: whether it is drained, and its jobs.
 
-    Drained nodes that are not in the cluster now come last.
+    Drained nodes that have left the cluster are the last rows.
     """
     cells: Cells = {
         "takes": _describe_acceptance,

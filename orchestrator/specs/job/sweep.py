@@ -168,8 +168,10 @@ class Sweep(SpecModel):
         return dict(zip(names, next(islice(rows, trial_number, None)), strict=True))
 
     def list_parameters_to_check(self) -> Iterator[dict[str, Value]]:
-        """Yield parameter values with which to check a job file: all first values, then one set for
-        each other extreme value.
+        """Yield {parameter: value} of each trial with which a job file is checked.
+
+        The first has the first value of every parameter. Each further one changes a single
+        parameter to another of its extreme values.
         """
         first = {name: parameter.extremes[0] for name, parameter in self.parameters}
         yield first

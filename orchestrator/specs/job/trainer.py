@@ -239,7 +239,7 @@ class Knobs(SpecModel):
         return self.zero_stage is not None and self.zero_stage.accelerate == "fsdp"
 
     @property
-    def always_shards(self) -> bool:
+    def shards_at_every_rank_count(self) -> bool:
         """Whether every plan with several ranks is sharded, because the ZeRO knob has no value for
         stage 0.
         """

@@ -55,7 +55,7 @@ class TokenSplit:
     def gather(self, x_1ND: Tensor) -> Tensor:
         """Return all tokens [B, T, D] for a sharded module; its ranks' gradients are summed.
 
-        `multiply_columns` needs only this rank's tokens for the backward pass, and reads them from
+        `multiply_column_parallel` needs only this rank's tokens for the backward pass, and reads them from
         the result.
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
@@ -132,7 +132,7 @@ def get_own_tokens(x_BTD: Tensor) -> Tensor:
     return own_1ND
 
 
-def multiply_columns(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+def multiply_column_parallel(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     """Return `x` times this rank's rows of a weight. The backward pass gathers `x` again instead of
     keeping it.
 
@@ -186,7 +186,7 @@ class _ColumnProduct(torch.autograd.Function):
         return grad_x, None, grad_weight, grad_bias, None
 
 
-def multiply_rows(x_BTF: Tensor, weight_DF: Tensor, tokens: TokenSplit) -> Tensor:
+def multiply_row_parallel(x_BTF: Tensor, weight_DF: Tensor, tokens: TokenSplit) -> Tensor:
     """Return this rank's tokens [1, N, D] of the product with its weight columns, summed over the ranks.
 
     The tensors for the backward pass are saved before the product is made, since recomputing a layer ends there.

@@ -28,8 +28,8 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
     TokenSplit,
     get_own_tokens,
-    multiply_columns,
-    multiply_rows,
+    multiply_column_parallel,
+    multiply_row_parallel,
     sum_gradients,
 )
 
@@ -350,7 +350,7 @@ def _make_local_class(
         body[key] = property(_make_local_property(key))
     forward: Callable[..., Any] = kind.forward
     if style == "colwise" and token_split is not None:
-        body["forward"] = lambda self, x: multiply_columns(x, self.weight, self.bias)
+        body["forward"] = lambda self, x: multiply_column_parallel(x, self.weight, self.bias)
     elif style == "colwise" and not issubclass(kind, nn.Embedding):
         body["forward"] = lambda self, x, *args, **kwargs: forward(
             self, _all_reduce_in_backward(x, group), *args, **kwargs
@@ -360,7 +360,7 @@ def _make_local_class(
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if token_split is not None:
-                out = multiply_rows(*args, self.weight, token_split)  # type: ignore[call-arg]
+                out = multiply_row_parallel(*args, self.weight, token_split)  # type: ignore[call-arg]
             else:
                 out = _all_reduce_in_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")

@@ -90,7 +90,7 @@ class ImportedModules:
     """
 
     def __init__(self) -> None:
-        before = _list_open_descriptors()
+        before = _list_open_descriptor_numbers()
         printed = os.memfd_create("printed")
         for stream in (1, 2):
             os.dup2(printed, stream)
@@ -106,7 +106,7 @@ class ImportedModules:
         for stream in (1, 2):
             os.dup2(0, stream)
         os.close(printed)
-        if _list_open_descriptors() != before:
+        if _list_open_descriptor_numbers() != before:
             self._doubt = self._doubt or "importing torch opens files"
         self.names = {name.partition(".")[0] for name in sys.modules}
         self._files = {path: _make_file_stamp(path) for path in self._list_watched_paths()}
@@ -306,7 +306,7 @@ def _send_answer(connection: socket.socket, message: JsonObject) -> None:
         connection.send(json.dumps(message).encode())
 
 
-def _list_open_descriptors() -> set[str]:
+def _list_open_descriptor_numbers() -> set[str]:
     """Return the numbers of this process's open file descriptors, as text."""
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 

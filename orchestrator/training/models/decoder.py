@@ -167,7 +167,7 @@ def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> R
         module = Decoder(spec)
     return Recipe(
         module=module,
-        loss_sum=_compute_batch_loss_sum,
+        loss_sum=_sum_loss_of_recipe,
         dataset=dataset,
         layers=tuple(module.layers),
         initialise=functools.partial(_initialise, seed=seed),
@@ -183,7 +183,7 @@ def make_decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> R
     )
 
 
-def _compute_batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+def _sum_loss_of_recipe(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 

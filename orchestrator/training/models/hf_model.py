@@ -99,11 +99,11 @@ def make_hf_recipe(
     """
     built = build_module(run, config, has_head_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
-    loss_sum: Callable[[nn.Module, Batch], Tensor] = _compute_batch_loss_sum
+    loss_sum: Callable[[nn.Module, Batch], Tensor] = _sum_loss_of_recipe
     samples: Any = dataset
     if built.own_loss:
         samples = _find_head_samples(run, module, dataset)
-        loss_sum = functools.partial(_compute_own_loss_sum, samples)
+        loss_sum = functools.partial(_sum_loss_of_model, samples)
     else:
         if isinstance(dataset, AnySamples):
             samples = dataset.tokens
@@ -418,11 +418,11 @@ def list_repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from list_repeated_blocks(child)
 
 
-def _compute_own_loss_sum(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
+def _sum_loss_of_model(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
     return compute_own_loss(module, dict(zip(samples.names, batch, strict=True)))
 
 
-def _compute_batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+def _sum_loss_of_recipe(module: nn.Module, batch: Batch) -> Tensor:
     return module(*batch)
 
 

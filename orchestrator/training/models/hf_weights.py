@@ -108,7 +108,8 @@ def make_weight_reader(folder_or_hub_name: str, model: PreTrainedModel) -> Weigh
     files = _list_files_by_name(folder_or_hub_name)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
         keys = [
-            _find_stored_name([tied], files, model.base_model_prefix) for tied in (name, tied_to)
+            _find_stored_parameter_name([tied], files, model.base_model_prefix)
+            for tied in (name, tied_to)
         ]
         if None not in keys and not torch.equal(*(_read_tensor(files, str(key)) for key in keys)):
             untie_parameter(model, name)  # as from_pretrained does
@@ -181,18 +182,18 @@ def _map_stored_names(
     )
     places: dict[str, str] = {}
     for names in aliases.values():
-        stored = _find_stored_name(names, file_by_key, model.base_model_prefix)
+        stored = _find_stored_parameter_name(names, file_by_key, model.base_model_prefix)
         if stored is None:
             return None
         places |= dict.fromkeys(names, stored)
     for name, _ in model.named_buffers():
-        stored = _find_stored_name([name], file_by_key, model.base_model_prefix)
+        stored = _find_stored_parameter_name([name], file_by_key, model.base_model_prefix)
         if stored is not None:
             places[name] = stored
     return places
 
 
-def _find_stored_name(
+def _find_stored_parameter_name(
     parameter_names: Sequence[str], file_by_key: Mapping[str, str], prefix: str
 ) -> str | None:
     """Return the first of these names that the files have, with or without the base model's prefix;

@@ -71,7 +71,7 @@ def request_from_json(data: JsonObject) -> Request:
     return Request(**data | nouns)
 
 
-def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+def build_recipe_on_meta_device(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
     """Return the recipe of `config`, or of the model's factory, with parameters on the meta device."""
     model = request.model
     samples: Any = None if request.tensors else _Tokens(request.sequence_length)

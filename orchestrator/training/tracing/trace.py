@@ -30,7 +30,7 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.tracing.model_builder import (
     Arithmetic,
     Request,
-    build_meta_recipe,
+    build_recipe_on_meta_device,
     read_config,
     request_from_json,
 )
@@ -96,7 +96,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
     the whole model.
     """
     config = read_config(request.model)
-    whole = build_meta_recipe(request, arithmetic, config)
+    whole = build_recipe_on_meta_device(request, arithmetic, config)
     length = count_layers(config)
     kinds = describe_layers(whole.layers, config, length)
     stack = find_repeat_pattern(kinds, length)
@@ -105,7 +105,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
         # anything is.
         with contextlib.suppress(Exception):
             few_layers = cut_layers(config, stack.depth)
-            few = build_meta_recipe(request, arithmetic, few_layers)
+            few = build_recipe_on_meta_device(request, arithmetic, few_layers)
             if (
                 describe_layers(few.layers, few_layers, length)
                 == kinds[: stack.depth] + kinds[length:]
@@ -119,7 +119,7 @@ def _trace_model(request: Request, arithmetic: Arithmetic) -> Trace:
     try:
         recorder = StepRecorder(request, arithmetic, whole)
     except READS:
-        again = build_meta_recipe(request, arithmetic, config)
+        again = build_recipe_on_meta_device(request, arithmetic, config)
         recorder = StepRecorder(request, arithmetic, again, reads_values=True)
     try:
         profile = recorder.make_model_profile(stack, length)

@@ -248,8 +248,10 @@ def _spell_as_parser(word: str, script: Script, knobs: Knobs) -> str:
 def iterate_flags_and_pairs(
     argv: Sequence[str], flags: Mapping[str, Flag]
 ) -> Iterator[tuple[str, str | None, bool, int]]:
-    """Yield (name, value or None, whether joined by =, number of words) of each flag, and of each
-    argument key=value.
+    """Yield (name, value or None, whether joined by =, how many words of `argv` it takes) of each
+    flag, and of each argument key=value.
+
+    `--lr 0.1` is ("--lr", "0.1", False, 2).
     """
     index = 0
     while index < len(argv):

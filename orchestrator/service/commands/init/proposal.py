@@ -149,10 +149,10 @@ def _render_job_file(
         _disable_missing_knobs(framework, script) if framework and framework not in INHERITS else {}
     )
     knobs = {**differing, **bare.knobs}
-    every = {**_load_knobs(framework), **knobs}
+    every = {**_load_knobs_of_framework(framework), **knobs}
     names = {
         name
-        for knob in (*knobs.values(), *_load_knobs(framework).values())
+        for knob in (*knobs.values(), *_load_knobs_of_framework(framework).values())
         for name in _iterate_flag_names(knob)
     }
     arguments = typed.command[typed.arguments :]
@@ -270,7 +270,7 @@ def _disable_missing_knobs(framework: Framework, script: Script) -> JsonObject:
     return {name: None for name, flag in flags.items() if flag and flag not in names}
 
 
-def _load_knobs(framework: Framework | None) -> JsonObject:
+def _load_knobs_of_framework(framework: Framework | None) -> JsonObject:
     return load_knobs(framework) if framework is not None else {}
 
 

@@ -101,7 +101,7 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     if not inner.argv:
         raise _refusal_error("nothing is started", argv, "a training command")
     tool = inner.environment
-    typed = _parse_bare_command(
+    typed = _parse_command_without_variables(
         inner.argv, inner.folder, find_environment_python(tool, inner.folder) if tool else None
     )
     notes = [*inner.notes, *typed.notes]
@@ -134,7 +134,7 @@ def _refusal_error(problem: str, argv: Sequence[str], allowed: str = "") -> Spec
     return SpecError(problem, source="orc init", got=" ".join(argv), allowed=allowed)
 
 
-def _parse_bare_command(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
+def _parse_command_without_variables(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
     name = get_program_name(argv[0])
     alone = len(argv) == 1
     if alone and argv[0].endswith(".py"):
