@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, ClassVar
@@ -167,6 +169,18 @@ def test_a_child_that_never_answers_is_ended() -> None:
     first = FirstDecisions(program="tests.service.never_decides", answer_s=1.0)
     with pytest.raises(SpecError, match="exceeds the limits of a decision"):
         first.check_job(state(1), decoder(gpus=8))
+
+
+def test_a_job_that_comes_while_an_idle_child_ends_is_asked_of_another() -> None:
+    ends_slowly = "import os, sys, time; os.close(1); sys.stdin.readline(); time.sleep(0.5)"
+    with closing(FirstDecisions()) as first:
+        first._child = subprocess.Popen(
+            [sys.executable, "-c", ends_slowly],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        first.check_job(state(1), decoder(gpus=1))
 
 
 def test_a_published_configuration_with_absurd_numbers_is_refused_at_once() -> None:

@@ -36,6 +36,7 @@ CPU_S = 20.0  # of one decision; a 405B model on 4,096 devices takes 3 s (two Xe
 MEMORY_BYTES = 4 * 2**30  # of address space
 ANSWER_S = 120.0  # of the clock, on a busy machine
 IDLE_S = 60.0  # after which a child without work ends
+END_S = 10.0  # from the end of a child's output to its exit, on a busy machine
 WHAT_MAX = 300  # characters of an exception in an answer
 SHAPES_MAX = 4096  # that are remembered
 PROGRAM = "orchestrator.service.server.first_decision"
@@ -115,7 +116,8 @@ class FirstDecisions:
                 reply = ""
             if reply:
                 return dict(json.loads(reply))
-            was_idle = child.poll() == 0
+            # an idle child closes its output first, and ends a while later
+            was_idle = reply is not None and _wait_for_exit_code(child) == 0
             self._end_child()
             if not was_idle:
                 return None
@@ -153,7 +155,8 @@ class FirstDecisions:
                 "planning this job exceeds the limits of a decision",
                 source=spec.name,
                 path="plan",
-                allowed=f"{self._cpu_s:g} s of a processor, {MEMORY_BYTES // 2**30} GiB",
+                allowed=f"{self._cpu_s:g} s of a processor, {MEMORY_BYTES // 2**30} GiB, "
+                f"{self._answer_s:g} s of the clock",
                 hint="pin settings with `plan:`, or allow fewer numbers of devices with `gpus`",
             )
         if reply:
@@ -161,13 +164,23 @@ class FirstDecisions:
             raise SpecError(source=spec.name, **reply)
 
 
-def _read_line(stream: IO[str], timeout_s: float) -> str:
-    """Return the next line of the stream; "" at its end, and where no line comes within
+def _read_line(stream: IO[str], timeout_s: float) -> str | None:
+    """Return the next line of the stream; "" at its end, and None where no line comes within
     `timeout_s`.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(timeout_s) else ""
+        return stream.readline() if selector.select(timeout_s) else None
+
+
+def _wait_for_exit_code(process: subprocess.Popen[str]) -> int | None:
+    """Return the exit code of a process that has closed its output; None where it still runs after
+    END_S seconds.
+    """
+    try:
+        return process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def serve_first_decisions() -> None:
