@@ -7,7 +7,6 @@ takes another of the same agent. It never has two: where it ends, one attempt is
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
 import time
@@ -47,6 +46,16 @@ UNAVAILABLE_WAIT_S = 0.5  # after each
 HOST_TIMEOUT_S = 5.0  # an idle host answers within some ms
 HOST_IDLE_S = 120.0  # then it ends
 HOST_PREFIX = "host/"  # of an actor's name
+# of the launcher of release 0.1.0, by method: its parameters' names, whatever they are called here
+PARAMETERS_OF_0_1_0 = {
+    "free_port": (),
+    "start": ("ranks", "workdir", "each", "fence"),
+    "run_before": ("argv", "env", "workdir"),
+    "status": (),
+    "wait": ("version", "timeout_s"),
+    "stop": ("grace_s",),
+    "abort": ("grace_s",),
+}
 HOST_LOOK_S = 5.0
 
 
@@ -117,7 +126,7 @@ class Hosted(NamedTuple):
         """
         if self.host.startswith(HOST_PREFIX):
             return self.actor.call.remote(self.attempt, method, *arguments)
-        names = list(inspect.signature(getattr(Launcher, method)).parameters)[1:]
+        names = PARAMETERS_OF_0_1_0[method]
         return getattr(self.actor, method).remote(**dict(zip(names, arguments, strict=True)))
 
 
