@@ -181,7 +181,9 @@ def make_attempt_run_content(
     place = "; ".join(
         f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement
     )
-    killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
+    status = "FINISHED"
+    if failure is not None:
+        status = "KILLED" if failure.kind in ENDED_FROM_OUTSIDE else "FAILED"
     return RunContent(
         name=attempt.name,
         start_ms=_convert_to_milliseconds(attempt.launched_at_s),
@@ -190,7 +192,7 @@ def make_attempt_run_content(
         )
         if ended
         else None,
-        status="KILLED" if killed else "FAILED" if failure else "FINISHED",
+        status=status,
         tags=_cut_texts(tags),
         params=_cut_texts(
             {
