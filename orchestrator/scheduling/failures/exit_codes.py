@@ -37,3 +37,11 @@ def format_signal_name(signal_number: int) -> str:
         if signal_number in [*signal.Signals]
         else f"signal {signal_number}"
     )
+
+
+def describe_exit_code(exit_code: int | None) -> str:
+    """Return how a process ended, such as `exited with code 3` or `crashed by SIGSEGV`."""
+    number = find_exit_signal(exit_code)
+    if number is None:
+        return f"exited with code {exit_code}"
+    return f"crashed by {format_signal_name(number)}"

@@ -12,6 +12,7 @@ from orchestrator.scheduling.failures.exit_codes import (
     FROM_OUTSIDE,
     KILLED,
     SHARED_MEMORY_LOST,
+    describe_exit_code,
     find_exit_signal,
     format_signal_name,
 )
@@ -187,9 +188,7 @@ def _make_disk_full_failure(end: RankEnd) -> Failure:
     Such a rank could not write its error to its log. A bug of its own shows itself in the next
     attempt, which waits for room.
     """
-    how = f"exited with code {end.exit_code}"
-    if (number := find_exit_signal(end.exit_code)) is not None:
-        how = f"crashed by {format_signal_name(number)}"
+    how = describe_exit_code(end.exit_code)
     reason = f"rank {end.rank} {how}; the disk was full, so its log may lack the error"
     return Failure(
         kind=FailureKind.DISK_FULL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orchestrator.scheduling.failures.endings import make_ending
-from orchestrator.scheduling.failures.exit_codes import find_exit_signal, format_signal_name
+from orchestrator.scheduling.failures.exit_codes import describe_exit_code, find_exit_signal
 from orchestrator.scheduling.failures.log_scan import (
     HEAD,
     extract_exception_type,
@@ -125,15 +125,11 @@ def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
         return f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
     if end.exit_code == 0:
         return "exited 0 before the last of its steps (`success.steps` is all)"
-    number = find_exit_signal(end.exit_code)
-    how = f"exited with code {end.exit_code}"
-    pattern = _ANYTHING
-    if number is not None:
-        how = f"crashed by {format_signal_name(number)}"
-        pattern = _TELLS_OF_ABORT
+    is_crash = find_exit_signal(end.exit_code) is not None
+    pattern = _TELLS_OF_ABORT if is_crash else _ANYTHING
     lines = end.log_tail.splitlines()[-LINES_OF_END:]
     line = next((line.strip() for line in reversed(lines) if pattern.search(line)), "")
-    reason = f"rank {end.rank} {how}"
+    reason = f"rank {end.rank} {describe_exit_code(end.exit_code)}"
     if line:
         reason += f": {line[:MESSAGE_CHARACTERS_MAX]}"
     if evidence.virtual and _WANTS_CUDA.search(line):
