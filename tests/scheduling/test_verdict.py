@@ -351,14 +351,18 @@ def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
 
 
 def interrupted_attempt(
-    number: int, step: int, ran_s: float = 100.0, kind: FailureKind = FailureKind.PREEMPTED
+    number: int,
+    step: int,
+    ran_s: float = 100.0,
+    kind: FailureKind = FailureKind.PREEMPTED,
+    saved: int | None = None,
 ) -> Attempt:
     """Return an attempt that SIGKILL ended, on device a/0 for odd numbers and on a/1 for even."""
     beat = Heartbeat(rank=0, step=step, steps_done=step, step_s=1.0, peak_bytes=0, phase="", at_s=0)
     ended = ended_attempt(replace(STRANGE, elapsed_s=ran_s), number, ("a", number % 2))
     return replace(
         ended,
-        evidence=Evidence(heartbeats=(beat,)),
+        evidence=Evidence(heartbeats=(beat,), checkpoint_step=saved),
         failure=Failure(kind=kind, reason="rank 0 was ended from outside by SIGKILL"),
     )
 
@@ -387,6 +391,27 @@ def test_interruptions_before_the_first_step_or_between_other_ends_are_from_outs
     moved = replace(interrupted_attempt(2, 12), failure=None)
     attempts = (interrupted_attempt(1, 12), moved, interrupted_attempt(3, 12))
     assert judged(*attempts).kind is FailureKind.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "saved", "is_programs"),
+    [
+        (100.0, (None, None, None), True),
+        (100.0, (10, 10, 10), True),
+        (100.0, (10, 20, 30), False),
+        (7200.0, (10, 10, 10), True),
+        (7200.0, (10, 20, 30), False),
+        (7200.0, (None, None, None), False),
+    ],
+)
+def test_a_job_that_advances_between_regular_interruptions_is_preempted(
+    ran_s: float, saved: tuple[int | None, ...], is_programs: bool
+) -> None:
+    """A machine that is taken away every two hours leaves as many slow steps each time."""
+    attempts = [
+        interrupted_attempt(number, 12, ran_s, saved=step) for number, step in enumerate(saved, 1)
+    ]
+    assert (judged(*attempts).kind is FailureKind.UNKNOWN) == is_programs
 
 
 def test_a_program_that_interrupts_itself_is_given_up_and_accuses_no_device() -> None:

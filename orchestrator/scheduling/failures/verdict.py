@@ -93,6 +93,9 @@ def _was_interrupted_alike(job: Job, attempt: Attempt) -> bool:
 
     Then the program interrupts itself, or a limit that nobody sees does: the attempts ran for about
     as long, too. Attempts that were interrupted before their first step do not count.
+
+    A machine that is taken away every hour also leaves equal steps, if they are slow. But the job
+    advances there: attempts of ADVANCE_S or more count only where the known checkpoint stayed.
     """
     ending = _make_interruption_ending(attempt)
     earlier = [entry for entry in job.attempts[: attempt.number - 1] if not entry.probe]
@@ -108,7 +111,9 @@ def _was_interrupted_alike(job: Job, attempt: Attempt) -> bool:
             return False
         if not ended_after_same_time(alike, ending):
             return False
-    return True
+    saved_steps = {entry.facts.checkpoint_step for entry in (*previous, attempt)}
+    has_stood = len(saved_steps) == 1 and None not in saved_steps
+    return has_stood or (ending.elapsed_s < ADVANCE_S and None in saved_steps)
 
 
 def _make_interruption_ending(attempt: Attempt) -> Ending:
