@@ -102,18 +102,22 @@ def _was_interrupted_alike(job: Job, attempt: Attempt) -> bool:
     previous = earlier[1 - INTERRUPTIONS_ALIKE :]
     if ending.step is None or len(previous) < INTERRUPTIONS_ALIKE - 1:
         return False
-    for entry in previous:
-        alike = _make_interruption_ending(entry)
-        is_interruption = entry.failure is not None and (
-            entry.failure.kind is FailureKind.PREEMPTED or entry.failure.ending == alike
-        )
-        if not is_interruption or alike.step != ending.step:
-            return False
-        if not ended_after_same_time(alike, ending):
-            return False
+    if not all(_is_interruption_like(entry, ending) for entry in previous):
+        return False
     saved_steps = {entry.facts.checkpoint_step for entry in (*previous, attempt)}
-    has_stood = len(saved_steps) == 1 and None not in saved_steps
-    return has_stood or (ending.elapsed_s < ADVANCE_S and None in saved_steps)
+    if None in saved_steps:
+        return ending.elapsed_s < ADVANCE_S
+    return len(saved_steps) == 1
+
+
+def _is_interruption_like(attempt: Attempt, ending: Ending) -> bool:
+    """Return whether an attempt was interrupted after the same step and time as this ending."""
+    alike = _make_interruption_ending(attempt)
+    failure = attempt.failure
+    if failure is None or alike.step != ending.step:
+        return False
+    is_interruption = failure.kind is FailureKind.PREEMPTED or failure.ending == alike
+    return is_interruption and ended_after_same_time(alike, ending)
 
 
 def _make_interruption_ending(attempt: Attempt) -> Ending:
