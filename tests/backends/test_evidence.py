@@ -172,6 +172,21 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
     ), "it trains nothing"
 
 
+def test_the_checkpoint_that_a_script_went_on_from_is_named_as_in_its_output(
+    tmp_path: Path,
+) -> None:
+    jobs = JobFolder(tmp_path, "lm-1")
+    assert left_behind(tmp_path, "killed").resumed_from is None
+    for checkpoint, expected in (
+        (str(jobs.output / "checkpoint-12"), "checkpoint-12"),
+        (None, None),
+        (12, None),
+    ):
+        write_json(jobs.attempt(1).resume, {"checkpoint": checkpoint})
+        evidence = collect_evidence(script_spec(), attempt(), jobs, Ending())
+        assert evidence.resumed_from == expected
+
+
 @pytest.mark.parametrize(
     ("saved_s", "hung_for_s", "missing"),
     [(60.0, 600.0, ()), (40.0, 600.0, ("model.pt",)), (40.0, None, ())],

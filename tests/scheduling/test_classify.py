@@ -515,6 +515,34 @@ def test_the_steps_before_a_checkpoint_count_where_its_name_tells_them(
 
 
 @pytest.mark.parametrize(
+    ("resumed_from", "is_finished"),
+    [
+        ("checkpoint-0012", True),
+        ("checkpoint-12/model_0.pt", True),
+        ("checkpoint-0011", False),
+        ("checkpoint-13", False),
+        ("last.pt", False),
+        (None, False),
+    ],
+)
+def test_a_number_in_the_name_of_its_checkpoint_counts_only_as_the_exact_rest(
+    resumed_from: str | None, is_finished: bool
+) -> None:
+    """Eight of 20 steps were made; the job tells no pattern of a step, so 12 may be an epoch."""
+    beats = (replace(BEAT, step=8),)
+    evidence = replace(STOOD, heartbeats=beats, resumed_from=resumed_from)
+    first = replace(attempt(), evidence=Evidence(ranks=ends(-9)))
+    resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
+    assert (classify_end(resumed, attempt(2), evidence) is None) == is_finished
+    # a third attempt, to which the second one left no step
+    second = replace(attempt(2), evidence=replace(evidence, hung_for_s=None))
+    idle = replace(BEAT, step=0, steps_done=0, backwards=0)
+    third = replace(STOOD, heartbeats=(idle,))
+    resumed = replace(job(script_spec(**LEAVES)), attempts=(first, second, attempt(3)))
+    assert (classify_end(resumed, attempt(3), third) is None) == is_finished
+
+
+@pytest.mark.parametrize(
     ("code", "root_code", "is_short"),
     [(1, None, True), (0, None, True), (-9, None, False), (1, -9, False), (None, None, False)],
 )

@@ -39,6 +39,7 @@ from orchestrator.backends.attempts.script_output import (
     get_output_folder,
     iterate_lost_state,
     list_unmatched_files,
+    make_relative_to_output,
 )
 from orchestrator.backends.attempts.system_metrics import compute_mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
@@ -193,9 +194,15 @@ def collect_evidence(
     ]
     lost = tuple[str, ...]()
     unwatched = tuple[str, ...]()
+    resumed_from = _read_resumed_checkpoint(folder)
     lost = parts.read_part(
-        "restart", lambda: _list_lost_state(spec, folder, ending, job_folder, attempt), lost
+        "restart",
+        lambda: _list_lost_state(spec, resumed_from, ending, job_folder, attempt),
+        lost,
     )
+    if resumed_from is not None:
+        output = get_output_folder(spec, job_folder)
+        resumed_from = make_relative_to_output(output, resumed_from)
     if began:
         unwatched = parts.read_part(
             "unwatched", lambda: _describe_unwatched_processes(folder, beats, ending), unwatched
@@ -210,6 +217,7 @@ def collect_evidence(
         finished=results.is_reported and not results.absent,
         lost=lost,
         checkpoint_step=step,
+        resumed_from=resumed_from,
         unmatched=unmatched,
         unwatched=unwatched,
         busy_percent=parts.read_part("samples", lambda: compute_mean_busy_percent(folder), None),
@@ -443,24 +451,29 @@ def find_first_failed_rank(folder: AttemptFolder, ranks: Iterable[int]) -> int |
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
 
+def _read_resumed_checkpoint(folder: AttemptFolder) -> str | None:
+    """Return the path of the checkpoint from which a script was to go on; None without one."""
+    path = _read_json_or_empty(folder.resume).get("checkpoint")
+    return path if isinstance(path, str) else None
+
+
 def _list_lost_state(
-    spec: JobSpec, folder: AttemptFolder, ending: Ending, job_folder: JobFolder, attempt: Attempt
+    spec: JobSpec,
+    checkpoint: str | None,
+    ending: Ending,
+    job_folder: JobFolder,
+    attempt: Attempt,
 ) -> tuple[str, ...]:
     """Return the names of the state (such as the optimizer) that the script did not restore from
     its checkpoint.
 
     The highest step of earlier attempts shows how far the script had come.
     """
-    checkpoint = _read_json_or_empty(folder.resume).get("checkpoint")
     earlier = [read_ending(job_folder.attempt(number)) for number in range(1, attempt.number)]
     highest = max(
         (end.counts[1] for end in earlier if end is not None and end.counts), default=None
     )
-    return tuple(
-        iterate_lost_state(
-            spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest
-        )
-    )
+    return tuple(iterate_lost_state(spec, checkpoint, ending.counts, highest))
 
 
 def _read_json_or_empty(path: Path) -> Mapping[str, Any]:

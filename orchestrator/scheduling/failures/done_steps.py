@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.patterns import parse_count
 
 
 def is_before_last_step(
@@ -42,10 +45,16 @@ def _reached_last_step(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
     """Return whether this attempt's own count of steps proves that every rank made the last one."""
     steps = job.spec.optimizer_steps
     beats = evidence.heartbeats
-    before = count_steps_before_attempt(job, attempt)
-    if steps is None or before is None or len(beats) < attempt.plan.world_size:
+    if steps is None or len(beats) < attempt.plan.world_size:
         return False
-    return before + min(beat.step for beat in beats) >= steps
+    made = min(beat.step for beat in beats)
+    before = count_steps_before_attempt(job, attempt)
+    if before is not None:
+        return before + made >= steps
+    # a number in a checkpoint's name may count epochs or files: only an exact sum proves the end
+    missing = steps - made
+    numbers = re.findall(r"[0-9]+", evidence.resumed_from or "")
+    return any(parse_count(number) == missing for number in numbers)
 
 
 def count_steps_before_attempt(job: Job, attempt: Attempt) -> int | None:
