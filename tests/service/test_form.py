@@ -68,9 +68,9 @@ def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
 
 
 def test_every_key_of_the_schema_has_a_field() -> None:
-    names = {
-        key.name.removeprefix(OF_KEY) for section in list_form_sections() for key in section.keys
-    }
+    names = set()
+    for section in list_form_sections():
+        names |= {key.name.removeprefix(OF_KEY) for key in section.keys}
     assert {name.split(".")[0] for name in names} == set(make_job_json_schema()["properties"])
     assert {
         "training.optimizer",

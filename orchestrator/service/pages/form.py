@@ -114,9 +114,12 @@ def _find_mapping_schema(schema: Schema, definitions: Mapping[str, Schema]) -> J
 
 def _list_value_schemas(schema: Schema) -> list[Schema]:
     """Return the JSON schemas of the values that a key may have, except null."""
-    if "anyOf" in schema:
-        return [kind for choice in schema["anyOf"] for kind in _list_value_schemas(choice)]
-    return [] if schema.get("type") == "null" else [schema]
+    if "anyOf" not in schema:
+        return [] if schema.get("type") == "null" else [schema]
+    kinds = []
+    for choice in schema["anyOf"]:
+        kinds += _list_value_schemas(choice)
+    return kinds
 
 
 def _make_key(
@@ -199,7 +202,8 @@ def write_job_file(form: Form) -> str:
 
 
 def _iterate_keys() -> Iterator[FormKey]:
-    return (key for section in list_form_sections() for key in section.keys)
+    for section in list_form_sections():
+        yield from section.keys
 
 
 def _get_value_at(data: Any, key_path: Path) -> Any:

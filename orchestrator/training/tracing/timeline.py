@@ -498,7 +498,9 @@ def _group_if_linear(
     for each.
     """
     lives = [by_place.get(place, []) for place in group]
-    kinds = {tuple(_make_moment_kind(stretch[0])[1:] for stretch in life) for life in lives}
+    kinds = set()
+    for life in lives:
+        kinds.add(tuple(_make_moment_kind(stretch[0])[1:] for stretch in life))
     if len(kinds) == 1 and all(itertools.starmap(_grow_equally, zip(*lives[1:-1], strict=True))):
         yield group
     else:
