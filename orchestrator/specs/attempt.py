@@ -286,6 +286,8 @@ class Heartbeat:
     signal: int = 0  # SIGTERM or SIGINT that reached a handler of the program; 0: none
     # what makes a sample's result depend on the others of its micro-batch, in a few words each
     mixing: tuple[str, ...] = ()
+    # optimizer steps before this attempt, as the state of its optimizer counts; None: it has no count
+    restored_steps: int | None = None
     step_at_s: float = 0.0  # when the last step was done, in seconds since 1970; 0: none was
 
 

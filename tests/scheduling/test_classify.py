@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.failures.classify import classify_end
+from orchestrator.scheduling.failures.done_steps import describe_done_steps
 from orchestrator.scheduling.failures.out_of_memory import compute_oom_needed_bytes
 from orchestrator.specs.attempt import (
     ErrorReport,
@@ -514,32 +515,44 @@ def test_the_steps_before_a_checkpoint_count_where_its_name_tells_them(
     assert (classify_end(resumed, attempt(2), evidence) is None) == is_finished
 
 
-@pytest.mark.parametrize(
-    ("resumed_from", "is_finished"),
-    [
-        ("checkpoint-0012", True),
-        ("checkpoint-12/model_0.pt", True),
-        ("checkpoint-0011", False),
-        ("checkpoint-13", False),
-        ("last.pt", False),
-        (None, False),
-    ],
-)
-def test_a_number_in_the_name_of_its_checkpoint_counts_only_as_the_exact_rest(
-    resumed_from: str | None, is_finished: bool
+# optimizer steps that came before attempts 1 and 2 as their optimizers count them, the checkpoint
+# that attempt 2 was given, and how many steps came before it in truth; None: unknown
+RESTORED_STEPS = [
+    (0, 12, "checkpoint-2", 12),
+    (0, 11, "checkpoint-2", 11),
+    (5000, 5012, "last.pt", 12),  # it began with the optimizer of another training
+    (5000, 12, "last.pt", None),
+    (0, 12, None, 12),  # it found its checkpoint by itself
+    (0, 0, None, 0),  # no checkpoint was there yet
+    (0, 0, "last.pt", None),  # it may have restored its weights alone
+    (None, 12, "last.pt", None),
+    (0, None, "last.pt", None),
+]
+
+
+@pytest.mark.parametrize(("first_count", "count", "resumed_from", "steps_before"), RESTORED_STEPS)
+def test_the_steps_before_a_restart_count_where_the_restored_optimizer_counts_them(
+    first_count: int | None, count: int | None, resumed_from: str | None, steps_before: int | None
 ) -> None:
-    """Eight of 20 steps were made; the job tells no pattern of a step, so 12 may be an epoch."""
-    beats = (replace(BEAT, step=8),)
-    evidence = replace(STOOD, heartbeats=beats, resumed_from=resumed_from)
-    first = replace(attempt(), evidence=Evidence(ranks=ends(-9)))
+    """Attempt 1 was killed; attempt 2 makes eight of 20 steps, and stays or leaves."""
+    began = replace(BEAT, step=9, torch_version="2.13", restored_steps=first_count)
+    first = replace(attempt(), evidence=Evidence(ranks=ends(-9), heartbeats=(began,)))
+    beats = (replace(began, step=8, restored_steps=count),)
+    stood = replace(STOOD, heartbeats=beats, resumed_from=resumed_from)
     resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
-    assert (classify_end(resumed, attempt(2), evidence) is None) == is_finished
+    assert (classify_end(resumed, attempt(2), stood) is None) == (steps_before == 12)
     # a third attempt, to which the second one left no step
-    second = replace(attempt(2), evidence=replace(evidence, hung_for_s=None))
-    idle = replace(BEAT, step=0, steps_done=0, backwards=0)
-    third = replace(STOOD, heartbeats=(idle,))
-    resumed = replace(job(script_spec(**LEAVES)), attempts=(first, second, attempt(3)))
-    assert (classify_end(resumed, attempt(3), third) is None) == is_finished
+    second = replace(attempt(2), evidence=replace(stood, hung_for_s=None))
+    third = replace(STOOD, heartbeats=(replace(BEAT, step=0, steps_done=0, backwards=0),))
+    late = replace(job(script_spec(**LEAVES)), attempts=(first, second, attempt(3)))
+    assert (classify_end(late, attempt(3), third) is None) == (steps_before == 12)
+
+    wants_all = replace(resumed, spec=script_spec(steps=20, success={"steps": "all"}))
+    left = replace(stood, ranks=ends(0), hung_for_s=None)
+    failure = classify_end(wants_all, attempt(2), left)
+    assert (failure is not None) == (steps_before in (0, 11))
+    doubt = describe_done_steps(wants_all, attempt(2), left)
+    assert ("nothing tells whether all of its 20 steps" in doubt) == (steps_before is None)
 
 
 @pytest.mark.parametrize(

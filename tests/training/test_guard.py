@@ -9,14 +9,19 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings, write_json
 from orchestrator.training import progress
 from orchestrator.training.guard import guard, oom_report
+from orchestrator.training.guard.monitor import count_restored_steps
 from tests.training.fake_cuda import ON_CUDA
 from tests.uncompiled import WITHOUT_COMPILER
 
@@ -301,10 +306,55 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert guarded.exit_code == 0, guarded.out
     beat = guarded.read("heartbeat")
     assert (beat["step"], beat["steps_done"]) == (4, 4)  # two optimizers that take turns
+    assert beat["restored_steps"] == 0
     assert 0 < beat["step_s"] < 10
     parameter_bytes = (64 * 64 + 64) * 4
     assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
     assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0), "there is no CUDA"
+
+
+class OddOptimizer(torch.optim.SGD):
+    """An optimizer that keeps words where others keep their number of steps."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = "twelve"
+
+
+@pytest.mark.parametrize(
+    ("kind", "restored"),
+    [
+        (torch.optim.AdamW, 12),
+        (partial(torch.optim.Adam, fused=True), 12),
+        (torch.optim.Adafactor, 12),
+        (partial(torch.optim.SGD, momentum=0.9), None),
+        (OddOptimizer, None),
+    ],
+)
+def test_the_steps_before_a_restart_are_those_that_the_restored_optimizer_counts(
+    kind: Any, restored: int | None
+) -> None:
+    model = nn.Linear(8, 8)
+
+    def step(optimizer: Any) -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    saved = kind(model.parameters())
+    for _ in range(12):
+        step(saved)
+    resumed = kind(model.parameters())
+    assert count_restored_steps(resumed, None) is None, "it has made no step"
+    resumed.load_state_dict(saved.state_dict())
+    step(resumed)
+    assert count_restored_steps(resumed, None) == restored
+    capturing = SimpleNamespace(is_current_stream_capturing=lambda: True)
+    assert count_restored_steps(resumed, capturing) is None
+    new = kind(model.parameters())
+    step(new)
+    assert count_restored_steps(new, None) == (None if restored is None else 0)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.patterns import parse_count
 
 
 def is_before_last_step(
@@ -47,14 +44,10 @@ def _reached_last_step(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
     beats = evidence.heartbeats
     if steps is None or len(beats) < attempt.plan.world_size:
         return False
-    made = min(beat.step for beat in beats)
     before = count_steps_before_attempt(job, attempt)
-    if before is not None:
-        return before + made >= steps
-    # a number in a checkpoint's name may count epochs or files: only an exact sum proves the end
-    missing = steps - made
-    numbers = re.findall(r"[0-9]+", evidence.resumed_from or "")
-    return any(parse_count(number) == missing for number in numbers)
+    if before is None:
+        before = _count_restored_steps(job, attempt, evidence)
+    return before is not None and before + min(beat.step for beat in beats) >= steps
 
 
 def count_steps_before_attempt(job: Job, attempt: Attempt) -> int | None:
@@ -71,13 +64,47 @@ def count_steps_before_attempt(job: Job, attempt: Attempt) -> int | None:
     return earlier[-1].facts.checkpoint_step if earlier else job.continues_step or None
 
 
+def _count_restored_steps(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
+    """Return how many steps of the training came before this attempt, as the state of its optimizer
+    counts them; None where that is unknown.
+
+    The job's first attempt with a step tells where the count began, since a training may start with
+    the optimizer of another one. An optimizer that began there again proves a new start only where
+    no checkpoint was given: a script may restore its weights alone.
+    """
+    if job.continues_from is not None:
+        return None
+    first = evidence
+    for entry in job.attempts[: attempt.number - 1]:
+        if not entry.probe and any(beat.steps_done for beat in entry.facts.heartbeats):
+            first = entry.facts
+            break
+    start = _find_least_restored_step(first)
+    restored = _find_least_restored_step(evidence)
+    if start is None or restored is None or restored < start:
+        return None
+    if restored == start and first is not evidence and evidence.resumed_from is not None:
+        return None
+    return restored - start
+
+
+def _find_least_restored_step(evidence: Evidence) -> int | None:
+    """Return the least count with which an optimizer of any rank began; None where one has none."""
+    least = None
+    for beat in evidence.heartbeats:
+        if beat.restored_steps is None:
+            return None
+        least = min(beat.restored_steps, beat.restored_steps if least is None else least)
+    return least
+
+
 def find_max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
     """Return an upper bound of the optimizer steps that the whole training has done; None where
     none is known.
 
     A script counts its steps anew in each attempt. Where the step of its checkpoint is unknown,
     each attempt may have gone on from the end of the one before. An attempt that a signal ended may
-    have made steps that no heartbeat counted.
+    have made steps that no heartbeat counted. The next attempt's optimizer may count them.
     """
     if not any(beat.torch_version for beat in evidence.heartbeats):
         return None
@@ -93,6 +120,8 @@ def find_max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int |
             done = _find_max_steps_after_attempt(job, done, entry.facts)
         else:
             done = None
+    if done is None:
+        done = _count_restored_steps(job, attempt, evidence)
     return done if attempt.probe else _find_max_steps_after_attempt(job, done, evidence)
 
 
@@ -123,10 +152,18 @@ def _ended_by_itself(evidence: Evidence) -> bool:
 
 
 def describe_done_steps(job: Job, attempt: Attempt, evidence: Evidence) -> str:
-    """Return text such as ` after 80 of 100 steps`; "" where the number is unknown or all steps
-    were done.
+    """Return text such as ` after 80 of 100 steps`; "" where all steps were done.
+
+    Where the number is unknown, it is "" unless the job demands all steps.
     """
     if not is_before_last_step(job, attempt, evidence):
+        is_unknown = find_max_steps_done(job, attempt, evidence) is None
+        if (
+            is_unknown
+            and job.spec.success.steps == "all"
+            and not made_all_declared_steps(job, attempt, evidence)
+        ):
+            return f"; nothing tells whether all of its {job.spec.optimizer_steps} steps were made"
         return ""
     resumed = job.spec.is_script and attempt.number > 1
     least = "at most " if resumed else ""

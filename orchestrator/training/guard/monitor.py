@@ -66,6 +66,7 @@ class Monitor:
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step = 0
         self.steps_done = 0
+        self._restored_steps: int | None = None
         self._backwards = 0
         self._forward_bytes = 0
         self.injected = False
@@ -219,6 +220,7 @@ class Monitor:
             signal=self._signal,
             mixing=self._mixing,
             step_at_s=self._step_at_s,
+            restored_steps=self._restored_steps,
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -344,6 +346,7 @@ class Monitor:
         self._signal = 0
         self.step = 0
         self.steps_done = 0
+        self._restored_steps = None
         self._backwards = 0
         self._last_step_s = None
         self._group_size = 0
@@ -381,6 +384,9 @@ class Monitor:
         if not self._loop_reports:
             if not self._cycle or id(optimizer) in self._cycle:
                 self._cycle.clear()
+                if self.steps_done == 0:
+                    cuda = self._find_initialised_cuda()
+                    self._restored_steps = count_restored_steps(optimizer, cuda)
                 self._complete_step(self.step + 1)
             self._cycle.add(id(optimizer))
         if self.phase != "backward":
@@ -435,6 +441,25 @@ def _read_driver_version() -> str:
         return DRIVER_VERSION.read_text().strip()
     except OSError:
         return ""
+
+
+def count_restored_steps(optimizer: Any, cuda: Any) -> int | None:
+    """Return how many steps an optimizer had made before its first one in this process.
+
+    Adam and its kin count them in their state, which a checkpoint restores (`_init_group` in
+    torch/optim/adam.py). None where the state has no count, or while `cuda` (torch.cuda, or None)
+    captures a graph.
+    """
+    count = 0
+    # the edge: somebody's optimizer may keep anything under this name
+    with contextlib.suppress(Exception):
+        # a read of a device's number would end the capture
+        if cuda is not None and cuda.is_current_stream_capturing():
+            return None
+        for state in optimizer.state.values():
+            if "step" in state:
+                count = max(count, int(state["step"]))
+    return count - 1 if count > 0 else None
 
 
 def _read_requested_peak_bytes(cuda: Any) -> int:
