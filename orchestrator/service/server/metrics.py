@@ -7,7 +7,7 @@ Counters and histograms restart at 0 with each start of the service; `rate()` an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import isfinite
 
@@ -36,8 +36,9 @@ from orchestrator.specs.state import State
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 DEVICE_STATES = ("held", "free", "drained", "unreadable", "absent")
 
+LEASE = ("orc_journal_lease_held", "1 while this service owns its journal.")
+
 Beats = Callable[[Job], Sequence[Heartbeat]]
-Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 
 @frozen
@@ -92,19 +93,15 @@ class Metrics(Collector):
         journal.
         """
         yield _make_gauge(
-            "orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version"
+            "orc_build_info", "Version of the service.", {self._version: 1.0}, "version"
         )
         try:
             self._confirm()
             figures = self._figures()
         except ServiceError:
-            yield _make_gauge(
-                "orc_journal_lease_held", "1 while this service owns its journal.", {(): 0.0}
-            )
+            yield GaugeMetricFamily(*LEASE, value=0.0)
             return
-        yield _make_gauge(
-            "orc_journal_lease_held", "1 while this service owns its journal.", {(): 1.0}
-        )
+        yield GaugeMetricFamily(*LEASE, value=1.0)
         live = [
             RunningAttempt(job=job, attempt=job.last, beats=self._beats(job))
             for job in figures.state.jobs.values()
@@ -114,24 +111,22 @@ class Metrics(Collector):
         yield from _iterate_running_metrics(figures, live)
         yield from _iterate_device_metrics(figures.state)
         yield from _iterate_metrics_since_start(figures, live)
-        records: Values = {
-            (name,): float(rows) for name, rows in figures.totals.undelivered.items()
-        }
         yield _make_gauge(
             "orc_tracker_pending_records",
             "Records that a tracker has yet to get.",
-            records,
+            figures.totals.undelivered,
             "tracker",
         )
-        notices: Values = {(name,): float(rows) for name, rows in figures.totals.notices.items()}
         yield _make_gauge(
-            "orc_notify_pending_notices", "Notices that a target has yet to get.", notices, "target"
+            "orc_notify_pending_notices",
+            "Notices that a target has yet to get.",
+            figures.totals.notices,
+            "target",
         )
-        made_s: Values = {(name,): at_s for name, at_s in figures.totals.oldest_notices_s.items()}
         yield _make_gauge(
             "orc_notify_oldest_timestamp_seconds",
             "When the oldest of them was made.",
-            made_s,
+            figures.totals.oldest_notices_s,
             "target",
         )
 
@@ -139,7 +134,7 @@ class Metrics(Collector):
 def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
-    by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
+    by_status = {status.value: counts[status.value] for status in JobStatus}
     yield _make_gauge(
         "orc_jobs",
         "Jobs by status, the ended ones of the whole journal included.",
@@ -148,20 +143,19 @@ def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
     )
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
     reasons = Counter(get_pending_code(job, figures.at_s) for job in queued)
-    by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
+    by_reason = {reason.value: reasons[reason] for reason in Pending}
     yield _make_gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
-    oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
-    yield _make_gauge(
+    yield GaugeMetricFamily(
         "orc_pending_oldest_timestamp_seconds",
         "When the oldest queued job was submitted.",
-        oldest_s,
+        min((job.submitted_at_s for job in queued), default=None),
     )
 
 
 def _iterate_running_metrics(
     figures: Figures, attempts: Sequence[RunningAttempt]
 ) -> Iterator[Metric]:
-    values: dict[str, tuple[str, Values]] = {
+    values: dict[str, tuple[str, dict[str, float]]] = {
         "orc_memory_predicted_bytes": (
             "Predicted allocated peak of the worst rank of a running job.",
             {},
@@ -197,7 +191,7 @@ def _iterate_running_metrics(
         )
         for (_, by_job), value in zip(values.values(), row, strict=True):
             if value is not None and isfinite(value):
-                by_job[(running.job.id,)] = float(value)
+                by_job[running.job.id] = value
     for name, (help_text, by_job) in values.items():
         yield _make_gauge(name, help_text, by_job, "job_id")
 
@@ -213,14 +207,17 @@ def _iterate_device_metrics(state: State) -> Iterator[Metric]:
     )
     alive = {node.name: len(node.free_bytes) for node in state.nodes}
     devices_by_node = {node.name: len(node.free_bytes) for node in state.declared} | alive
-    values: Values = {}
+    family = GaugeMetricFamily(
+        "orc_devices", "Devices of each node by state.", labels=("node", "state")
+    )
     for name, devices in devices_by_node.items():
         unreadable = unreadable_devices[name] if name not in state.drained else 0
         idle = max(0, devices - held_devices[name] - unreadable)
         rest = "absent" if name not in alive else "drained" if name in state.drained else "free"
         counts = {"held": min(devices, held_devices[name]), "unreadable": unreadable, rest: idle}
-        values |= {(name, word): float(counts.get(word, 0)) for word in DEVICE_STATES}
-    yield _make_gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
+        for word in DEVICE_STATES:
+            family.add_metric((name, word), counts.get(word, 0))
+    yield family
 
 
 def _iterate_metrics_since_start(
@@ -228,13 +225,13 @@ def _iterate_metrics_since_start(
 ) -> Iterator[Metric]:
     tally = figures.tally
     policy = figures.state.policy
-    ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
+    ended = {outcome: tally.outcomes[outcome] for outcome in OUTCOMES}
     yield _make_counter(
         "orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome"
     )
-    preempted: Values = {
-        ("scheduler",): float(tally.outcomes[FailureKind.MOVED.value]),
-        ("outside",): float(tally.outcomes[FailureKind.PREEMPTED.value]),
+    preempted = {
+        "scheduler": tally.outcomes[FailureKind.MOVED.value],
+        "outside": tally.outcomes[FailureKind.PREEMPTED.value],
     }
     yield _make_counter(
         "orc_preemptions",
@@ -243,9 +240,9 @@ def _iterate_metrics_since_start(
         "by",
     )
     names = {team.name for team in policy.teams} | {policy.find_team("").name} | set(tally.device_s)
-    used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
+    used = {name: tally.device_s.get(name, 0.0) for name in sorted(names)}
     for running in attempts:
-        used[(policy.find_team(running.job.user).name,)] += compute_device_s(
+        used[policy.find_team(running.job.user).name] += compute_device_s(
             running.attempt, figures.at_s
         )
     yield _make_counter(
@@ -262,18 +259,24 @@ def _iterate_metrics_since_start(
     )
 
 
-def _make_gauge(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _add_values(GaugeMetricFamily(metric_name, help_text, labels=labels), values)
+def _make_gauge(
+    metric_name: str, help_text: str, values: Mapping[str, float], label: str
+) -> Metric:
+    return _add_values(GaugeMetricFamily(metric_name, help_text, labels=[label]), values)
 
 
-def _make_counter(metric_name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    return _add_values(CounterMetricFamily(metric_name, help_text, labels=labels), values)
+def _make_counter(
+    metric_name: str, help_text: str, values: Mapping[str, float], label: str
+) -> Metric:
+    return _add_values(CounterMetricFamily(metric_name, help_text, labels=[label]), values)
 
 
-def _add_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-    """Add these values, each with its labels, to the metric, and return it."""
-    for key, value in values.items():
-        family.add_metric(key, value)
+def _add_values(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+) -> Metric:
+    """Add these values, each under the value of its label, to the metric, and return it."""
+    for label_value, value in values.items():
+        family.add_metric([label_value], value)
     return family
 
 
