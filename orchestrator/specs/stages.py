@@ -36,7 +36,7 @@ def count_stage_layers(
 
 
 def list_stage_layer_ranges(
-    layer_count: int, stage_count: int, first_layers: int = 0, last_layers: int = 0
+    layer_count: int, stage_count: int, first_layers: int, last_layers: int
 ) -> tuple[range, ...]:
     """Return the layer indices of each pipeline stage. Raises ValueError for an empty stage or a leftover layer."""
     sizes = count_stage_layers(layer_count, stage_count, first_layers, last_layers)

@@ -111,7 +111,7 @@ def find_results(
 
 
 def find_checkpoints(
-    spec: JobSpec, output_folder: Path, file_access: FileAccess = OWN_ACCESS
+    spec: JobSpec, output_folder: Path, file_access: FileAccess
 ) -> Checkpoints:
     """Return the complete checkpoints in a script's output folder, newest first: by step, then by time.
 
@@ -186,7 +186,7 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
 
 
 def find_last_saved_s(
-    spec: JobSpec, output_folder: Path, file_access: FileAccess = OWN_ACCESS
+    spec: JobSpec, output_folder: Path, file_access: FileAccess
 ) -> float | None:
     """Return the time of the last write to any checkpoint, in seconds since 1970; None without
     checkpoints.

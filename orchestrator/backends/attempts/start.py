@@ -21,7 +21,6 @@ from orchestrator.backends.attempts.launch_request import (
 )
 from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import (
-    OWN_ACCESS,
     FileAccess,
     find_newest_checkpoint,
     get_output_folder,
@@ -128,7 +127,7 @@ def prepare_request(
     nodes: Mapping[str, LaunchNode],
     master_port: int,
     python: str,
-    file_access: FileAccess = OWN_ACCESS,
+    file_access: FileAccess,
 ) -> LaunchRequest:
     """Return the request that starts `attempt`. Reads the script's config file, and finds its
     newest checkpoint.

@@ -58,8 +58,8 @@ def list_live_activations(
     mode: ActivationCheckpointing,
     *,
     has_weight_copies: bool,
-    full_layers: int = 0,
-    offloads_inputs: bool = False,
+    full_layers: int,
+    offloads_inputs: bool,
 ) -> tuple[Activations, ...]:
     """Return the live activations at each pass point of the rank, then two more entries: at
     FORWARDED and at NOTHING.

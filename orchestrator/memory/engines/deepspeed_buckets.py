@@ -110,7 +110,7 @@ def _list_registered_sizes(profile: ModelProfile) -> Iterator[int]:
 
 
 def _list_gradients_in_backward_order(
-    profile: ModelProfile, *, waits_for_leaves: bool = False
+    profile: ModelProfile, *, waits_for_leaves: bool
 ) -> Iterator[tuple[Part, int]]:
     for place in range(len(profile.segments) - 1, -1, -1):
         segment = profile.segments[place]

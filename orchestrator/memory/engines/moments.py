@@ -183,7 +183,7 @@ def list_pass_points(
     *,
     gathers_ahead: bool,
     full_layers: int = 0,
-    updates_in_backward: bool = False,
+    updates_in_backward: bool,
 ) -> tuple[PassPoint, ...]:
     """Return the pass points (moments that may be the peak) of one micro-batch through the stage,
     in order of time.

@@ -89,8 +89,8 @@ def add_experts(
     sample_tokens: int,
     *,
     autocast: bool,
-    expert_parallel: int = 1,
-    receive_factor_max: float = 1.0,
+    expert_parallel: int,
+    receive_factor_max: float,
 ) -> ModelProfile:
     """Return the profile with a mixture of experts in each layer; `profile` must lack feed-forward
     parts.

@@ -189,8 +189,8 @@ def decide_on_job(
     price_per_device_s: float,
     *,
     may_reserve: bool,
-    end_by_s: float = inf,
-    devices_max: int | None = None,
+    end_by_s: float,
+    devices_max: int | None,
 ) -> Decision | None:
     """Return the decision on a waiting job that should end by `end_by_s`.
 

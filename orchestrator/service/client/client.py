@@ -302,7 +302,7 @@ class Client:
     def retry_job(
         self,
         job_id: str,
-        new_values: Sequence[Override] = (),
+        new_values: Sequence[Override],
         *,
         allow: str | None = None,
         global_batch_size: int | None = None,

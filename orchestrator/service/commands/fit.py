@@ -92,7 +92,7 @@ def make_model_script_data(model_name: str) -> JsonObject:
 
 def read_job_and_fit_rows(
     job: JobSource | str,
-    overrides: Sequence[Override] = (),
+    overrides: Sequence[Override],
     home: Path = DEFAULT_HOME,
     *,
     allow_other_machine: bool = False,

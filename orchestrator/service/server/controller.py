@@ -257,7 +257,7 @@ class Controller:
         return self._commit_request(SubmissionRequest(jobs, idempotency_key))
 
     def submit_retry(
-        self, job: Job, spec: JobSpec, start: RetryStart, idempotency_key: RequestKey | None = None
+        self, job: Job, spec: JobSpec, start: RetryStart, idempotency_key: RequestKey | None
     ) -> str:
         """Submit an ended job again, as `submit` does, from the checkpoint that `start` names;
         return the new job's id.

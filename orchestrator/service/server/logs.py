@@ -79,7 +79,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def make_job_log_fields(
-    job_id: str | None = None, attempt_number: int | None = None
+    job_id: str | None, attempt_number: int | None
 ) -> dict[str, object]:
     """Return the fields of a log record that name a job and its attempt.
 

@@ -65,7 +65,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     return 0 if job["status"] == "succeeded" else 1
 
 
-def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
+def follow_job(client: Client, job_id: str, console: Console, *, may_ask: bool) -> JobView:
     """Print the job's events on `console` until it ends; return its final record.
 
     A job with a question waits up to a week for its answer. Without `may_ask`, as in a rehearsal,

@@ -36,7 +36,7 @@ def replace_by_fake_tensors(
     module: nn.Module,
     fake_mode: FakeTensorMode,
     dtype: torch.dtype | None,
-    note_buffer: Callable[[Tensor, Tensor], None] | None = None,
+    note_buffer: Callable[[Tensor, Tensor], None] | None,
 ) -> dict[Tensor, float]:
     """Replace a module's parameters and buffers by fake CPU tensors, in place; `dtype` replaces
     that of floating parameters.

@@ -118,7 +118,7 @@ NO_SCRIPT = Script(
 )
 
 
-def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
+def read_script(path: Path, roots: Sequence[Path]) -> Script:
     """Return the flags of a Python script, and other facts about its code. Raises SpecError if it
     cannot be parsed.
 
@@ -486,8 +486,8 @@ def _iterate_class_flags(
     class_name: str,
     classes: dict[str, ast.ClassDef],
     constants: Constants,
-    is_flat: bool = True,
-    separator: str = "_",
+    is_flat: bool,
+    separator: str,
     prefix: str = "--",
     depth_max: int = 8,
 ) -> Iterator[Flag]:

@@ -168,7 +168,7 @@ def _parse_launched(
     argv: Sequence[str],
     folder: Path,
     launcher_name: str,
-    environment: str | None = None,
+    environment: str | None,
 ) -> TypedCommand:
     """Return the parts of a command that a launcher (torchrun) starts.
 
