@@ -268,7 +268,7 @@ class MatmulRates(NamedTuple):
 def compute_matmul_rates(device: DeviceSpec, precision: Precision) -> MatmulRates:
     """Return how fast the device multiplies matrices in this precision."""
     return MatmulRates(
-        4 if precision is Precision.FP32 else 2,
+        precision.value_bytes,
         compute_peak_matmul_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,

@@ -219,7 +219,7 @@ def compute_layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
     shape = request.shape
     if shape is None or not _can_offload(hardware):
         return 0
-    value_bytes = 4 if request.precision is Precision.FP32 else 2
+    value_bytes = request.precision.value_bytes
     return value_bytes * request.data_length * shape.hidden_size * shape.num_hidden_layers
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import MemoryEstimate, OwnSettings
+from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate, OwnSettings
 from orchestrator.specs.settings import Change
 from orchestrator.specs.str_enum import StrEnum
 
@@ -446,6 +446,11 @@ class Attempt:
     released: bool = False  # its devices report their memory free again
     evidence: Evidence | None = None
     failure: Failure | None = None
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Predicted seconds of a step; None where nothing was known of its time."""
+        return None if self.estimate.source in WITHOUT_SECONDS else self.step_s
 
     def end_or(self, otherwise_s: float) -> float:
         """Return when the attempt ended, in seconds since 1970; `otherwise_s` where it has not

@@ -64,6 +64,11 @@ class Precision(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"  # with dynamic loss scaling
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Precision.FP32 else 2
+
 
 class MasterWeights(StrEnum):
     """The dtype of the weights that the optimizer updates, and of their gradients."""

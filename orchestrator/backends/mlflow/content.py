@@ -31,7 +31,6 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.metric_row import parse_metric_row
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.profile import WITHOUT_SECONDS
 
 ENDED_FROM_OUTSIDE = (
     FailureKind.CANCELLED,
@@ -317,7 +316,7 @@ def _list_attempt_metric_values(
     )
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
-        "predicted_step_s": None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
+        "predicted_step_s": attempt.predicted_step_s,
         "measured_busy_percent": None if evidence is None else evidence.busy_percent,
         "predicted_busy_percent": None if attempt.busy_share is None else 100 * attempt.busy_share,
         "correction": attempt.correction,

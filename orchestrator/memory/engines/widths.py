@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.choices import MasterWeights, Precision
+from orchestrator.specs.choices import MasterWeights
 from orchestrator.specs.engines import get_engine_facts
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -11,7 +11,7 @@ from orchestrator.specs.profile import ModelProfile
 
 def compute_bytes_per_weight(plan: Plan) -> int:
     """Return the bytes of one weight in the type in which the forward and backward pass compute."""
-    return FP32_BYTES if plan.precision is Precision.FP32 else 2
+    return plan.precision.value_bytes
 
 
 def compute_master_bytes_per_weight(plan: Plan) -> int:

@@ -223,7 +223,7 @@ def _compute_shared_expert_saved_bytes(
     """
     if not experts.shared_width:
         return 0
-    width = 4 if profile.precision is Precision.FP32 else 2
+    width = profile.precision.value_bytes
     return width * (4 * experts.shared_width + hidden_size + 1) + (
         6 * hidden_size if autocast and width == 2 else 0
     )
@@ -235,7 +235,7 @@ def _compute_saved_and_selective_bytes(
     """Return (bytes that a sample's experts save, bytes that they save under selective
     checkpointing: products only).
     """
-    width = 4 if profile.precision is Precision.FP32 else 2
+    width = profile.precision.value_bytes
     experts = routing.experts
     routed = _compute_routed_saved_bytes(profile, routing, hidden_size, autocast=autocast)
     shared = _compute_shared_expert_saved_bytes(profile, experts, hidden_size, autocast=autocast)
@@ -262,7 +262,7 @@ def _list_expert_peaks(
     received = routing.received
     k = experts.chosen
     f = experts.width
-    width = 4 if profile.precision is Precision.FP32 else 2
+    width = profile.precision.value_bytes
     w = _get_expert_element_bytes(profile, autocast=autocast)
     down = experts.count // routing.expert_parallel * experts.width * hidden_size
     came_in = (
@@ -303,7 +303,7 @@ def _get_expert_element_bytes(profile: ModelProfile, *, autocast: bool) -> int:
     """Return the bytes per element in which experts compute; autocast does not reach their products
     (`_grouped_mm`).
     """
-    return 4 if profile.precision is Precision.FP32 or autocast else 2
+    return 4 if autocast else profile.precision.value_bytes
 
 
 def _compute_factored_elements(experts: Experts, hidden_size: int) -> int:

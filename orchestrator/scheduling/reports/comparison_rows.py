@@ -187,7 +187,7 @@ def make_comparison_row(state: State, job: Job, loss_curve: LossCurve | None) ->
         host_bytes=estimate.host_bytes if is_known else None,
         peak_bytes=last.peak_bytes,
         reserved_bytes=last.reserved_bytes,
-        predicted_step_s=last.step_s if last.estimate.source not in WITHOUT_SECONDS else None,
+        predicted_step_s=last.predicted_step_s,
         step_s=step_s,
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,

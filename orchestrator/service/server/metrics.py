@@ -30,7 +30,6 @@ from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
-from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.state import State
 
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -183,7 +182,7 @@ def _iterate_running_metrics(
         row = (
             get_predicted_peak_bytes(running.attempt),
             running.peak_bytes,
-            None if running.attempt.estimate.source in WITHOUT_SECONDS else running.attempt.step_s,
+            running.attempt.predicted_step_s,
             running.step_s,
             figures.ends_s.get(running.job.id),
             running.job.deadline_s,

@@ -30,7 +30,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
+from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.settings import format_plan
 from orchestrator.specs.state import State
 
@@ -295,7 +295,7 @@ def make_attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         predicted_bytes=get_predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
         fit_probability=attempt.fit_probability,
-        predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
+        predicted_step_s=attempt.predicted_step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
         steps_done=max((beat.steps_done for beat in attempt.heartbeats), default=None),
