@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.mlflow.tracker import make_tracker
 from orchestrator.backends.ports import Lookups, Tracker
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 
 # Each is made for a home.
 TRACKERS: Mapping[str, Callable[[Path, Lookups], Tracker]] = {
@@ -23,13 +23,11 @@ def check_trackers(tracker_names: Sequence[str], source: str) -> None:
     """
     for name in tracker_names:
         if name not in TRACKERS:
-            near = find_closest_word(name, TRACKERS)
-            hint = f"did you mean {near!r}?" if near else ""
             raise SpecError(
                 "no such tracker",
                 source=source,
                 path="trackers",
                 got=name,
                 allowed=", ".join(TRACKERS),
-                hint=hint,
+                hint=suggest_word(name, TRACKERS),
             )

@@ -18,7 +18,7 @@ from pydantic import (
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 from orchestrator.specs.fields import Bandwidth, Bytes, Name, Seconds, UserName
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
@@ -104,14 +104,15 @@ def _fill_from_catalogue(device: object) -> Any:
         return device
     devices = load_devices()
     if device not in devices:
-        near = find_closest_word(device.lower(), devices)
         raise SpecError(
             "the catalogue has no such device",
             got=device,
             allowed=", ".join(devices),
-            hint=f"did you mean {near!r}?"
-            if near
-            else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
+            hint=suggest_word(
+                device.lower(),
+                devices,
+                "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
+            ),
         )
     return {"name": device, **devices[device]}
 
@@ -258,12 +259,11 @@ class ClusterSpec(SpecModel):
         names = {name for node in self.nodes for name in node.names} if self.maintenance else set()
         for maintenance in self.maintenance:
             for name in set(maintenance.nodes) - names:
-                near = find_closest_word(name, names)
                 raise SpecError(
                     "the cluster has no such node",
                     path="maintenance",
                     got=name,
-                    hint=f"did you mean {near!r}?" if near else "",
+                    hint=suggest_word(name, names),
                 )
         return self
 

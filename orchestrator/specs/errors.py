@@ -122,6 +122,14 @@ def find_closest_word(word: str, candidates: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def suggest_word(word: str, candidates: Iterable[str], otherwise: str = "") -> str:
+    """Return a hint that names the candidate spelled most like `word`; `otherwise` where none is
+    similar.
+    """
+    near = find_closest_word(word, candidates)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
 def refuse_unknown(value: NoReturn) -> NoReturn:
     """Raise AssertionError for a value that no branch handles; mypy proves that this never happens."""
     raise AssertionError(f"no branch here says what follows from {value!r}")

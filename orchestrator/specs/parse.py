@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 from orchestrator.specs.job.array import (
     INDEX,
     expand_array,
@@ -504,8 +504,7 @@ def _describe_problem_and_allowed(
 def _make_hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
     if kind in ("enum", "literal_error") and isinstance(got, str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        near = find_closest_word(got, choices)
-        return f"did you mean {near!r}?" if near else ""
+        return suggest_word(got, choices)
     if kind == "string_type" and isinstance(got, (int, float, bool)):
         return f'write it in quotes: "{got}"'
     if got is None and kind != "value_error":

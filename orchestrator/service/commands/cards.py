@@ -7,7 +7,7 @@ import re
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.devices import find_matching_devices, load_devices
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 from orchestrator.specs.units import BINARY_UNITS, parse_bandwidth, parse_bytes
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
@@ -42,8 +42,9 @@ def parse_cards(gpu_option: str) -> ClusterSpec:
     name = match["name"]
     names = find_matching_devices(name)
     if len(names) != 1:
-        near = find_closest_word(name.lower(), load_devices())
-        hint = f"did you mean {near!r}?" if near else "describe the card in a file for --cluster"
+        hint = suggest_word(
+            name.lower(), load_devices(), "describe the card in a file for --cluster"
+        )
         raise SpecError(
             "several cards have this name" if names else "the catalogue has no such card",
             source=SOURCE,

@@ -36,7 +36,7 @@ from orchestrator.specs.errors import (
     StorageError,
     UncertainError,
     UnknownError,
-    find_closest_word,
+    suggest_word,
 )
 from orchestrator.specs.events import (
     CancelRequested,
@@ -369,8 +369,7 @@ class Controller:
             state = self._state
             names = {spec.name for spec in (*state.nodes, *state.declared)} | {*state.drained}
             if node_name not in names:
-                near = find_closest_word(node_name, names)
-                hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
+                hint = suggest_word(node_name, names, "`orc drain` lists them")
                 raise UnknownError(f"there is no node {node_name!r}: {hint}")
             is_suspended = any(entry.node == node_name for entry in state.suspensions)
             if undo == (node_name in state.drained) or (undo and is_suspended):

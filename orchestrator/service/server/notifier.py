@@ -17,7 +17,7 @@ from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.views.report import format_markdown, make_report_title
 from orchestrator.specs.cluster import describe_unreadable
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.notify import NoticeKind, NotifySpec
 
@@ -84,11 +84,8 @@ class Notifier:
         """
         for name in target_names:
             if name not in self.targets:
-                near = find_closest_word(name, self.targets)
-                hint = (
-                    f"did you mean {near!r}?"
-                    if near
-                    else "`notify.targets` of the cluster file names them"
+                hint = suggest_word(
+                    name, self.targets, "`notify.targets` of the cluster file names them"
                 )
                 raise SpecError("no such target", source="TARGET", got=name, hint=hint)
         now_s = self._clock()

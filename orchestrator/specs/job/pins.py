@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonS
 
 from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.engines import get_engine_facts
-from orchestrator.specs.errors import SpecError, find_closest_word
+from orchestrator.specs.errors import SpecError, suggest_word
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import SETTINGS, Setting, format_setting_value
@@ -35,15 +35,13 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
 
 def make_unknown_setting_error(key: str, raw: object, source: str = "") -> SpecError:
     """Return the SpecError for a pinned name that is no setting of a plan."""
-    near = find_closest_word(key, (*GIVEN, *SHORT))
-    hint = f"did you mean {near!r}?" if near else ""
     return SpecError(
         "unknown setting of a plan",
         source=source,
         path=key,
         got=raw,
         allowed=", ".join(GIVEN),
-        hint=hint,
+        hint=suggest_word(key, (*GIVEN, *SHORT)),
     )
 
 
@@ -54,14 +52,13 @@ def parse_setting_value(setting: Setting, key: str, raw: object, source: str = "
     if text in choices:
         return choices[text]
     if choices:
-        near = find_closest_word(text, choices)
         raise SpecError(
             "not one of the possible values",
             source=source,
             path=key,
             got=raw,
             allowed=", ".join(choices),
-            hint=f"did you mean {near!r}?" if near else "",
+            hint=suggest_word(text, choices),
         )
     if not text.isdecimal() or int(text) < setting.least:
         raise SpecError(
