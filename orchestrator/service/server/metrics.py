@@ -91,7 +91,7 @@ class Metrics(Collector):
         """Yield every metric; only the metric that says so if this service does not own its
         journal.
         """
-        yield _make_gauge(
+        yield _make_metric(
             "orc_build_info", "Version of the service.", {self._version: 1.0}, "version"
         )
         try:
@@ -110,19 +110,19 @@ class Metrics(Collector):
         yield from _iterate_running_metrics(figures, live)
         yield from _iterate_device_metrics(figures.state)
         yield from _iterate_metrics_since_start(figures, live)
-        yield _make_gauge(
+        yield _make_metric(
             "orc_tracker_pending_records",
             "Records that a tracker has yet to get.",
             figures.totals.undelivered,
             "tracker",
         )
-        yield _make_gauge(
+        yield _make_metric(
             "orc_notify_pending_notices",
             "Notices that a target has yet to get.",
             figures.totals.notices,
             "target",
         )
-        yield _make_gauge(
+        yield _make_metric(
             "orc_notify_oldest_timestamp_seconds",
             "When the oldest of them was made.",
             figures.totals.oldest_notices_s,
@@ -134,7 +134,7 @@ def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
     by_status = {status.value: counts[status.value] for status in JobStatus}
-    yield _make_gauge(
+    yield _make_metric(
         "orc_jobs",
         "Jobs by status, the ended ones of the whole journal included.",
         by_status,
@@ -143,7 +143,7 @@ def _iterate_job_metrics(figures: Figures) -> Iterator[Metric]:
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
     reasons = Counter(get_pending_code(job, figures.at_s) for job in queued)
     by_reason = {reason.value: reasons[reason] for reason in Pending}
-    yield _make_gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
+    yield _make_metric("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     yield GaugeMetricFamily(
         "orc_pending_oldest_timestamp_seconds",
         "When the oldest queued job was submitted.",
@@ -192,7 +192,7 @@ def _iterate_running_metrics(
             if value is not None and isfinite(value):
                 by_job[running.job.id] = value
     for name, (help_text, by_job) in values.items():
-        yield _make_gauge(name, help_text, by_job, "job_id")
+        yield _make_metric(name, help_text, by_job, "job_id")
 
 
 def _iterate_device_metrics(state: State) -> Iterator[Metric]:
@@ -225,18 +225,23 @@ def _iterate_metrics_since_start(
     tally = figures.tally
     policy = figures.state.policy
     ended = {outcome: tally.outcomes[outcome] for outcome in OUTCOMES}
-    yield _make_counter(
-        "orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome"
+    yield _make_metric(
+        "orc_attempts_ended",
+        "Attempts that ended since the start, by outcome.",
+        ended,
+        "outcome",
+        CounterMetricFamily,
     )
     preempted = {
         "scheduler": tally.outcomes[FailureKind.MOVED.value],
         "outside": tally.outcomes[FailureKind.PREEMPTED.value],
     }
-    yield _make_counter(
+    yield _make_metric(
         "orc_preemptions",
         "Attempts since the start that were ended so that others run.",
         preempted,
         "by",
+        CounterMetricFamily,
     )
     names = {team.name for team in policy.teams} | {policy.find_team("").name} | set(tally.device_s)
     used = {name: tally.device_s.get(name, 0.0) for name in sorted(names)}
@@ -244,8 +249,12 @@ def _iterate_metrics_since_start(
         used[policy.find_team(running.job.user).name] += compute_device_s(
             running.attempt, figures.at_s
         )
-    yield _make_counter(
-        "orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team"
+    yield _make_metric(
+        "orc_team_usage_device_seconds",
+        "Device-seconds since the start, by team.",
+        used,
+        "team",
+        CounterMetricFamily,
     )
     yield _make_histogram(
         "orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s
@@ -258,22 +267,15 @@ def _iterate_metrics_since_start(
     )
 
 
-def _make_gauge(
-    metric_name: str, help_text: str, values: Mapping[str, float], label: str
+def _make_metric(
+    metric_name: str,
+    help_text: str,
+    values: Mapping[str, float],
+    label: str,
+    family_class: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    return _add_values(GaugeMetricFamily(metric_name, help_text, labels=[label]), values)
-
-
-def _make_counter(
-    metric_name: str, help_text: str, values: Mapping[str, float], label: str
-) -> Metric:
-    return _add_values(CounterMetricFamily(metric_name, help_text, labels=[label]), values)
-
-
-def _add_values(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
-) -> Metric:
-    """Add these values, each under the value of its label, to the metric, and return it."""
+    """Return the metric with these values, each under the value of its label."""
+    family = family_class(metric_name, help_text, labels=[label])
     for label_value, value in values.items():
         family.add_metric([label_value], value)
     return family
