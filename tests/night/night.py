@@ -292,8 +292,7 @@ class Night:
             os.kill(int(read_service_file(self.home)["pid"]), signal.SIGKILL)
             self.orc_up()
         elif fault.kind == "full disk":
-            used = _output("df", "--block-size=1", "--output=used", str(self.home)).split()[-1]
-            _output("mount", "-o", f"remount,size={used}", str(self.home))
+            until(self.fill_disk, "a disk as small as what it holds", RANK_S)
             self.full_until_s = time.monotonic() + FULL_S
         elif fault.kind in SERVERS:
             self.kill_server(SERVERS[fault.kind])
@@ -361,6 +360,12 @@ class Night:
         for pid, command, environment in _processes():
             if name in command and any(mark in command + environment for mark in marks):
                 os.kill(pid, signal.SIGKILL)
+
+    def fill_disk(self) -> bool:
+        """Shrink the disk to what it holds; return whether nobody wrote more in between."""
+        used = _output("df", "--block-size=1", "--output=used", str(self.home)).split()[-1]
+        command = ("mount", "-o", f"remount,size={used}", str(self.home))
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
     def give_room(self) -> None:
         """End a full disk whose time is over."""
