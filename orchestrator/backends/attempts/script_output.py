@@ -110,9 +110,7 @@ def find_results(
     return Results(tuple(absent), is_reported, tuple(problems))
 
 
-def find_checkpoints(
-    spec: JobSpec, output_folder: Path, file_access: FileAccess
-) -> Checkpoints:
+def find_checkpoints(spec: JobSpec, output_folder: Path, file_access: FileAccess) -> Checkpoints:
     """Return the complete checkpoints in a script's output folder, newest first: by step, then by time.
 
     A checkpoint of the job's last step is left out: a script that compares steps for equality would never end.
@@ -185,9 +183,7 @@ def list_unmatched_files(spec: JobSpec, job_folder: JobFolder) -> tuple[str, ...
     return tuple(sorted(names, key=lambda name: (times_ns[name], name))[-UNMATCHED_MAX:])
 
 
-def find_last_saved_s(
-    spec: JobSpec, output_folder: Path, file_access: FileAccess
-) -> float | None:
+def find_last_saved_s(spec: JobSpec, output_folder: Path, file_access: FileAccess) -> float | None:
     """Return the time of the last write to any checkpoint, in seconds since 1970; None without
     checkpoints.
     """

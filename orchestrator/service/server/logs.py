@@ -78,9 +78,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def make_job_log_fields(
-    job_id: str | None, attempt_number: int | None
-) -> dict[str, object]:
+def make_job_log_fields(job_id: str | None, attempt_number: int | None) -> dict[str, object]:
     """Return the fields of a log record that name a job and its attempt.
 
     They name no request, since one commit to the journal may hold the changes of several.
