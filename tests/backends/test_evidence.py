@@ -182,7 +182,7 @@ def test_the_checkpoint_that_a_script_went_on_from_is_named_as_in_its_output(
         (None, None),
         (12, None),
     ):
-        write_json(jobs.attempt(1).resume, {"checkpoint": checkpoint})
+        jobs.attempt(1).resume.write_text(json.dumps({"checkpoint": checkpoint}))
         evidence = collect_evidence(script_spec(), attempt(), jobs, Ending())
         assert evidence.resumed_from == expected
 
