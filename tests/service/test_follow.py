@@ -72,7 +72,9 @@ def shown(world: World, wanted: str, *, is_terminal: bool) -> str:
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=is_terminal, width=100)
     with closing(Client(world.home)) as client:
-        following = threading.Thread(target=follow_job, args=(client, "lm-1", console), daemon=True)
+        following = threading.Thread(
+            target=follow_job, args=(client, "lm-1", console), kwargs={"may_ask": True}, daemon=True
+        )
         following.start()
         until(lambda: wanted in printed.getvalue(), wanted, SEEN_S)
         world.controller.cancel_jobs(["lm-1"])
