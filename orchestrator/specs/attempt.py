@@ -348,8 +348,7 @@ class Evidence:
     finished: bool = False
     lost: tuple[str, ...] = ()  # state that a restarted script did not restore
     checkpoint_step: int | None = None  # newest complete checkpoint
-    # checkpoint from which a script was to go on, relative to its output folder
-    resumed_from: str | None = None
+    resumed: bool = False  # its script was given a checkpoint to go on from
     unmatched: tuple[
         str, ...
     ] = ()  # newest files of a script's output, where `resume.checkpoints` matches nothing

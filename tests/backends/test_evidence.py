@@ -172,19 +172,19 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
     ), "it trains nothing"
 
 
-def test_the_checkpoint_that_a_script_went_on_from_is_named_as_in_its_output(
+def test_evidence_says_whether_the_script_was_given_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     jobs = JobFolder(tmp_path, "lm-1")
-    assert left_behind(tmp_path, "killed").resumed_from is None
+    assert not left_behind(tmp_path, "killed").resumed
     for checkpoint, expected in (
-        (str(jobs.output / "checkpoint-12"), "checkpoint-12"),
-        (None, None),
-        (12, None),
+        (str(jobs.output / "checkpoint-12"), True),
+        (None, False),
+        (12, False),
     ):
         jobs.attempt(1).resume.write_text(json.dumps({"checkpoint": checkpoint}))
         evidence = collect_evidence(script_spec(), attempt(), jobs, Ending())
-        assert evidence.resumed_from == expected
+        assert evidence.resumed == expected
 
 
 @pytest.mark.parametrize(

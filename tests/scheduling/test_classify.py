@@ -538,7 +538,7 @@ def test_the_steps_before_a_restart_count_where_the_restored_optimizer_counts_th
     began = replace(BEAT, step=9, torch_version="2.13", restored_steps=first_count)
     first = replace(attempt(), evidence=Evidence(ranks=ends(-9), heartbeats=(began,)))
     beats = (replace(began, step=8, restored_steps=count),)
-    stood = replace(STOOD, heartbeats=beats, resumed_from=resumed_from)
+    stood = replace(STOOD, heartbeats=beats, resumed=resumed_from is not None)
     resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
     assert (classify_end(resumed, attempt(2), stood) is None) == (steps_before == 12)
     # a third attempt, to which the second one left no step

@@ -39,7 +39,6 @@ from orchestrator.backends.attempts.script_output import (
     get_output_folder,
     iterate_lost_state,
     list_unmatched_files,
-    make_relative_to_output,
 )
 from orchestrator.backends.attempts.system_metrics import compute_mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
@@ -194,15 +193,12 @@ def collect_evidence(
     ]
     lost = tuple[str, ...]()
     unwatched = tuple[str, ...]()
-    resumed_from = _read_resumed_checkpoint(folder)
+    checkpoint = _read_resumed_checkpoint(folder)
     lost = parts.read_part(
         "restart",
-        lambda: _list_lost_state(spec, resumed_from, ending, job_folder, attempt),
+        lambda: _list_lost_state(spec, checkpoint, ending, job_folder, attempt),
         lost,
     )
-    if resumed_from is not None:
-        output = get_output_folder(spec, job_folder)
-        resumed_from = make_relative_to_output(output, resumed_from)
     if began:
         unwatched = parts.read_part(
             "unwatched", lambda: _describe_unwatched_processes(folder, beats, ending), unwatched
@@ -217,7 +213,7 @@ def collect_evidence(
         finished=results.is_reported and not results.absent,
         lost=lost,
         checkpoint_step=step,
-        resumed_from=resumed_from,
+        resumed=checkpoint is not None,
         unmatched=unmatched,
         unwatched=unwatched,
         busy_percent=parts.read_part("samples", lambda: compute_mean_busy_percent(folder), None),

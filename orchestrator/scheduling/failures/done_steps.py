@@ -83,7 +83,7 @@ def _count_restored_steps(job: Job, attempt: Attempt, evidence: Evidence) -> int
     restored = _find_least_restored_step(evidence)
     if start is None or restored is None or restored < start:
         return None
-    if restored == start and first is not evidence and evidence.resumed_from is not None:
+    if restored == start and first is not evidence and evidence.resumed:
         return None
     return restored - start
 

@@ -451,14 +451,15 @@ def count_restored_steps(optimizer: Any, cuda: Any) -> int | None:
     captures a graph.
     """
     count = 0
-    # the edge: somebody's optimizer may keep anything under this name
-    with contextlib.suppress(Exception):
+    try:
         # a read of a device's number would end the capture
         if cuda is not None and cuda.is_current_stream_capturing():
             return None
         for state in optimizer.state.values():
             if "step" in state:
                 count = max(count, int(state["step"]))
+    except Exception:  # the edge: somebody's optimizer may keep anything under this name
+        return None
     return count - 1 if count > 0 else None
 
 
